@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover.cache.tiers import Consensus, LocalConsensus
-from kvmover.errors import PeerUnknown, ProtocolError
+from kvmover.errors import PeerUnknown, PlanError, ProtocolError
 from kvmover.migrate import arrival
 from kvmover.migrate.arrival import (
     Acknowledged,
@@ -25,7 +25,7 @@ from kvmover.migrate.arrival import (
 from kvmover.migrate.departure import Withdraw
 from kvmover.migrate.events import PartnerEnded, RoundFailed, RoundLanded
 from kvmover.migrate.migration import Announcement, Decision, Migration
-from kvmover.migrate.partners import AGAIN_S, has_failed, partners_of, said_in
+from kvmover.migrate.partners import AGAIN_S, Partners, has_failed, said_in
 from kvmover.migrate.rounds import MigrationConfig, Round
 from kvmover.transfer.events import Cancel
 from kvmover.transfer.mover import Mover
@@ -58,8 +58,7 @@ class ArrivingRank:
         self.migration = migration
         self._mover, self._config, self._clock = mover, config or MigrationConfig(), clock
         self._agree = agree or LocalConsensus()
-        self._partners = partners_of(mover, migration.source)
-        self._has_states = any(component.states for component in self._partners[0].components)
+        self._partners = Partners.of(mover, migration.source)
         self._pages, self._room_tokens = pages, migration.tokens
         self._pending: Round | None = None
         self._rounds: list[Transfer] = []
@@ -92,7 +91,7 @@ class ArrivingRank:
         """
         state = self._state
         whole = state.round.last and state.landed_tokens == state.round.stop
-        return state.landed_tokens if whole or not self._has_states else 0
+        return state.landed_tokens if whole or not self._partners.has_states else 0
 
     @property
     def pages_for(self) -> int:
@@ -111,8 +110,13 @@ class ArrivingRank:
 
     def allocated(self, tokens: int, pages: Sequence[npt.ArrayLike]) -> None:
         """Tables from the request's beginning for its first `tokens` tokens. Raises PlanError as Mover.receive."""
+        before = self._pages, self._room_tokens
         self._pages, self._room_tokens = pages, tokens
-        self._ask()
+        try:
+            self._ask()
+        except PlanError:
+            self._pages, self._room_tokens = before
+            raise
 
     def decline(self, reason: str) -> None:
         """This engine will not take the request, unless its source is dead."""
@@ -149,7 +153,7 @@ class ArrivingRank:
         landed, announced, heard = (each is not None and each.landed for each in (current, announcement, answer))
         failed = any(each is not None and not each.landed for each in (current, announcement))
         sound = self._fault is None and not failed
-        lives = not any(process.has_ended() for process in self._partners)
+        lives = self._partners.live(self._clock())
         listens = self._announcement is not None and not self._announcement.ended
         quiet = not listens and not self.holds_pages
         patient = self._clock() < self._decided_at + self._config.patience_s
@@ -216,9 +220,9 @@ class ArrivingRank:
         wanted = self._pending
         if wanted is None or wanted.stop > self._room_tokens:
             return
-        self._pending = None
         name = self.migration.round_name(wanted.number)
         self._current = self._receive(name, range(wanted.start, wanted.stop), self._pages)
+        self._pending = None
         self._rounds += [self._current] if self._current is not None else []
 
     def _receive(self, name: str, positions: range, pages: Sequence[npt.ArrayLike] | None) -> Transfer | None:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover.cache.tiers import Consensus, LocalConsensus
-from kvmover.errors import PlanError
+from kvmover.errors import PlanError, ProtocolError
 from kvmover.migrate import departure
 from kvmover.migrate.departure import (
     AnnounceRound,
@@ -25,7 +25,7 @@ from kvmover.migrate.departure import (
 )
 from kvmover.migrate.events import PartnerEnded, RoundFailed, RoundLanded
 from kvmover.migrate.migration import Announcement, Decision, Migration, check_payload
-from kvmover.migrate.partners import AGAIN_S, has_failed, partners_of, said_in
+from kvmover.migrate.partners import AGAIN_S, Partners, has_failed, said_in
 from kvmover.migrate.rounds import MigrationConfig, Round
 from kvmover.transfer.events import Cancel
 from kvmover.transfer.mover import Mover
@@ -67,7 +67,7 @@ class DepartingRank:
         self.migration = migration
         self._mover, self._config, self._clock = mover, config or MigrationConfig(), clock
         self._agree = agree or LocalConsensus()
-        self._partners = partners_of(mover, migration.target)
+        self._partners = Partners.of(mover, migration.target)
         self._now = now
         self._rounds: list[Transfer] = []
         self._announcements: list[Transfer] = []
@@ -135,7 +135,7 @@ class DepartingRank:
             self._step(RoundFailed(_why(self._rounds[-1])))
         if decided:
             assert self._decision is not None
-            self._step(Decided(Decision.decode(said_in(self._decision))))
+            self._step(Decided(_decision_in(said_in(self._decision))))
         elif not lives:
             self._step(PartnerEnded(f"{self.migration.target.engine} is dead"))
         if self.phase is DeparturePhase.BACK:
@@ -148,7 +148,7 @@ class DepartingRank:
     def _votes(self) -> npt.NDArray[np.int64]:
         """What the least of over all ranks is true of all of them, behind the round that it is of."""
         current, decision = self._rounds[-1].result, self._decision.result if self._decision else None
-        lives = not any(process.has_ended() for process in self._partners)
+        lives = self._partners.live(self._clock())
         patient = self._clock() < self._back_at + self._config.patience_s
         landed, decided = (each is not None and each.landed for each in (current, decision))
         number, sound = self._state.round.number, current is None or landed
@@ -202,6 +202,14 @@ class DepartingRank:
         self._decision = self._mover.receive(
             name, target.engine, range(0), None, target.everyone, self._config.patience_s
         )
+
+
+def _decision_in(said: bytes) -> Decision:
+    """What is no decision was said by who cannot take a request."""
+    try:
+        return Decision.decode(said)
+    except ProtocolError as error:
+        return Decision(taken=False, reason=str(error))
 
 
 def _why(transfer: Transfer) -> str:

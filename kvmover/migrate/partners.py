@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 from kvmover.errors import PeerUnknown
 from kvmover.migrate.migration import Party
 from kvmover.transfer.mover import Mover
@@ -12,13 +15,38 @@ from kvmover.transfer.result import Transfer
 AGAIN_S = 0.5
 
 
-def partners_of(mover: Mover, party: Party) -> tuple[PeerProcess, ...]:
-    """The processes of the other side as they are now. Raises PeerUnknown where not all of them are connected."""
-    processes = mover.processes(party.engine)
-    ranks = [process.rank for process in processes]
-    if ranks != [*party.everyone]:
-        raise PeerUnknown(f"ranks {ranks} of {party.engine} are connected, which has {party.ranks}")
-    return processes
+#: To ask the kernel of a process takes some 20 us: so seldom it is asked again.
+LOOK_S = 0.02
+
+
+@dataclass(slots=True)
+class Partners:
+    """The processes of the other side, as they were when the migration began."""
+
+    processes: tuple[PeerProcess, ...]
+    _live: bool = True
+    _look_at: float = -math.inf
+
+    @classmethod
+    def of(cls, mover: Mover, party: Party) -> Partners:
+        """Raises PeerUnknown where not all of them are connected."""
+        processes = mover.processes(party.engine)
+        ranks = [process.rank for process in processes]
+        if ranks != [*party.everyone]:
+            raise PeerUnknown(f"ranks {ranks} of {party.engine} are connected, which has {party.ranks}")
+        return cls(processes)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether what they cache has some that every token changes."""
+        return any(component.states for component in self.processes[0].components)
+
+    def live(self, now: float) -> bool:
+        """Whether none of them is known to be dead."""
+        if self._live and now >= self._look_at:
+            self._look_at = now + LOOK_S
+            self._live = not any(process.has_ended() for process in self.processes)
+        return self._live
 
 
 def said_in(transfer: Transfer) -> bytes:

@@ -176,3 +176,33 @@ def test_what_cannot_be_is_refused_by_its_values():
         DepartingRank(move.source.movers[0], Migration("r", 1, Party("a", 2), Party("c", 2), 20), move.now(0))
     with pytest.raises(PlanError, match="r has 20 tokens, and its migration begins at 21"):
         DepartingRank(move.source.movers[0], Migration("r", 1, Party("a", 2), Party("b", 1), 21), move.now(0))
+
+
+def test_pages_that_cannot_be_are_refused_and_others_may_be_named():
+    move = Move.between(*FLEETS[0])
+    move.begin()
+    (arriving,) = move.arriving
+    while not arriving.pages_for:
+        for mover in move.bench.movers:
+            mover.poll()
+        for each in (*move.departing, arriving):
+            each.poll()
+    with pytest.raises(PlanError, match="too short"):
+        arriving.allocated(arriving.pages_for, [[1]])
+    assert arriving.pages_for
+    move.until_settled()
+    assert arriving.phase is ArrivalPhase.HERE
+    move.assert_target_holds(move.tokens)
+
+
+def test_words_that_are_no_decision_bring_the_request_back():
+    move = Move.between(*FLEETS[0])
+    move.begin()
+    (arriving,) = move.arriving
+    move.arriving = []
+    arriving.decline("no room")
+    move.target.movers[0].send(move.departing[0].migration.decision_name, [[]], [], b"what?")
+    for _ in range(200):
+        move.step()
+    assert {each.phase for each in move.departing} == {DeparturePhase.BACK}
+    assert all(each.settled for each in move.departing)
