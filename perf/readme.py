@@ -14,6 +14,10 @@ README, LIVE, MEASUREMENTS = ROOT / "README.md", ROOT / "docs" / "live.md", ROOT
 BLOCK = re.compile(r"(<!-- numbers -->\n).*?(<!-- /numbers -->)", re.DOTALL)
 
 
+#: The case of `perf.bench_peer` that converts.
+_PEER = "peer, TP4 page 16 NHD to TP2 page 32 HND"
+
+
 def headline() -> str:
     """The block between the README's markers: a row for each question that a reader has first."""
     lines = ["| Measured | kvmover | beside it |", "|---|---|---|"]
@@ -80,6 +84,14 @@ def _headlines() -> Iterator[tuple[str, str, str]]:
     stored = {"medium": "disk, O_DIRECT", "page_kib": "64"}
     mine, theirs = (_one("store", who=who, what="set", **stored)["gb_s"] for who in ("kvmover nixl", "sglang nixl"))
     yield "page store on a disk, writing pages of 64 KiB", f"{mine} GB/s", f"SGLang's NIXL store: {theirs} GB/s"
+    peer, storage, again = (
+        _one("peer", tokens="2048", what=what)["median_ms"] for what in (_PEER, "storage", "recompute")
+    )
+    yield (
+        "a prefix of 2,048 tokens that a TP4 engine has on its host, on a TP2 engine's device (the demo's model)",
+        f"{float(peer):.0f} ms",
+        f"computing it again: {float(again):.0f}; from a page store in the page cache: {float(storage):.0f}",
+    )
     yield from _exchanged()
     later = [row for row in read("live_turns") if row["turn"] != "1"]
     handed, computed = (
@@ -163,6 +175,7 @@ def numbers() -> str:
         _radix,
         _policies,
         _store,
+        _lent,
     )
     return "\n".join(line for lines in filter(None, (part() for part in parts)) for line in (*lines, ""))
 
@@ -500,6 +513,26 @@ def _store() -> list[str]:
             looked = found["exists"]["us_for_128"] if "exists" in found else ""
             lines.append(f"| {page_kib} KiB | {name} | {' | '.join(cells)} | {looked} |")
     return lines
+
+
+def _lent() -> list[str]:
+    rows = read("peer")
+    return _table(
+        "**A prefix from another engine's host**, until it is on the device, on three fleets of the demo's model, 8"
+        f" processes over NIXL; `recompute` is that model's own forward pass ({_about(rows[0])}):",
+        ("tokens", "MiB", "from", "ms, median", "p10 to p90", "of recompute"),
+        (
+            (
+                row["tokens"],
+                row["mib"],
+                row["what"],
+                row["median_ms"],
+                f"{row['p10_ms']} to {row['p90_ms']}",
+                row["of_recompute"],
+            )
+            for row in rows
+        ),
+    )
 
 
 def _about(row: dict[str, str]) -> str:

@@ -25,7 +25,7 @@ MUTANT_SCHEDULES = 200
 
 #: Situations that some schedule of all profiles reaches.
 REACHED = {
-    *("from device", "from host", "from storage", "alone", "aborted in look", "aborted in read"),
+    *("from device", "from host", "from storage", "from peer", "alone", "aborted in look", "aborted in read"),
     *("lost rank_minimum", "lost threshold", "lost host_capacity", "lost device_capacity", "lost late"),
     *("lost read_failed", "lost poisoned", "lost capacity_evicted"),
 }

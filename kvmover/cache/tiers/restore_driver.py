@@ -242,8 +242,9 @@ class Restores:
         restore.collective = self.collectives.begin(lambda agreed: self._agreed(restore, agreed.tolist()), width, ids)
 
     def _agreed(self, restore: Restore, answer: list[int]) -> None:
+        stopped = restore.collective is not None and restore.collective.stopping
         restore.collective = restore.gate = None
-        self.tell(restore, restore_machine.RanksAgreed(answer))
+        self.tell(restore, restore_machine.RanksAgreed(answer, stopped))
         if restore in self.leaving:
             self.leaving.remove(restore)
 

@@ -92,9 +92,10 @@ class LoadEnded(msgspec.Struct, frozen=True):
 
 
 class RanksAgreed(msgspec.Struct, frozen=True):
-    """The operation has ended on all ranks, with the minimum of their answers."""
+    """The operation has ended on all ranks, with the minimum of their answers. `stopped`: some rank had asked to."""
 
     answer: Sequence[int]
+    stopped: bool = False
 
 
 class Secured(msgspec.Struct, frozen=True):
@@ -256,8 +257,8 @@ def step(state: Restoring, event: RestoreEvent, now: float) -> RestoreStep:
             return _fetched(state, pages, loss or Loss.LATE)
         case LoadEnded():
             return _vote(state, state.op_pages, [])
-        case RanksAgreed(answer):
-            return _agreed(state, answer)
+        case RanksAgreed():
+            return _agreed(state, event)
         case Rematched():
             return _rematched(state, event)
         case DeviceFull():
@@ -397,8 +398,9 @@ def _vote(state: Restoring, pages: int, before: list[RestoreAction]) -> RestoreS
     return replace(state, done_pages=pages), [*before, Vote(counted(pages, state.op_pages))]
 
 
-def _agreed(state: Restoring, answer: Sequence[int]) -> RestoreStep:
+def _agreed(state: Restoring, event: RanksAgreed) -> RestoreStep:
     """Every rank keeps what all have. A restore that was given up ends here."""
+    answer = event.answer
     phase, op, mine = state.asked, state.op, state.done_pages or 0
     state = replace(state, asked=None, op=0, op_pages=0, done_pages=None, stopped=False)
     if phase is RestorePhase.LOOK:
@@ -414,20 +416,20 @@ def _agreed(state: Restoring, answer: Sequence[int]) -> RestoreStep:
         ends.append(EndCopy(op, pages))
     if state.done:
         return state, ends
-    state, actions = _after_read(state, answer, pages) if phase is RestorePhase.READ else _load(state)
+    state, actions = _after_read(state, event, pages) if phase is RestorePhase.READ else _load(state)
     return state, [*ends, *actions]
 
 
-def _after_read(state: Restoring, answer: Sequence[int], pages: int) -> RestoreStep:
-    """Load what came; where a rank began and not all came, what another source has is read instead."""
-    page, chosen, total = state.terms.page_tokens, state.reading, int(answer[1])
+def _after_read(state: Restoring, event: RanksAgreed, pages: int) -> RestoreStep:
+    """Load what came; where not all came, and nobody is in a hurry, what another source has is read instead."""
+    page, chosen, total = state.terms.page_tokens, state.reading, int(event.answer[1])
     assert chosen is not None
     reached = chosen.pages - total + pages
     if chosen.source != STORAGE and pages:
         state = replace(state, peer_tokens=reached * page)
     state = replace(state, reading=None)
     more = tuple(each for each in state.left if each.pages > reached)
-    if more and chosen.source != STORAGE and pages < total:
+    if more and chosen.source != STORAGE and pages < total and not event.stopped:
         return _read_next(replace(state, left=more))
     return _load(replace(state, left=()))
 

@@ -11,10 +11,13 @@ from kvmover.cache.prefix import FULL, InvariantBroken, Tier
 from kvmover.cache.tiers import RestorePhase, TierPolicy, Timeout
 from kvmover.cache.tiers.agreement import CollectiveOps, PartialWork
 from kvmover.cache.tiers.restore_machine import (
+    STORAGE,
+    Abandon,
     AskToStop,
     BeginFetch,
     BeginLoad,
     BeginNothing,
+    Decline,
     DeviceFull,
     EndCopy,
     FetchBegun,
@@ -69,6 +72,57 @@ def test_a_part_of_a_read_counts_where_it_is_of_use(partial: PartialWork, pages:
     state, actions = step(state, RanksAgreed((pages, 4, -4)), 0.0)
     assert actions == [EndCopy(7, pages), Rematch()]
     assert Loss.RANK_MINIMUM not in state.reasons
+
+
+def with_peers(stored: bool = True) -> RestoreTerms:
+    return replace(terms(), stored=stored, peers=2)
+
+
+def test_of_equal_lengths_a_peers_is_read_and_what_it_fails_to_bring_the_next_is():
+    state, actions = start(with_peers(), 16, 0, 0, now=0.0)
+    assert actions == [LookUp(4)]
+    state, actions = step(state, LookedUp((0, 1, 2, 3), peers=(2, 3)), 0.0)
+    assert actions == [Vote((0, 1, 1, 1, 0, 2, 3))]
+    state, actions = step(state, RanksAgreed((0, 1, 1, 1, 0, 2, 3)), 0.0)
+    assert actions == [BeginFetch(3, 1)]
+    state, _ = step(state, FetchBegun(7, 3), 0.0)
+    state, actions = step(state, FetchEnded(0, Loss.READ_FAILED), 0.0)
+    state, actions = step(state, RanksAgreed((0, 3, -3)), 0.0)
+    assert actions == [Abandon(7), Decline(), BeginFetch(3, STORAGE)]
+    state, _ = step(state, FetchBegun(8, 3), 0.0)
+    state, _ = step(state, FetchEnded(3), 0.0)
+    state, actions = step(state, RanksAgreed((3, 3, -3)), 0.0)
+    assert actions == [EndCopy(8, 3), Rematch()]
+    state.check()
+
+
+def test_who_was_told_to_stop_reads_from_nobody_else():
+    state, _ = start(with_peers(), 16, 0, 0, now=0.0)
+    state, _ = step(state, LookedUp((0, 1, 2, 3), peers=(2, 3)), 0.0)
+    state, _ = step(state, RanksAgreed((0, 1, 1, 1, 0, 2, 3)), 0.0)
+    state, _ = step(state, FetchBegun(7, 3), 0.0)
+    state, _ = step(state, FetchEnded(0, Loss.LATE), 0.0)
+    state, actions = step(state, RanksAgreed((0, 3, -3), stopped=True), 0.0)
+    assert actions == [Abandon(7), Rematch()]
+
+
+def test_ranks_that_voted_for_other_peers_read_from_one_that_all_have():
+    state, _ = start(with_peers(stored=False), 16, 0, 0, now=0.0)
+    state, actions = step(state, LookedUp((0,), peers=(4, 1)), 0.0)
+    assert actions == [Vote((0, 0, 0, 0, 0, 4, 1))]
+    state, actions = step(state, RanksAgreed((0, 0, 0, 0, 0, 0, 1)), 0.0)
+    assert actions == [BeginFetch(1, 1)]
+    assert state.reasons == {Loss.RANK_MINIMUM: 12}
+    state, actions = step(state, HostFull(4), 0.0)
+    state, actions = step(state, RanksAgreed((0, 0, -1)), 0.0)
+    assert actions == [Abandon(0), Rematch()]
+
+
+def test_nothing_that_all_peers_have_is_declined():
+    state, _ = start(with_peers(stored=False), 16, 0, 0, now=0.0)
+    state, _ = step(state, LookedUp((0,), peers=(4, 1)), 0.0)
+    _, actions = step(state, RanksAgreed((0,) * 7), 0.0)
+    assert actions == [Decline(), Rematch()]
 
 
 def test_a_rank_without_room_takes_part_in_what_the_others_do():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from kvmover.cache.ledger import Loss
 from kvmover.cache.tiers import restore_machine
 from kvmover.cache.tiers.agreement import CollectiveOps, PartialWork
 from kvmover.cache.tiers.allocator import PageAllocator
+from kvmover.cache.tiers.controller import Controller
 from kvmover.cache.tiers.restore_driver import Restore, Restores
 from kvmover.cache.tiers.restore_machine import EndCopy, RestoreStep, Restoring, Vote
 from kvmover.cache.tiers.storage import StorageRead
@@ -26,9 +27,9 @@ Mutation = Callable[[pytest.MonkeyPatch], None]
 def a_rank_keeps_what_it_has_read(patch: pytest.MonkeyPatch) -> None:
     """Whatever the others have."""
 
-    def agreed(honest: Any, state: Restoring, answer: Sequence[int]) -> RestoreStep:
+    def agreed(honest: Any, state: Restoring, event: Any) -> RestoreStep:
         mine = state.done_pages or 0
-        after, actions = honest(state, answer)
+        after, actions = honest(state, event)
         return after, [EndCopy(each.op, mine) if isinstance(each, EndCopy) else each for each in actions]
 
     around(patch, restore_machine, "_agreed", agreed)
@@ -42,9 +43,9 @@ def a_part_of_a_hybrid_prefix_is_kept(patch: pytest.MonkeyPatch) -> None:
 def all_of_an_operation_is_kept(patch: pytest.MonkeyPatch) -> None:
     """A read that ended early is taken for a whole one."""
 
-    def agreed(honest: Any, state: Restoring, answer: Sequence[int]) -> RestoreStep:
+    def agreed(honest: Any, state: Restoring, event: Any) -> RestoreStep:
         pages = state.op_pages
-        after, actions = honest(state, answer)
+        after, actions = honest(state, event)
         return after, [EndCopy(each.op, pages) if isinstance(each, EndCopy) else each for each in actions]
 
     around(patch, restore_machine, "_agreed", agreed)
@@ -194,6 +195,39 @@ def a_poisoned_page_is_taken(patch: pytest.MonkeyPatch) -> None:
     around(patch, restore_machine, "step", step)
 
 
+# Peers.
+
+
+def pages_of_a_read_that_hangs_come_back_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Whatever its peer may still write."""
+
+    def abandon(self: Restores, restore: Restore, op: int) -> None:
+        restore.borrow = None
+        self.collectives.begin(lambda agreed: self._abandoned(op)).done(1)
+
+    patch.setattr(Restores, "_abandon", abandon)
+
+
+def what_did_not_come_is_lent_again(patch: pytest.MonkeyPatch) -> None:
+    def abandon(honest: Any, self: Restores, restore: Restore, op: int) -> None:
+        self._lend(restore, op, len(restore.reads[1]))
+        honest(self, restore, op)
+
+    around(patch, Restores, "_abandon", abandon)
+
+
+def nobody_hears_of_a_page_that_leaves_the_host(patch: pytest.MonkeyPatch) -> None:
+    """It stays in the inventory, and what is put there next is lent under its name."""
+
+    honest = Controller.__init__
+
+    def init(self: Controller, *given: Any, **named: Any) -> None:
+        honest(self, *given, **named)
+        self.allocator.host_freed = lambda ids: None
+
+    patch.setattr(Controller, "__init__", init)
+
+
 # The account.
 
 
@@ -248,6 +282,9 @@ MUTATIONS: Mapping[Mutation, str] = {
     locks_are_never_given_back: "default",
     what_is_ready_is_not_locked: "default",
     a_poisoned_page_is_taken: "rotten",
+    pages_of_a_read_that_hangs_come_back_at_once: "lent",
+    what_did_not_come_is_lent_again: "lent",
+    nobody_hears_of_a_page_that_leaves_the_host: "lent",
     losses_are_forgotten: "rotten",
     the_others_are_never_blamed: "rotten",
     the_others_are_blamed_for_a_part_of_no_use: "rotten",

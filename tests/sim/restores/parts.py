@@ -12,6 +12,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+from kvmover.cache.peers import PeerRead
 from kvmover.cache.prefix import FULL, PrefixTree, SlidingWindow, State, Tier
 from kvmover.cache.prefix.columns import ID_BYTES
 from kvmover.cache.tiers import Controller, ControllerConfig, FreeList, LocalConsensus, Rule, Speed
@@ -207,6 +208,96 @@ class SimCopier:
                 host[host_id] = device[device_id]
 
 
+class SimPeers:
+    """A rank's tier of peers: what other engines have comes after some time, or does not, or comes late.
+
+    `lent`: by page of the host, what this rank has promised is in it.
+    """
+
+    def __init__(
+        self, number: int, scenario: Scenario, network: SimNetwork, random: Random, contents: Contents, names: Any
+    ) -> None:
+        self._number, self._lenders, self._network, self._random = number, scenario.lenders, network, random
+        self._host, self._names = contents[FULL, Tier.HOST], names
+        self.terms = SimpleNamespace(engines=tuple(f"lender {each}" for each in range(len(scenario.lenders))))
+        self.lent: dict[int, bytes] = {}
+        self.offers: dict[str, Any] = {}
+        self._over: deque[Callable[[], None]] = deque()
+        self._reads: list[tuple[PeerRead, list[int]]] = []
+        self._count, self.failed, self._looks = 0, False, 0
+
+    def look(self, request: str, prefix: Any, ended: Callable[[Sequence[int]], None]) -> None:
+        hashes, self._looks = prefix.key.page_hashes(PAGE), self._looks + 1
+        self.offers[request] = hashes
+        tokens = []
+        for lender in self._lenders:
+            has = {page for (text, at), page in self._names.items() if at < lender.tokens[text] // PAGE}
+            pages = next((at for at, page in enumerate(hashes) if page not in has), len(hashes))
+            tokens.append(min(pages * PAGE, prefix.limit_tokens) if pages * PAGE > prefix.first_tokens else 0)
+
+        def over() -> None:
+            self._looks -= 1
+            ended(tokens)
+
+        slowest = max((each.step_s for each in self._lenders), default=(0.0, 0.0))
+        self._network.after(self._random.uniform(*slowest), lambda: self._over.append(over))
+
+    def read(self, request: str, source: int, positions: range, tables: Any, read: PeerRead) -> None:
+        lender, self._count = self._lenders[source], self._count + 1
+        pages = range(positions.start // PAGE, positions.stop // PAGE)
+        ids, hashes = [tables[0][page] for page in pages], self.offers[request]
+        fails = self._count in lender.fails[self._number]
+        read.transfer = SimpleNamespace(ended=False, held=False)  # type: ignore[assignment]
+
+        def land() -> None:
+            good = not (fails or read.stopping())
+            self.failed |= fails
+            for page, page_id in zip(pages, ids, strict=True):
+                self._host[page_id] = hashes[page] if good else GARBAGE
+            read.transfer.ended, read.transfer.held = True, not good and lender.late_s > 0  # type: ignore[union-attr]
+            if read.transfer.held:  # type: ignore[union-attr]
+                self._network.after(self._random.uniform(0, lender.late_s), late)
+            outcome = PAGE * len(pages) if good else OSError("the lender is gone")
+            self._over.append(lambda: self._ended(read, outcome))
+
+        def late() -> None:
+            for page_id in ids:
+                self._host[page_id] = GARBAGE
+            read.transfer.held = False  # type: ignore[union-attr]
+
+        self._reads.append((read, ids))
+        self._network.after(self._random.uniform(*lender.step_s), land)
+
+    def _ended(self, read: PeerRead, outcome: int | BaseException) -> None:
+        self._reads = [each for each in self._reads if each[0] is not read]
+        read.ended(outcome)
+
+    def decline(self, request: str) -> None:
+        self.offers.pop(request)
+
+    def came(self, hashes: Sequence[bytes], ids: Sequence[int]) -> None:
+        for page_hash, page_id in zip(hashes, ids, strict=True):
+            self.lent[page_id] = page_hash
+
+    def freed(self, ids: Sequence[int]) -> None:
+        for page_id in ids:
+            self.lent.pop(page_id, None)
+
+    def poll(self) -> None:
+        while self._over:
+            self._over.popleft()()
+
+    @property
+    def queued(self) -> int:
+        return self._looks + len(self._reads)
+
+    def check(self) -> None:
+        """What is lent is what was promised."""
+        wrong = [page for page, what in self.lent.items() if self._host[page] != what]
+        if wrong:
+            raise Broken(f"rank {self._number} lends pages {wrong} of the host, which hold something else")
+
+
 class SimRank:
     """One rank: a real controller over simulated parts. `out`: pages that the engine has, by component and tier."""
 
@@ -228,12 +319,14 @@ class SimRank:
             reads=Known(scenario.speed),
         )
         config = ControllerConfig(scenario.policy, LocalConsensus(), clock=network.clock)
-        self.controller = controller = Controller(self.tree, pools, storage, config)
+        lends = bool(scenario.lenders)
+        self.peers: Any = SimPeers(number, scenario, network, random, self.contents, names) if lends else None
+        self.controller = controller = Controller(self.tree, pools, storage, config, peers=self.peers)
         self.worker = SimWorker(network, random, disk)
         copier: Any = SimCopier(network, random, self.contents)
         controller.worker = controller._restores.worker = controller._backups.worker = self.worker  # type: ignore[assignment]
         controller.copies = controller.allocator.copies = copier
-        controller._restores.loads = Known(None)  # type: ignore[assignment]
+        controller._restores.loads = controller._restores.borrows = Known(None)  # type: ignore[assignment]
         self.out: dict[tuple[str, Tier], set[int]] = {key: set() for key in self.contents}
         for key, free in controller.allocator.free.items():
             self._spoil_what_is_free(key, free)

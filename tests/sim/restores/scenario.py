@@ -33,6 +33,7 @@ class Profile:
     short: float = 0.3
     dropped: float = 0.25
     roomy: bool = False
+    lent: float = 0.0
 
 
 DEFAULT = Profile("default")
@@ -44,7 +45,9 @@ ROTTEN = Profile("rotten", absent=0.12, poisoned=0.15, vanishing=0.1, failing=0.
 HASTY = Profile("hasty", slow=0.8, dropped=0.6)
 #: Ranks with less room than others.
 SHORT = Profile("short", absent=0.0, poisoned=0.0, vanishing=0.0, failing=0.0, short=1.0, dropped=0.05)
-PROFILES = {profile.name: profile for profile in (DEFAULT, CALM, ROTTEN, HASTY, SHORT)}
+#: Engines that lend what they have, die as they lend, and write late.
+LENT = Profile("lent", short=0.1, lent=1.0)
+PROFILES = {profile.name: profile for profile in (DEFAULT, CALM, ROTTEN, HASTY, SHORT, LENT)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,20 @@ class Disk:
 
 
 @dataclass(frozen=True, slots=True)
+class Lender:
+    """What another engine has: so many tokens of each text, and for each rank what it fails at, and how.
+
+    `step_s`: how long an answer takes, or a read. `fails`: numbers of reads, by rank, that bring nothing. `late_s`: for
+    so long such a read may still write, 0 where it cannot.
+    """
+
+    tokens: tuple[int, ...]
+    step_s: tuple[float, float]
+    fails: tuple[frozenset[int], ...]
+    late_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Scenario:
     """`pages`: of the device and the host, for each component. `stored`: tokens of each text that storage has."""
 
@@ -104,12 +121,15 @@ class Scenario:
     disks: tuple[Disk, ...]
     requests: tuple[Asked, ...]
     evictions: tuple[Evict, ...]
+    lenders: tuple[Lender, ...] = ()
 
     @classmethod
     def draw(cls, seed: int, profile: Profile) -> Scenario:
         random = Random(f"restores {seed}")
         ranks, model = random.choice([1, 2, 2, 3]), random.choice([PLAIN, PLAIN, HYBRID])
         tiers = WriteBack() if random.random() < 0.25 else WriteThrough(random.choice([1, 1, 2]))
+        if profile.lent:
+            model, tiers = PLAIN, WriteThrough(1)
         pages = (100, 160) if profile.roomy else (random.randint(14, 24), random.randint(13, 30))
         policy = _policy(random)
         if profile.roomy:
@@ -125,6 +145,7 @@ class Scenario:
             tuple(_disk(random, profile, model) for _ in range(ranks)),
             requests := _requests(random, profile, ranks),
             _evictions(random, profile, requests),
+            tuple(_lender(random, ranks) for _ in range(random.randint(1, 3) if profile.lent else 0)),
         )
 
 
@@ -150,6 +171,12 @@ def _disk(random: Random, profile: Profile, model: dict[str, int | None]) -> Dis
     step_s = (0.05, 0.3) if random.random() < profile.slow else (0.001, 0.02)
     fails = frozenset(number for number in range(30) if random.random() < profile.failing)
     return Disk(some(profile.absent), some(profile.poisoned), some(profile.vanishing), fails, step_s)
+
+
+def _lender(random: Random, ranks: int) -> Lender:
+    step_s = (0.05, 0.3) if random.random() < 0.3 else (0.001, 0.02)
+    fails = tuple(frozenset(number for number in range(12) if random.random() < 0.2) for _ in range(ranks))
+    return Lender(tuple(random.choice([0, 8, 16, 24]) for _ in TEXTS), step_s, fails, random.choice([0.0, 0.0, 0.5]))
 
 
 def _requests(random: Random, profile: Profile, ranks: int) -> tuple[Asked, ...]:

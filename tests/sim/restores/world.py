@@ -194,7 +194,7 @@ class World:
             self.ledgers[number].admitted(request.name, restore.credit, restore.lost)
             self.seen.update({f"lost {loss}": 1 for loss in restore.lost})
         first = request.restores[0]
-        self.seen.update({f"from {tier}": 1 for tier in ("device", "host", "storage") if _credit(first, tier)})
+        self.seen.update({f"from {tier}": 1 for tier in ("device", "host", "storage", "peer") if _credit(first, tier)})
         if not request.asked.alone:
             self._compute(request)
 
@@ -296,7 +296,7 @@ class World:
         disk = rank.served
         may = {
             Loss.POISONED: Got.POISONED in disk,
-            Loss.READ_FAILED: rank.worker.raised,
+            Loss.READ_FAILED: rank.worker.raised or (rank.peers is not None and rank.peers.failed),
             Loss.LATE: not isinstance(policy.prefetch, Wait),
             Loss.THRESHOLD: policy.least_tokens > 1
             or policy.least_load_tokens > 1
