@@ -75,18 +75,16 @@ def programs_between(way: Way, src: End, dst: End, memory: OwnMemory, rules: Rul
     if not work.digested:
         return None
     pool, packed = int(LISTED.value), int(EVEN.value)  # pyright: ignore
-    kinds, reads = ((pool, packed), None) if way is Way.GATHER else ((packed, pool), "dst")
+    kinds, end = ((pool, packed), "src") if way is Way.GATHER else ((packed, pool), "dst")
     found = Programs(
         rows.standing_program(regions, kinds, sms) if regions else None,
         convert=convert.standing_program(work.conversions, kinds, sms) if work.conversions else None,
     )
     if rules.digests and regions:
-        read = (pool, pool) if reads else kinds
-        copied = digest.standing_program(regions, logicals[: len(regions)], read, sms, reads)
-        found = replace(found, digest=copied)
-    if rules.digests and not work.conversions:  # what is converted takes no route that leaves pages where they lie
-        rest = digest.standing_program(regions, logicals, (pool, pool), sms, work.end)
-        found = replace(found, rest_digest=rest)
+        marks = logicals[: len(regions)]
+        if way is Way.GATHER:
+            found = replace(found, digest=digest.standing_program(regions, marks, kinds, sms))
+        found = replace(found, rest_digest=digest.standing_program(regions, marks, (pool, pool), sms, end))
     if rules.digests and work.conversions:
         wire = digest.standing_program(work.digested, logicals, (packed, packed), sms, work.end)
         found = replace(found, wire_digest=wire)
