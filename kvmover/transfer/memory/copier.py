@@ -25,8 +25,8 @@ Done = Callable[[int | None], None]
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """The kernels of one way. `digest`: as it is computed there, while gathering or after scattering. `wire_digest`: of
-    chunks of which anything is converted. `rest_digest`: of pages where they lie. None: unknown.
+    """The kernels of one way. `digest`: taken while gathering. `wire_digest`: of chunks of which anything is converted.
+    `rest_digest`: of pages where they lie, as after a scatter. None: unknown.
     """
 
     move: Program | None = None
@@ -91,7 +91,7 @@ def launches(
         found.append(prepare(work.regions, sms=sms, using=known.move))
     if total is not None and work.logicals is not None:
         reads = None if at_once else work.end
-        using = known.wire_digest if work.conversions else known.digest if work.moves else known.rest_digest
+        using = known.wire_digest if work.conversions else known.digest if at_once else known.rest_digest
         found.append(digest.prepare(work.digested, work.logicals, total, sms=sms, reads=reads, using=using))
     return [launch for launch in found if launch is not None]
 

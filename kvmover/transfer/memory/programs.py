@@ -79,7 +79,7 @@ def programs_between(way: Way, src: End, dst: End, memory: OwnMemory, rules: Rul
     if not work.digested:
         return None
     pool, packed = int(LISTED.value), int(EVEN.value)  # pyright: ignore
-    kinds = (pool, packed) if way is Way.GATHER else (packed, pool)
+    kinds, end = ((pool, packed), "src") if way is Way.GATHER else ((packed, pool), "dst")
     engine = rules.engine
     if engine is CopyEngine.AUTO:  # as the Copier chooses
         engine = CopyEngine.ROWS if rules.digests else bulk.measured(regions, sms, work.digested[0].src.device)
@@ -90,13 +90,10 @@ def programs_between(way: Way, src: End, dst: End, memory: OwnMemory, rules: Rul
         convert=convert.standing_program(work.conversions, kinds, sms) if work.conversions else None,
     )
     if rules.digests and regions:
-        at_once = way is Way.GATHER and engine is CopyEngine.ROWS
-        read, reads = (kinds, None) if at_once else ((pool, pool), work.end)
-        copied = digest.standing_program(regions, logicals[: len(regions)], read, sms, reads)
-        found = replace(found, digest=copied)
-    if rules.digests and not work.conversions:  # what is converted takes no route that leaves pages where they lie
-        rest = digest.standing_program(regions, logicals, (pool, pool), sms, work.end)
-        found = replace(found, rest_digest=rest)
+        marks = logicals[: len(regions)]
+        if way is Way.GATHER and engine is CopyEngine.ROWS:
+            found = replace(found, digest=digest.standing_program(regions, marks, kinds, sms))
+        found = replace(found, rest_digest=digest.standing_program(regions, marks, (pool, pool), sms, end))
     if rules.digests and work.conversions:
         wire = digest.standing_program(work.digested, logicals, (packed, packed), sms, work.end)
         found = replace(found, wire_digest=wire)
