@@ -15,8 +15,7 @@ import torch
 
 from kvmover import Component, Fleet
 from kvmover.store import Namespace, PagePart, PageStore, Policy
-from kvmover.store.record import BLOCK_BYTES
-from kvmover.store.record import FIXED_BYTES, PREAMBLE_BYTES
+from kvmover.store.record import BLOCK_BYTES, FIXED_BYTES, PREAMBLE_BYTES
 from kvmover.transport import memory_of
 from tests.docs import decode_by_the_page as by_the_page
 
