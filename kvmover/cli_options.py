@@ -27,6 +27,7 @@ SCENARIOS = (
     "mapped",
     "fp8",
     "storage",
+    "peer",
     "rolling",
 )
 POLICIES = ("lru", "lfu", "slru", "fifo", "priority", "earned")
