@@ -14,10 +14,6 @@ README, LIVE, MEASUREMENTS = ROOT / "README.md", ROOT / "docs" / "live.md", ROOT
 BLOCK = re.compile(r"(<!-- numbers -->\n).*?(<!-- /numbers -->)", re.DOTALL)
 
 
-#: The case of `perf.bench_peer` that converts.
-_PEER = "peer, TP4 page 16 NHD to TP2 page 32 HND"
-
-
 def headline() -> str:
     """The block between the README's markers: a row for each question that a reader has first."""
     lines = ["| Measured | kvmover | beside it |", "|---|---|---|"]
@@ -84,14 +80,6 @@ def _headlines() -> Iterator[tuple[str, str, str]]:
     stored = {"medium": "disk, O_DIRECT", "page_kib": "64"}
     mine, theirs = (_one("store", who=who, what="set", **stored)["gb_s"] for who in ("kvmover nixl", "sglang nixl"))
     yield "page store on a disk, writing pages of 64 KiB", f"{mine} GB/s", f"SGLang's NIXL store: {theirs} GB/s"
-    peer, storage, again = (
-        _one("peer", tokens="2048", what=what)["median_ms"] for what in (_PEER, "storage", "recompute")
-    )
-    yield (
-        "a prefix of 2,048 tokens that a TP4 engine has on its host, on a TP2 engine's device (the demo's model)",
-        f"{float(peer):.0f} ms",
-        f"computing it again: {float(again):.0f}; from a page store in the page cache: {float(storage):.0f}",
-    )
     yield from _exchanged()
     later = [row for row in read("live_turns") if row["turn"] != "1"]
     handed, computed = (

@@ -30,9 +30,14 @@ _PACE = Pace(idle_s=0.002)
 
 @dataclass(frozen=True, slots=True)
 class PeerTerms:
-    """`engines`: whom this rank asks, in this order, the same on all ranks. Seconds: `ask_s` for an answer, after which
-    a peer holds nothing, and is not asked again for `quiet_s`; `lend_s` for a borrower to come and read; `read_s` for
-    a read. `most_loans`: see `Loans`.
+    """Whom a rank asks, and how long it waits.
+
+    `engines`: by name, in the same order on all ranks.
+    `ask_s`: for an answer; who gives none holds nothing.
+    `quiet_s`: so long it is not asked again then.
+    `lend_s`: for a borrower to come and read.
+    `read_s`: for a read.
+    `most_loans`: out at a time; see `Loans`.
     """
 
     engines: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ from rig import HYBRID, LATENT, PLAIN, SPARSE, until
 from kvmover.cache.ledger import Loss
 from kvmover.cache.peers import PeerTerms
 from kvmover.cache.prefix import FULL, Tier, WriteBack
-from kvmover.cache.tiers import TierError
+from kvmover.cache.tiers import TierError, unlink
 from kvmover.layout import Fleet
 from kvmover.layout.fleet import CpOrder
 from kvmover.plan.cost import Route
@@ -66,6 +66,21 @@ def ended(engine, restores, prompt=PROMPT):
 def reads_held(network, engine):
     """Until a read of a peer's memory is in flight, and lands no more by itself."""
     until(engine.ranks, lambda: bool(network._held))
+
+
+def test_a_latent_that_ranks_hold_once_a_node_is_lent_and_borrowed(network, tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    first = LendingEngine(network, "first", TP4, model=LATENT, shared=tmp_path / "first")
+    second = LendingEngine(network, "second", TP2, ["first"], model=LATENT, shared=tmp_path / "second")
+    second.connect(first)
+    for rank in (*first.ranks, *second.ranks):
+        unlink(rank.tiered_pools[0].share)
+    first.serve(PROMPT)
+    for restore in second.serve(PROMPT):
+        assert (restore.tokens, restore.credit.peer_tokens) == (64, 64)
+    first.close()
+    second.close()
 
 
 def test_what_was_borrowed_is_lent_again(network):
