@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         verify_stores,
     )
     from kvmover.store.files import DIRECT_BYTES, Access, FileRun, Files, OpenFile, PlainFiles, memory_of_buffer
-    from kvmover.store.location import is_bucket, store_location
+    from kvmover.store.location import is_service, store_location
     from kvmover.store.machine import Machine, this_machine
     from kvmover.store.manifest import Found, namespaces
     from kvmover.store.namespace import HASH_BYTES, Namespace
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "command": ("StoreRow", "chosen_stores", "clear_stores", "collect_stores", "stat_stores", "verify_stores"),
     "files": ("DIRECT_BYTES", "Access", "FileRun", "Files", "OpenFile", "PlainFiles", "memory_of_buffer"),
-    "location": ("is_bucket", "store_location"),
+    "location": ("is_service", "store_location"),
     "manifest": ("Found", "namespaces"),
     "namespace": ("HASH_BYTES", "Namespace"),
     "nixl_files": ("NixlFiles", "StoragePlugin", "files_for"),
@@ -98,7 +98,7 @@ __all__ = [
     "collect_stores",
     "elected",
     "files_for",
-    "is_bucket",
+    "is_service",
     "memory_of_buffer",
     "namespaces",
     "replicas",

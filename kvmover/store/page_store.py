@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Any
 
 from kvmover.errors import StoreError
-from kvmover.store.bucket.namespaces import bucket_of_namespace, open_bucket
 from kvmover.store.files import Files, PlainFiles
 from kvmover.store.machine import Machine, this_machine
 from kvmover.store.manifest import Found, write_manifest
@@ -20,6 +19,7 @@ from kvmover.store.part_view import PartView
 from kvmover.store.policy import Policy
 from kvmover.store.results import Collected, Counters, Recovered, Stat, Verified
 from kvmover.store.segment_objects import SegmentObjects
+from kvmover.store.services import open_service, service_of_found
 from kvmover.transport import Memory
 
 Election = Callable[[bytes], bool]
@@ -50,15 +50,15 @@ class PageStore:
         files: Files | None = None,
         machine: Machine | None = None,
     ) -> PageStore:
-        """The pages of `namespace` under `root`: a directory that exists, or a prefix of an object store, as text.
+        """The pages of `namespace` under `root`: a directory that exists, or as text an object store or a keeper.
 
         Raises StoreError. Files are read and written by `files`, which the store closes: by default through the page
-        cache; `files_for` chooses NIXL where it is there. An object store has neither files nor machines.
+        cache; `files_for` chooses NIXL where it is there. Only a directory has files and machines.
         """
         if isinstance(root, str):
             if files or machine:
-                raise StoreError(f"{root} is an object store, which takes neither files nor a machine")
-            return cls(namespace.folder, open_bucket(root, namespace, policy or Policy()))
+                raise StoreError(f"{root} is no directory, and takes neither files nor a machine")
+            return cls(namespace.folder, open_service(root, namespace, policy or Policy()))
         if not root.is_dir():
             raise StoreError(f"{root} is not a directory")
         folder = root / namespace.folder
@@ -90,7 +90,7 @@ class PageStore:
         """A namespace that `namespaces` found, for tools that know no model. Raises OSError or StoreError."""
         if isinstance(found.folder, Path):
             return cls.of_folder(found.folder, found.digest, policy)
-        return cls(found.name, bucket_of_namespace(found, policy or Policy()))
+        return cls(found.name, service_of_found(found, policy or Policy()))
 
     @property
     def counters(self) -> Counters:
