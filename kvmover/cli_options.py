@@ -87,7 +87,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a tabl
 Root = Annotated[
     str | None,
     typer.Argument(
-        help="Where the stores are, a directory or s3://bucket/prefix; store.root if not given.", metavar="LOCATION"
+        help="Where the stores are: a directory, s3://bucket/prefix, keeper:///PATH; store.root if not given.",
+        metavar="LOCATION",
     ),
 ]
 OneNamespace = Annotated[

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         verify_stores,
     )
     from kvmover.store.files import DIRECT_BYTES, Access, FileRun, Files, OpenFile, PlainFiles, memory_of_buffer
+    from kvmover.store.keeper.command import serve_keeper
     from kvmover.store.location import is_service, store_location
     from kvmover.store.machine import Machine, this_machine
     from kvmover.store.manifest import Found, namespaces
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "command": ("StoreRow", "chosen_stores", "clear_stores", "collect_stores", "stat_stores", "verify_stores"),
     "files": ("DIRECT_BYTES", "Access", "FileRun", "Files", "OpenFile", "PlainFiles", "memory_of_buffer"),
+    "keeper.command": ("serve_keeper",),
     "location": ("is_service", "store_location"),
     "manifest": ("Found", "namespaces"),
     "namespace": ("HASH_BYTES", "Namespace"),
@@ -102,6 +104,7 @@ __all__ = [
     "memory_of_buffer",
     "namespaces",
     "replicas",
+    "serve_keeper",
     "stat_stores",
     "store_location",
     "this_machine",

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import IntEnum
+
+import msgspec
 
 _HEAD = struct.Struct("<4sIIIQ")
 _MAGIC = b"KVKJ"
@@ -38,8 +39,7 @@ class JournalChange(IntEnum):
     ENDED = 5
 
 
-@dataclass(frozen=True, slots=True)
-class JournalEntry:
+class JournalEntry(msgspec.Struct, frozen=True):
     """One change. `at`: the place of its payload."""
 
     change: JournalChange

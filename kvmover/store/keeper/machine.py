@@ -371,14 +371,16 @@ def _evict(state: KeeperState, among: Sequence[bytes], keep: Collection[int], no
 
 
 def _victim(state: KeeperState, able: Sequence[Slab]) -> Slab:
-    """The slab with the smallest share of hot bytes, those that are not of the least recently used pages."""
+    """The slab with the smallest share of hot bytes, which are all but those of the least recently used pages."""
     index, cold = state.namespaces[able[0].namespace].index, Counter[str]()
     for _, page in islice(index.pages(), _LOOKED_AT):
         for each in page.objects:
             cold[each.segment] += each.held_bytes
         if cold.total() >= state.slab_bytes:
             break
-    return min(able, key=lambda slab: ((index.live_bytes(slab.name) - cold[slab.name]) / slab.nbytes, slab.number))
+    order = {name: number for number, name in enumerate(cold)}
+    hot = {slab.name: (index.live_bytes(slab.name) - cold[slab.name]) / slab.nbytes for slab in able}
+    return min(able, key=lambda slab: (hot[slab.name], order.get(slab.name, len(order)), slab.number))
 
 
 def _trim(state: KeeperState, session: int, namespace: bytes, asked: TrimNamespace, now: int) -> Actions:
