@@ -54,9 +54,10 @@ def slab_bytes_of(capacity_bytes: int) -> int:
     """How large the slabs of a keeper are.
 
     >>> slab_bytes_of(64 << 30) >> 20, slab_bytes_of(1 << 30) >> 20, slab_bytes_of(1 << 20) >> 20
-    (256, 16, 2)
+    (256, 16, 1)
     """
-    return max(_LEAST_BYTES, min(_MOST_BYTES, capacity_bytes // _SHARE // _LEAST_BYTES * _LEAST_BYTES))
+    share = min(_MOST_BYTES, capacity_bytes // _SHARE // _LEAST_BYTES * _LEAST_BYTES)
+    return min(capacity_bytes, max(_LEAST_BYTES, share))
 
 
 class KeeperServer:
