@@ -1,5 +1,7 @@
 """Lives are fleets of the demo that live one after another over a page store: they keep KV for each other.
 
+Over a keeper each is killed, with SIGKILL, when the next one is to come.
+
 What is restored is compared row by row with what some rank computed.
 """
 
@@ -11,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvmover.config.settings import Settings
+from kvmover.demo.keeper import DemoKeeper
 from kvmover.demo.model import Alone, ContiguousCache, ModelShard, Transformer
 from kvmover.demo.processes import Crew, Member, ask, ask_all
 from kvmover.demo.rank import Digests, Served, TieredSeat
@@ -34,6 +37,7 @@ class Lives:
     ) -> None:
         """`folder`: where a fleet meets. `root`: where their page store is, whose pages are deleted at the end."""
         self.scenario, self._folder, self._root = scenario, folder, root
+        self._keeper = DemoKeeper(folder, scenario.keeper_bytes) if scenario.keeper_bytes else None
         self._requests, self._settings, self._run = requests, settings, uuid.uuid4().hex[:8]
         self._waiting = list(crew.members)
         self._life = -1
@@ -62,12 +66,20 @@ class Lives:
     def close(self) -> None:
         """End the fleet that lives, if one does, and delete what all stored."""
         self._end()
+        if self._keeper:
+            self._keeper.close()
+            return
         for space in self._spaces:
             with PageStore.open(self._root, space) as store:
                 store.clear()
 
     def _end(self) -> None:
-        if self._members:
+        if self._keeper:
+            for member in self._members:
+                member.process.kill()
+            for member in self._members:
+                member.process.join()
+        elif self._members:
             ask_all(self._members, "close")
 
     def _fleet(self, number: int) -> FleetText:
@@ -80,7 +92,8 @@ class Lives:
             size = fleet.fleet.size
             self._life, self._members, self._waiting = life, self._waiting[:size], self._waiting[size:]
             meet, pages = str(self._folder / f"life-{life}"), LIFE_POOL_TOKENS // fleet.fleet.page_tokens
-            first = TieredSeat(self.scenario, fleet, 0, pages, meet, self._root, self._run, self._settings)
+            root = self._keeper.location(life + 1) if self._keeper else self._root
+            first = TieredSeat(self.scenario, fleet, 0, pages, meet, root, self._run, self._settings)
             self._spaces.add(first.namespace)
             seats = [replace(first, rank=rank) for rank in range(size)]
             ask(self._members, "seat", [(seat,) for seat in seats])

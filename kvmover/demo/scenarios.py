@@ -26,6 +26,8 @@ class Scenario:
     route: Route | None = None
     #: Fleets that serve one after another over a page store, where nothing moves between two that live together.
     lives: tuple[FleetText, ...] = ()
+    #: Memory of the keeper that these have, each killed before the next begins; 0: of none, and each ends by itself.
+    keeper_bytes: int = 0
     #: What the fleets tolerate where they store the cache in other forms, and how far a logit's gap may move for it.
     lossy: float = 0.0
     gap_tolerance: float = GAP_TOLERANCE
@@ -130,6 +132,16 @@ SCENARIOS = (
         "tp=4,page=16,order=NHD",
         "tp=2,page=16,order=HND",
         "tp=4,page=16,order=NHD",
+    ),
+    replace(
+        Scenario.stored(
+            "keeper",
+            "GQA, 8 KV heads, TP4, killed with SIGKILL, and back as TP8: a keeper has what it had committed",
+            replace(GQA, kv_heads=8),
+            "tp=4,page=16,order=NHD",
+            "tp=8,page=16,order=HND",
+        ),
+        keeper_bytes=256 << 20,
     ),
 )
 
