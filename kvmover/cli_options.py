@@ -18,8 +18,17 @@ _MOST = 1 << 53
 
 #: What `--scenario`, `--policy`, `--write-policy` and `--format` take: the modules that have them load numpy and torch.
 SCENARIOS = (
-    *("gqa", "replicated-dst", "replicated-both", "uneven", "pipeline", "latent", "mapped", "fp8", "storage"),
+    "gqa",
+    "replicated-dst",
+    "replicated-both",
+    "uneven",
+    "pipeline",
+    "latent",
+    "mapped",
+    "fp8",
+    "storage",
     "keeper",
+    "rolling",
 )
 POLICIES = ("lru", "lfu", "slru", "fifo", "priority", "earned")
 WRITE_POLICIES = ("write_back", "write_through", "write_through_selective")

@@ -39,8 +39,11 @@ class Member:
     pipe: Connection
 
     def tell(self, verb: str, *arguments: object) -> None:
-        """Have it do a verb; `answer` waits for what that returns."""
-        self.pipe.send((verb, arguments))
+        """Have it do a verb; `answer` waits for what that returns. Raises CrewError."""
+        try:
+            self.pipe.send((verb, arguments))
+        except OSError as error:
+            raise CrewError(f"process {self.process.pid} has ended: {error.strerror}") from None
 
     def answer(self) -> Any:
         """What the last verb returned. Raises CrewError."""
@@ -48,7 +51,7 @@ class Member:
             raise CrewError(f"process {self.process.pid} did not answer within {ANSWER_S:.0f} s")
         try:
             value, trouble = self.pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             self.process.join(1)
             raise CrewError(f"process {self.process.pid} ended with exit code {self.process.exitcode}") from None
         if trouble is not None:
@@ -68,18 +71,27 @@ class Crew:
             resource_tracker.ensure_running()  # with the first process it would unblock signals
             with _undisturbed():
                 for _ in range(size):
-                    self._spawn()
+                    self.members.append(self._spawned())
         except BaseException:
             self._kill()
             raise
 
-    def _spawn(self) -> None:
+    def renew(self) -> None:
+        """Spawn others in the places of those that were killed."""
+        for place, member in enumerate(self.members):
+            if not member.process.is_alive():
+                member.process.join()
+                member.pipe.close()
+                with _undisturbed():
+                    self.members[place] = self._spawned()
+
+    def _spawned(self) -> Member:
         context = multiprocessing.get_context("spawn")
         near, far = context.Pipe()
         process = context.Process(target=rank.main, args=(far,), daemon=True)
         process.start()
         far.close()
-        self.members.append(Member(process, near))
+        return Member(process, near)
 
     def __enter__(self) -> Crew:
         return self
@@ -126,6 +138,20 @@ def ask(members: Sequence[Member], verb: str, arguments: Iterable[tuple[object, 
     for member, own in zip(members, arguments, strict=True):
         member.tell(verb, *own)
     return [member.answer() for member in members]
+
+
+def hear(members: Sequence[Member]) -> list[Any]:
+    """What each has to say of the verb it was told. Raises the first CrewError, once all have been heard."""
+    heard: list[Any] = []
+    troubles: list[CrewError] = []
+    for member in members:
+        try:
+            heard.append(member.answer())
+        except CrewError as error:
+            troubles.append(error)
+    for trouble in troubles:
+        raise trouble
+    return heard
 
 
 def ask_all(members: Sequence[Member], verb: str, *arguments: object) -> list[Any]:

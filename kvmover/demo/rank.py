@@ -215,6 +215,8 @@ def main(pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    for name in ("UCX_LOG_LEVEL", "NIXL_LOG_LEVEL"):  # who is killed on purpose is no news; UCX would tell stdout of it
+        os.environ.setdefault(name, "FATAL")
     import torch
 
     torch.set_num_threads(1)

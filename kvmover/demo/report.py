@@ -64,6 +64,8 @@ class RequestReport:
     #: that loses something decided between two that were nearly as good.
     gaps_moved: float = 0.0
     compared: int | None = None
+    #: How often it was asked: once, and again for each engine that died of it.
+    tries: int = 1
 
     @property
     def tokens_identical(self) -> bool:
@@ -141,6 +143,8 @@ class RunReport:
         hits = sum(request.hit_tokens for request in wired)
         stored = sum(request.hits.get("storage", 0) for request in self.requests)
         read = f" Fleets that started empty read {stored} prompt tokens from the page store." if stored else ""
+        again = sum(request.tries > 1 for request in self.requests)
+        died = f" {again} of them outlived an engine that was killed." if again else ""
         wrong = [r.name for r in self.requests if not (r.tokens_identical and r.bytes_identical)]
         if not self.requests:
             return "FAILED: there was no request to serve"
@@ -154,7 +158,7 @@ class RunReport:
         )
         return (
             f"All {answers} tokens of {len(self.requests)} requests in {len(self.scenarios)} scenario{plural} are those"
-            f" of the one-process model{sent if wired else ''}, in {self.seconds:.0f} s.{read}"
+            f" of the one-process model{sent if wired else ''}, in {self.seconds:.0f} s.{died}{read}"
         )
 
     def as_data(self) -> dict[str, Any]:

@@ -1,13 +1,12 @@
 """In the demo prefill fleets make KV by real forward passes, kvmover moves it, decode fleets go on from what landed.
 
 A scenario runs on its fleets, request by request, against the model in one process. `ScenarioRun`: two fleets that live
-together. Those that live one after another are `Lives`.
+together. Those that live one after another are `Lives`, those that are replaced while others serve `Rolling`.
 """
 
 from __future__ import annotations
 
 import json
-import random
 import shutil
 import signal
 import socket
@@ -15,25 +14,24 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvmover.cache.prefix import PrefixTree
 from kvmover.config import ConfigError, load
 from kvmover.config.settings import Settings
+from kvmover.demo.engine import POOL_TOKENS, Asked, Engine, serve
 from kvmover.demo.lives import LIFE_POOL_TOKENS, Lives
-from kvmover.demo.model import Alone, ContiguousCache, ModelShard, Transformer
-from kvmover.demo.processes import Crew, Member, ask, ask_all
-from kvmover.demo.rank import Seat
-from kvmover.demo.report import RequestReport, RunReport, ScenarioReport, Wire, show
+from kvmover.demo.model import Alone, ModelShard, Transformer
+from kvmover.demo.processes import Crew, ask, ask_all
+from kvmover.demo.report import RequestReport, RunReport, ScenarioReport, show
 from kvmover.demo.requests import Chats, Traced, TraceError, TraceScale
+from kvmover.demo.rolling import Rolling
 from kvmover.demo.scenarios import Scenario, choose
 from kvmover.errors import KvmoverError, need
 from kvmover.observe import top
@@ -42,62 +40,25 @@ from kvmover.observe.runlog import read_lines
 from kvmover.observe.tables import console
 from kvmover.observe.top import endpoints, fetch
 from kvmover.plan.cost import HOST
-from kvmover.plan.fleet_text import FleetText
 from kvmover.store import store_location
 from kvmover.transfer.config import Exports, MoverConfig
 from kvmover.transport import nixl_version
-
-#: Pages for this many tokens in every pool: the prompts of a run, kept for later turns.
-POOL_TOKENS = 16384
-
-
-class Engine:
-    """One fleet as its scheduler sees it: seated processes, free pages, and the prefixes it keeps."""
-
-    def __init__(self, name: str, members: Sequence[Member], fleet: FleetText) -> None:
-        self.name, self.members, self.fleet = name, members, fleet
-        self.page_tokens = fleet.fleet.page_tokens
-        self.pages = POOL_TOKENS // self.page_tokens
-        self.free = list(range(self.pages))
-        random.Random(name).shuffle(self.free)  # neighbours in a request are no neighbours in the pool
-        self.tree = PrefixTree(self.page_tokens)
-
-    def take(self, tokens: int) -> list[int]:
-        """Pages for `tokens` tokens, from the oldest prefixes where none are free."""
-        count = -(-tokens // self.page_tokens)
-        if count > len(self.free):
-            self.free += self.tree.evict(count - len(self.free)).page_ids().tolist()
-        if count > len(self.free):
-            raise KvmoverError(f"{self.name}: {tokens} tokens do not fit {self.pages} pages of {self.page_tokens}")
-        taken, self.free = self.free[:count], self.free[count:]
-        return taken
 
 
 class ScenarioRun:
     """One scenario on its two fleets, with the one-process model that says what the answers must be."""
 
     def __init__(self, scenario: Scenario, crew: Crew, folder: Path, options: DemoOptions) -> None:
-        settings, device = options.settings, options.device
         sizes = scenario.src.fleet.size, scenario.dst.fleet.size
+        self.scenario = scenario
         self.src = Engine("prefill", crew.members[: sizes[0]], scenario.src)
         self.dst = Engine("decode", crew.members[sizes[0] : sum(sizes)], scenario.dst)
-        self.scenario = scenario
-        seats = [
-            Seat(
-                scenario,
-                engine.name,
-                engine.fleet,
-                rank,
-                engine.pages,
-                str(folder / engine.name),
-                settings,
-                ports,
-                device,
-            )
-            for engine, ports in ((self.src, 0), (self.dst, sizes[0]))
-            for rank in range(len(engine.members))
-        ]
         everyone = [*self.src.members, *self.dst.members]
+        seats = [
+            seat
+            for engine, ports in ((self.src, 0), (self.dst, sizes[0]))
+            for seat in engine.seats(scenario, folder, options.settings, options.device, ports)
+        ]
         ask(everyone, "seat", [(seat,) for seat in seats])
         ask_all(self.dst.members, "connect", ask_all(self.src.members, "card"))
         self.alone = Transformer(scenario.model, ModelShard.of_rank(scenario.model, 1, 1, 0, 0), Alone())
@@ -109,64 +70,7 @@ class ScenarioRun:
     def serve(self, number: int, prompt: tuple[int, ...], answer_tokens: int) -> RequestReport:
         """Prefill, move what the decode fleet does not have, decode, compare."""
         name = f"{self.scenario.name}-{number}"
-        match = self.dst.tree.match(prompt)
-        receipt = self.dst.tree.lock(match.device_node)
-        src_pages = self.src.take(len(prompt))
-        missing = len(prompt) + answer_tokens - match.tokens
-        dst_pages = [*match.page_ids.tolist(), *self.dst.take(missing)]
-        moved = range(match.tokens, len(prompt))
-        first, gap = ask_all(self.src.members, "prefill", prompt, src_pages)[0]
-        sent, landed = self._move(name, moved, src_pages, dst_pages)
-        rest, gaps = ask_all(self.dst.members, "decode", first, len(prompt), answer_tokens - 1, dst_pages)[0]
-        self.src.free += src_pages
-        answer = [first, *rest]
-        self._keep([*prompt, *answer[:-1]], dst_pages)
-        self.dst.tree.unlock(receipt)
-        self.alone.gaps.clear()
-        expected = self.alone.generate(prompt, answer_tokens, ContiguousCache())
-        moved_by, compared = _gaps_moved(answer, [gap, *gaps], expected, self.alone.gaps, self.scenario.gap_tolerance)
-        same, near = _same_bytes(sent, landed), moved_by < self.scenario.gap_tolerance
-        wire = Wire.of(sent, landed)
-        return RequestReport(
-            name, len(prompt), match.tokens, answer, expected, near, same, wire, gaps_moved=moved_by, compared=compared
-        )
-
-    def _move(self, name: str, moved: range, src_pages: list[int], dst_pages: list[int]) -> tuple[list[Any], list[Any]]:
-        """Both fleets at once: (result, digests) of every rank."""
-        for member in self.src.members:
-            member.tell("send", name, src_pages, moved)
-        landed = ask_all(self.dst.members, "receive", name, self.src.name, moved, dst_pages)
-        return [member.answer() for member in self.src.members], landed
-
-    def _keep(self, tokens: list[int], pages: list[int]) -> None:
-        """Keep the whole pages of what is cached now; free the rest, and what the tree has in other pages."""
-        whole = len(tokens) // self.dst.page_tokens
-        kept = self.dst.tree.insert(tokens, pages[:whole])
-        self.dst.free += [*kept.page_ids().tolist(), *pages[whole:]]
-
-
-def _gaps_moved(
-    answer: list[int], gaps: list[float], expected: list[int], others: list[float], tolerance: float
-) -> tuple[float, int]:
-    """How far the gaps of an answer are from those of another, at most, and over how many tokens.
-
-    A gap may fall below zero, and then another token wins: what comes after it answers another text.
-    """
-    moved = 0.0
-    for number, (token, gap, due, other) in enumerate(zip(answer, gaps, expected, others, strict=True)):
-        if token != due and gap + other < tolerance:
-            return max(moved, gap + other), number
-        moved = max(moved, abs(gap - other))
-    return moved, len(answer)
-
-
-def _same_bytes(sent: list[Any], landed: list[Any]) -> bool:
-    """Whether every row that any destination rank holds is the row that every source rank had."""
-    truth: dict[tuple[int, int, int], set[str]] = {}
-    for _, digests in sent:
-        for place, digest in digests.items():
-            truth.setdefault(place, set()).add(digest)
-    return all(truth[place] == {digest} for _, digests in landed for place, digest in digests.items())
+        return serve(self.scenario, self.src, self.dst, self.alone, Asked(name, prompt, answer_tokens))
 
 
 #: Processes of one machine that move a few MB.
@@ -349,13 +253,17 @@ def run(options: DemoOptions, step: Callable[[str, int], None]) -> RunReport:
             seeded = replace(scenario, model=replace(scenario.model, seed=options.seed))
             place = Path(folder) / scenario.name
             place.mkdir()
-            if seeded.lives:
-                root = place if options.store is None else store_location(options.store)
-                stage = Lives(seeded, crew, place, root, options.requests_each, settings)
-            else:
-                stage = ScenarioRun(seeded, crew, place, options)
-            reports.append(_play(stage, requests, step))
+            reports.append(_play(_stage(seeded, crew, place, options), requests, step))
     return RunReport.of(reports, time.monotonic() - began)
+
+
+def _stage(scenario: Scenario, crew: Crew, folder: Path, options: DemoOptions) -> ScenarioRun | Lives | Rolling:
+    if scenario.lives:
+        root = folder if options.store is None else store_location(options.store)
+        return Lives(scenario, crew, folder, root, options.requests_each, options.settings)
+    if scenario.replaced:
+        return Rolling(scenario, crew, folder, options.settings)
+    return ScenarioRun(scenario, crew, folder, options)
 
 
 def _need_device(name: str) -> None:
@@ -389,7 +297,9 @@ def _ended_by_a_signal() -> Generator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _play(stage: ScenarioRun | Lives, requests: Chats | Traced, step: Callable[[str, int], None]) -> ScenarioReport:
+def _play(
+    stage: ScenarioRun | Lives | Rolling, requests: Chats | Traced, step: Callable[[str, int], None]
+) -> ScenarioReport:
     """All requests of one scenario, in order of arrival."""
     scenario = stage.scenario
     ranks = " + ".join(str(fleet.fleet.size) for fleet in scenario.lives or (scenario.src, scenario.dst))

@@ -28,6 +28,8 @@ class Scenario:
     lives: tuple[FleetText, ...] = ()
     #: Memory of the keeper that these have, each killed before the next begins; 0: of none, and each ends by itself.
     keeper_bytes: int = 0
+    #: Engines of each fleet, each of which is replaced while the others serve; 0: one of each, for the whole run.
+    replaced: int = 0
     #: What the fleets tolerate where they store the cache in other forms, and how far a logit's gap may move for it.
     lossy: float = 0.0
     gap_tolerance: float = GAP_TOLERANCE
@@ -35,7 +37,8 @@ class Scenario:
     @property
     def processes(self) -> int:
         """How many it takes: every fleet has processes of its own, those that live later too."""
-        return sum(fleet.fleet.size for fleet in self.lives or (self.src, self.dst))
+        engines = 2 * self.replaced or 1
+        return engines * sum(fleet.fleet.size for fleet in self.lives or (self.src, self.dst))
 
     @classmethod
     def of(cls, name: str, title: str, model: ModelConfig, src: str, dst: str) -> Scenario:
@@ -142,6 +145,16 @@ SCENARIOS = (
             "tp=8,page=16,order=HND",
         ),
         keeper_bytes=256 << 20,
+    ),
+    replace(
+        Scenario.of(
+            "rolling",
+            "GQA, 2 KV heads, two engines of TP2 and two of TP1: one after another is replaced, two of them by kill -9",
+            GQA,
+            "tp=2,page=16,order=NHD",
+            "tp=1,page=64,order=HND",
+        ),
+        replaced=2,
     ),
 )
 

@@ -15,8 +15,9 @@ if find_spec("nixl_cu13") is None and find_spec("nixl_cu12") is None:
     pytest.skip("no NIXL wheel is installed", allow_module_level=True)
 
 from kvmover.demo import run as demo
+from kvmover.demo.engine import _same_bytes
 from kvmover.demo.report import RequestReport, RunReport, ScenarioReport, Wire, show
-from kvmover.demo.run import DemoOptions, _same_bytes, run, run_demo
+from kvmover.demo.run import DemoOptions, run, run_demo
 from kvmover.errors import LayoutError
 from kvmover.transport import nixl_version
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvmover.demo.engine import _gaps_moved
 from kvmover.demo.report import RequestReport, ScenarioReport, Wire
-from kvmover.demo.run import _gaps_moved
 from kvmover.demo.stored_plane import StoredPlane, restored
 from kvmover.layout import Codec
 

@@ -506,10 +506,11 @@ def test_a_read_that_never_ends_leaves_its_region_in_quarantine_or_its_pages_hel
     assert step(state, Tick(), DRAIN_S)[1] == [EndReceive("late", frozenset({"b"}))]
 
 
-def test_a_read_that_ends_after_the_attempt_failed_gives_its_region_back_and_lands_nothing():
+@pytest.mark.parametrize("reason", [None, "remote refused"], ids=["well", "badly"])
+def test_a_read_that_ends_after_the_attempt_failed_gives_its_region_back_and_lands_nothing(reason: str | None):
     state, actions = run(PULL_ONE, Leased("a", ((0, 512),)), says_staged("a", 0, 0), Cancel("enough"))
     assert actions == aborts("enough", "a")
-    assert run(state, ReadEnded("a", 0))[1] == [Free(512), EndReceive("enough")]
+    assert run(state, ReadEnded("a", 0, reason))[1] == [Free(512), EndReceive("enough")]
 
 
 def test_a_read_chunk_that_does_not_match_is_staged_and_read_once_more():

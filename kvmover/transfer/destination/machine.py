@@ -281,11 +281,10 @@ def _read(state: Receiving, event: ReadEnded, key: WriterChunk, now: float) -> S
         return state, []
     if event.quiescent:
         state = replace(state, reading=state.reading - {key})
-    if event.reason is not None:
-        after, actions = _fail(state, event.reason, now)
-        return (after, actions) if state.reason is None else _settle(state, [])
     if state.reason is not None:
-        return _quiet(state, key)
+        return _quiet(state, key) if event.quiescent else (state, [])
+    if event.reason is not None:
+        return _fail(state, event.reason, now)
     taken = _taken(state, key)
     state, actions = _here(state, key, state.digests.get(key))
     return state, [taken, *actions]
