@@ -190,7 +190,7 @@ class World:
             assert answer.refusal is KeeperRefusal.FENCED
 
 
-def contents(index: Index) -> list[object]:
+def contents(index: Index) -> list[tuple[bytes, str, int, int]]:
     """Every object of an index, by page."""
     return sorted((page, each.segment, each.record, each.offset) for page, p in index.pages() for each in p.objects)
 

@@ -23,10 +23,14 @@ from kvmover.store.keeper.link import FollowedJournal, KeeperLink, StoreFenced
 from kvmover.store.keeper.messages import OpenSlab, SlabToRead
 from kvmover.store.lent_files import LentFiles
 from kvmover.store.objects import DIGEST, Verdict, Watcher
-from kvmover.store.record import DIGEST_BYTES, FIXED_BYTES, decode, decode_table, holds
+from kvmover.store.record import DIGEST_BYTES, FIXED_BYTES, decode, decode_all, decode_table, holds
 
 #: Threads that copy out of slabs, beside the one that compares digests.
 _COPIERS = 2
+
+
+#: Records of fewer bytes are decoded one by one: columns pay for more of them.
+_FEW_BYTES = 8 << 10
 
 
 class KeeperFiles(PlainFiles):
@@ -140,7 +144,10 @@ class KeeperCatalog:
         match entry.change:
             case JournalChange.ADDED:
                 self.slabs.add(name)
-                self.index.add_table(name, decode_table(entry.payload, entry.at), entry.stamp)
+                if len(entry.payload) > _FEW_BYTES:
+                    self.index.add_table(name, decode_table(entry.payload, entry.at), entry.stamp)
+                else:
+                    self.index.add(_objects(name, entry))
             case JournalChange.REMOVED:
                 self.index.remove_at(name, memoryview(entry.payload).cast("Q").tolist())
             case JournalChange.DROPPED:
@@ -219,3 +226,12 @@ class KeeperCatalog:
             self._journal = None
         self._lent.close()
         self.files.close()
+
+
+def _objects(slab: str, entry: JournalEntry) -> list[StoredObject]:
+    """What a few records say."""
+    return [
+        StoredObject(slab, each.at, each.offset, each.nbytes, each.page, each.part, each.stamp)
+        for each in decode_all(entry.payload, entry.at)
+        if each.part is not None
+    ]
