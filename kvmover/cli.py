@@ -359,6 +359,19 @@ def _tell(rows: Sequence[StoreRow], as_json: bool) -> int:
     return int(any(sum(row.verified.bad.values()) for row in rows if row.verified))
 
 
+@app.command("keeper")
+def keep(
+    socket: Annotated[Path, typer.Option(help="Where engines reach it: a file that it makes.", metavar="PATH")],
+    capacity: Annotated[
+        int, typer.Option("--bytes", parser=size, metavar="BYTES", help="Memory that it owns, as 64GiB.")
+    ],
+) -> None:
+    """Keep pages in host memory for engines that die, restart or change their shape. Ends with SIGTERM."""
+    from kvmover.store import serve_keeper
+
+    serve_keeper(socket, capacity)
+
+
 app.add_typer(store_app, name="store")
 
 for _command in (*app.registered_commands, *store_app.registered_commands):

@@ -29,6 +29,7 @@ SCENARIOS = (
     "migrate",
     "storage",
     "peer",
+    "keeper",
     "rolling",
 )
 POLICIES = ("lru", "lfu", "slru", "fifo", "priority", "earned")
@@ -100,7 +101,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a tabl
 Root = Annotated[
     str | None,
     typer.Argument(
-        help="Where the stores are: a directory, s3://bucket/prefix or mooncake://HOST:PORT; store.root if not given.",
+        help="A directory, s3://bucket/prefix, mooncake://HOST:PORT or keeper:///SOCKET; store.root if not given.",
         metavar="LOCATION",
     ),
 ]

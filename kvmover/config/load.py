@@ -22,7 +22,7 @@ import msgspec
 
 from kvmover.config.settings import PREFIX, ConfigError, SettingKey, Settings, keys, sections, value_of
 from kvmover.errors import KvmoverError
-from kvmover.store import is_bucket, is_pool
+from kvmover.store import is_service
 
 #: The file that is read where no path is given.
 FILE_VARIABLE = "KVMOVER_CONFIG"
@@ -140,7 +140,7 @@ def _converted(key: SettingKey, given: _Given) -> object:
             value = bytes_in(value)
         elif get_origin(key.hint) is tuple and isinstance(value, str):
             value = [part for part in value.split(os.pathsep) if part]
-        elif str in get_args(key.hint) and isinstance(value, str) and (is_bucket(value) or is_pool(value)):
+        elif str in get_args(key.hint) and isinstance(value, str) and is_service(value):
             return value
         found = msgspec.convert(value, _bare(key.hint), strict=given.typed, dec_hook=_path)
         if isinstance(found, float) and not math.isfinite(found):

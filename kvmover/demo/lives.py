@@ -1,4 +1,7 @@
-"""Lives are fleets of the demo that live one after another over a page store: they keep KV for each other."""
+"""Lives are fleets of the demo that live one after another over a page store: they keep KV for each other.
+
+Over a keeper each is killed, with SIGKILL, when the next one is to come.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 
 from kvmover.config.settings import Settings
 from kvmover.demo.judge import Judge
+from kvmover.demo.keeper import DemoKeeper
 from kvmover.demo.processes import Crew, Member, ask, ask_all
 from kvmover.demo.rank import Served, TieredSeat
 from kvmover.demo.report import RequestReport
@@ -25,7 +29,8 @@ class Lives:
         self, scenario: Scenario, crew: Crew, folder: Path, root: Path | str, requests: int, settings: Settings
     ) -> None:
         """`folder`: where a fleet meets. `root`: where their page store is, whose pages are deleted at the end."""
-        self.scenario, self._folder, self._root = scenario, folder, root
+        self.scenario, self._crew, self._folder, self._root = scenario, crew, folder, root
+        self._keeper = DemoKeeper(folder, scenario.keeper_bytes) if scenario.keeper_bytes else None
         self._requests, self._settings, self._run = requests, settings, uuid.uuid4().hex[:8]
         self._waiting = list(crew.members)
         self._life = -1
@@ -43,12 +48,21 @@ class Lives:
     def close(self) -> None:
         """End the fleet that lives, if one does, and delete what all stored."""
         self._end()
+        if self._keeper:
+            self._keeper.close()
+            self._crew.renew()
+            return
         for space in self._spaces:
             with PageStore.open(self._root, space) as store:
                 store.clear()
 
     def _end(self) -> None:
-        if self._members:
+        if self._keeper:
+            for member in self._members:
+                member.process.kill()
+            for member in self._members:
+                member.process.join()
+        elif self._members:
             ask_all(self._members, "close")
 
     def _begin_life(self, number: int) -> None:
@@ -61,7 +75,8 @@ class Lives:
             size = fleet.fleet.size
             self._life, self._members, self._waiting = life, self._waiting[:size], self._waiting[size:]
             meet, pages = str(self._folder / f"life-{life}"), LIFE_POOL_TOKENS // fleet.fleet.page_tokens
-            first = TieredSeat(self.scenario, fleet, 0, pages, meet, self._root, self._run, self._settings)
+            root = self._keeper.location(life + 1) if self._keeper else self._root
+            first = TieredSeat(self.scenario, fleet, 0, pages, meet, root, self._run, self._settings)
             self._spaces.add(first.namespace)
             seats = [replace(first, rank=rank) for rank in range(size)]
             ask(self._members, "seat", [(seat,) for seat in seats])

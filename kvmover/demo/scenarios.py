@@ -29,6 +29,8 @@ class Scenario:
     lives: tuple[FleetText, ...] = ()
     #: Fleets that live together, serve in turn and lend each other what they keep on the host.
     lenders: tuple[FleetText, ...] = ()
+    #: Memory of the keeper that these have, each killed before the next begins; 0: of none, and each ends by itself.
+    keeper_bytes: int = 0
     #: Engines of each fleet, each of which is replaced while the others serve; 0: one of each, for the whole run.
     replaced: int = 0
     #: What the fleets tolerate where they store the cache in other forms, and how far a logit's gap may move for it.
@@ -172,6 +174,16 @@ SCENARIOS = (
         "tp=4,page=16,order=NHD",
         "tp=2,page=32,order=HND",
         "tp=1,page=64,order=NHD",
+    ),
+    replace(
+        Scenario.stored(
+            "keeper",
+            "GQA, 8 KV heads, TP4, killed with SIGKILL, and back as TP8: a keeper has what it had committed",
+            replace(GQA, kv_heads=8),
+            "tp=4,page=16,order=NHD",
+            "tp=8,page=16,order=HND",
+        ),
+        keeper_bytes=256 << 20,
     ),
     replace(
         Scenario.of(

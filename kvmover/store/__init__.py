@@ -17,7 +17,8 @@ if TYPE_CHECKING:
         verify_stores,
     )
     from kvmover.store.files import DIRECT_BYTES, Access, FileRun, Files, OpenFile, PlainFiles, memory_of_buffer
-    from kvmover.store.location import is_bucket, is_pool, store_location
+    from kvmover.store.keeper.command import serve_keeper
+    from kvmover.store.location import is_service, store_location
     from kvmover.store.machine import Machine, this_machine
     from kvmover.store.manifest import Found, namespaces
     from kvmover.store.namespace import HASH_BYTES, Namespace
@@ -43,7 +44,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "command": ("StoreRow", "chosen_stores", "clear_stores", "collect_stores", "stat_stores", "verify_stores"),
     "files": ("DIRECT_BYTES", "Access", "FileRun", "Files", "OpenFile", "PlainFiles", "memory_of_buffer"),
-    "location": ("is_bucket", "is_pool", "store_location"),
+    "keeper.command": ("serve_keeper",),
+    "location": ("is_service", "store_location"),
     "manifest": ("Found", "namespaces"),
     "namespace": ("HASH_BYTES", "Namespace"),
     "nixl_files": ("NixlFiles", "StoragePlugin", "files_for"),
@@ -101,11 +103,11 @@ __all__ = [
     "collect_stores",
     "elected",
     "files_for",
-    "is_bucket",
-    "is_pool",
+    "is_service",
     "memory_of_buffer",
     "namespaces",
     "replicas",
+    "serve_keeper",
     "stat_stores",
     "store_location",
     "this_machine",

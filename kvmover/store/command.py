@@ -12,8 +12,8 @@ from kvmover.errors import StoreError
 from kvmover.store.manifest import Found, namespaces
 from kvmover.store.page_store import PageStore
 from kvmover.store.policy import Policy
-from kvmover.store.remote import remote_namespaces
 from kvmover.store.results import Recovered, Stat, Verified
+from kvmover.store.services import service_namespaces
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -46,7 +46,7 @@ class StoreRow:
 
 
 def _namespaces(root: Path | str) -> list[Found]:
-    return remote_namespaces(root) if isinstance(root, str) else namespaces(root)
+    return service_namespaces(root) if isinstance(root, str) else namespaces(root)
 
 
 def chosen_stores(root: Path | str, name: str | None) -> list[Found]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from kvmover.store.catalog import Catalog
 from kvmover.store.cover import CellRun
-from kvmover.store.files import SHORT, FileRun, OpenFile, reason_of
+from kvmover.store.files import SHORT, FileRun, Files, OpenFile, reason_of
 from kvmover.store.objects import DIGEST, EIO, Failure, Fault, ObjectRead
 from kvmover.store.part import PagePart, PartKey
 from kvmover.store.record import holds
@@ -31,7 +31,24 @@ SegmentRead: TypeAlias = ObjectRead[StoredObject]
 SegmentFailure: TypeAlias = Failure[StoredObject]
 
 
-def fetch(catalog: Catalog, part: PagePart, reads: Sequence[SegmentRead]) -> list[SegmentFailure]:
+class PayloadSource(Protocol):
+    """Where payloads lie in files, and digests beside them."""
+
+    @property
+    def files(self) -> Files:
+        """What moves the bytes."""
+        ...
+
+    def lend(self, names: Iterable[str]) -> AbstractContextManager[dict[str, OpenFile]]:
+        """Open data files of segments, for the length of a block; removed ones are left out. Raises OSError."""
+        ...
+
+    def digests(self, objects: Sequence[StoredObject]) -> list[bytes]:
+        """The digests that the headers of objects have, b"" of one that is not there. Raises OSError."""
+        ...
+
+
+def fetch(catalog: PayloadSource, part: PagePart, reads: Sequence[SegmentRead]) -> list[SegmentFailure]:
     """Read and check, a little at a time, so that the check finds it in the cache; what failed."""
     failures: list[SegmentFailure] = []
     size = max(1, catalog.files.group_bytes // part.nbytes)
@@ -81,7 +98,7 @@ class _Group:
         return group
 
     def check(
-        self, catalog: Catalog, part: PagePart, files: dict[str, OpenFile], reasons: Sequence[str]
+        self, catalog: PayloadSource, part: PagePart, files: dict[str, OpenFile], reasons: Sequence[str]
     ) -> list[SegmentFailure]:
         """Compare what came with the digests, and fetch what must go by way of a copy."""
         bad, tables = [""] * len(self.reads), self.tables
@@ -96,7 +113,7 @@ class _Group:
         return [Failure(read, _fault(reason), reason) for read, reason in zip(self.reads, bad, strict=True) if reason]
 
 
-def _moved(catalog: Catalog, groups: Sequence[_Group]) -> Iterator[list[str]]:
+def _moved(catalog: PayloadSource, groups: Sequence[_Group]) -> Iterator[list[str]]:
     """The answers of every group; where there are several, the next is read while one is checked."""
     if len(groups) == 1:
         return iter([catalog.files.read(groups[0].runs)])

@@ -105,6 +105,13 @@ class OpenFile:
                 self.direct = open_shared(path, os.O_DIRECT)
                 self.direct_works = True
 
+    @classmethod
+    def of_descriptor(cls, fd: int, path: Path) -> OpenFile:
+        """What is open already as `fd`, which is closed with this; `path` is for people."""
+        file = cls.__new__(cls)
+        file.path, file.fd, file.direct, file.direct_works = path, fd, -1, False
+        return file
+
     def doubt_direct(self, error: OSError) -> None:
         """A transfer past the page cache failed; where `error` says that none will work, none is tried again."""
         if self.direct_works and error.errno in _NOT_DIRECT:

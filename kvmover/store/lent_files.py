@@ -88,5 +88,11 @@ class LentFiles:
         if one.doomed and not one.users:
             self._close(name)
 
+    def close(self) -> None:
+        """Close all files, which nobody uses."""
+        with self._lock:
+            for name in list(self._open):
+                self._close(name)
+
     def _close(self, name: str) -> None:
         self._files.close_file(self._open.pop(name).file)

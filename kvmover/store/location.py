@@ -1,14 +1,13 @@
-"""Where page stores are: a directory, as a Path, or a prefix of an object store or a pool of memory, as text. Loads
-nothing of any.
-"""
+"""Where page stores are: a directory, as a Path, or as text who keeps them. Loads nothing of any."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-#: How the locations of object stores begin, and of pools of memory.
+#: How the locations of object stores begin, of pools of memory, and that of a keeper's socket.
 SCHEMES = ("s3://", "gs://", "az://")
 POOL = "mooncake://"
+KEEPER = "keeper://"
 
 
 def is_bucket(text: str) -> bool:
@@ -16,9 +15,9 @@ def is_bucket(text: str) -> bool:
     return text.startswith(SCHEMES)
 
 
-def is_pool(text: str) -> bool:
-    """Whether a location names a pool of memory."""
-    return text.startswith(POOL)
+def is_service(text: str) -> bool:
+    """Whether a location names somebody who keeps pages: an object store, a pool of memory or a keeper."""
+    return text.startswith((*SCHEMES, POOL, KEEPER))
 
 
 def store_location(text: str) -> Path | str:
@@ -27,4 +26,4 @@ def store_location(text: str) -> Path | str:
     >>> store_location("s3://bucket/prefix"), store_location("mooncake://host:50051"), store_location("/srv/kv")
     ('s3://bucket/prefix', 'mooncake://host:50051', PosixPath('/srv/kv'))
     """
-    return text if is_bucket(text) or is_pool(text) else Path(text).expanduser()
+    return text if is_service(text) else Path(text).expanduser()

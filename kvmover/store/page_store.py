@@ -17,9 +17,9 @@ from kvmover.store.objects import Objects, Watcher
 from kvmover.store.part import PagePart
 from kvmover.store.part_view import PartView
 from kvmover.store.policy import Policy
-from kvmover.store.remote import open_remote, remote_of_namespace
 from kvmover.store.results import Collected, Counters, Recovered, Stat, Verified
 from kvmover.store.segment_objects import SegmentObjects
+from kvmover.store.services import open_service, service_of_found
 from kvmover.transport import Memory
 
 Election = Callable[[bytes], bool]
@@ -50,15 +50,15 @@ class PageStore:
         files: Files | None = None,
         machine: Machine | None = None,
     ) -> PageStore:
-        """The pages of `namespace` under `root`: a directory that exists, or as text an object store or a pool.
+        """The pages of `namespace` under `root`: a directory that exists, or as text who keeps them.
 
         Raises StoreError. Files are read and written by `files`, which the store closes: by default through the page
-        cache; `files_for` chooses NIXL where it is there. Others have neither files nor machines.
+        cache; `files_for` chooses NIXL where it is there. Only a directory has files and machines.
         """
         if isinstance(root, str):
             if files or machine:
-                raise StoreError(f"{root} is no directory: it takes neither files nor a machine")
-            return cls(namespace.folder, open_remote(root, namespace, policy or Policy()))
+                raise StoreError(f"{root} is no directory, and takes neither files nor a machine")
+            return cls(namespace.folder, open_service(root, namespace, policy or Policy()))
         if not root.is_dir():
             raise StoreError(f"{root} is not a directory")
         folder = root / namespace.folder
@@ -90,7 +90,7 @@ class PageStore:
         """A namespace that `namespaces` found, for tools that know no model. Raises OSError or StoreError."""
         if isinstance(found.folder, Path):
             return cls.of_folder(found.folder, found.digest, policy)
-        return cls(found.name, remote_of_namespace(found, policy or Policy()))
+        return cls(found.name, service_of_found(found, policy or Policy()))
 
     @property
     def counters(self) -> Counters:

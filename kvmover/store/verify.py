@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
-from kvmover.store.catalog import Catalog
+from kvmover.store.fetch import PayloadSource
 from kvmover.store.record import holds
 from kvmover.store.stored import StoredObject
 
@@ -14,7 +14,9 @@ from kvmover.store.stored import StoredObject
 _READ_BYTES = 8 << 20
 
 
-def suspects(catalog: Catalog, segment: str, objects: Sequence[StoredObject]) -> Iterator[tuple[StoredObject, bool]]:
+def suspects(
+    catalog: PayloadSource, segment: str, objects: Sequence[StoredObject]
+) -> Iterator[tuple[StoredObject, bool]]:
     """Each object, and whether it was not what its digests say. Not under the lock.
 
     Raises OSError where the data file is there and cannot be opened: that says nothing against its objects.

@@ -84,7 +84,7 @@ def test_a_scheduler_that_only_asks_learns_of_pages(bucket: str, monkeypatch: py
 
 
 def test_a_bucket_takes_no_files() -> None:
-    with pytest.raises(StoreError, match="s3://bucket/prefix is no directory: it takes neither files"):
+    with pytest.raises(StoreError, match="s3://bucket/prefix is no directory, and takes neither files"):
         PageStore.open("s3://bucket/prefix", SPACE, files=PlainFiles())
 
 

@@ -1,0 +1,172 @@
+"""A KeeperLink asks a keeper, one question at a time, and connects again where the one before has ended.
+
+A keeper that does not answer costs whoever asks some seconds once, and others nothing for a second after that.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import os
+import select
+import socket
+import time
+import weakref
+from pathlib import Path
+from threading import RLock
+from typing import TypeVar
+
+from kvmover.errors import StoreError
+from kvmover.store.keeper.messages import (
+    PACKET_BYTES,
+    Answer,
+    Attach,
+    FollowJournal,
+    JournalToFollow,
+    KeeperRefusal,
+    Refused,
+    Request,
+    Welcome,
+    decode_answer,
+    encode,
+)
+
+Expected = TypeVar("Expected", bound=Answer)
+
+#: A keeper answers in less than a millisecond; and how long one that did not is left alone.
+_ANSWER_S, _AGAIN_S = 10.0, 1.0
+
+
+class StoreFenced(StoreError):
+    """A newer generation of the same fleet owns the pages: the message names both."""
+
+
+class KeeperRefused(OSError):
+    """A keeper does not do what it was asked to: the message says why."""
+
+    def __init__(self, refused: Refused) -> None:
+        code = {KeeperRefusal.FULL: errno.ENOSPC, KeeperRefusal.GONE: errno.ENOENT}
+        super().__init__(code.get(refused.refusal, errno.EPERM), refused.words)
+        self.refusal = refused.refusal
+
+
+class FollowedJournal:
+    """A journal: an open descriptor, which is closed with this object, and the place of its first byte."""
+
+    def __init__(self, fd: int, base: int) -> None:
+        self.fd, self.base = fd, base
+        weakref.finalize(self, os.close, fd).atexit = False
+
+
+class KeeperLink:
+    """One connection at a time to the keeper of `path`, attached as `hello` says, or as nobody without it."""
+
+    def __init__(self, path: Path, hello: Attach | None) -> None:
+        self.path, self._hello = path, hello
+        self._lock = RLock()
+        self._socket: socket.socket | None = None
+        self._failed_s = -_AGAIN_S
+        self._closed = False
+        self._poll = select.poll()
+        #: Of the connection that there is; another object with each new one.
+        self.journal: FollowedJournal | None = None
+        self.slab_bytes = 0
+        #: Why nothing is written here any more.
+        self.fenced: KeeperRefused | None = None
+
+    def connect(self) -> None:
+        """Connect where that is not so. Raises OSError, or StoreFenced."""
+        with self._lock:
+            if self._socket is not None and not self.is_over():
+                return
+            self._disconnect()
+            if self._closed or time.monotonic() - self._failed_s < _AGAIN_S:
+                raise OSError(errno.ENOTCONN, "the keeper does not answer")
+            try:
+                self._connect()
+            except StoreFenced:
+                self._disconnect()
+                raise
+            except OSError as error:
+                self._failed_s = time.monotonic()
+                self._disconnect()
+                if isinstance(error, KeeperRefused):
+                    raise
+                raise OSError(error.errno, "the keeper does not answer") from error
+
+    def _connect(self) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._socket.settimeout(_ANSWER_S)
+        self._socket.connect(str(self.path))
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
+        if self._hello is None:
+            return
+        try:
+            welcome, fd = self._exchange(self._hello, Welcome)
+        except KeeperRefused as error:
+            if error.refusal is KeeperRefusal.FENCED:
+                self.fenced = error
+                raise StoreFenced(f"{self.path}: {error.strerror}") from error
+            raise
+        self.slab_bytes, self.journal = welcome.slab_bytes, FollowedJournal(fd, welcome.base)
+
+    def is_over(self) -> bool:
+        """Whether there is no connection, or its keeper has ended. Asks nobody."""
+        return self._socket is None or bool(self._poll.poll(0))
+
+    def ask(self, request: Request, expected: type[Expected]) -> tuple[Expected, int]:
+        """The answer, and a descriptor that the caller closes, or -1.
+
+        Raises KeeperRefused; OSError where the keeper does not answer; StoreFenced where it answers another.
+        """
+        with self._lock:
+            self.connect()
+            try:
+                return self._exchange(request, expected)
+            except KeeperRefused as error:
+                if error.refusal is KeeperRefusal.FENCED:
+                    self.fenced = error
+                raise
+            except OSError as error:
+                self._failed_s = time.monotonic()
+                self._disconnect()
+                raise OSError(error.errno or errno.ETIMEDOUT, "the keeper does not answer") from error
+
+    def follow(self) -> FollowedJournal:
+        """The journal that is written now. Raises OSError."""
+        with self._lock:
+            answer, fd = self.ask(FollowJournal(), JournalToFollow)
+            self.journal = FollowedJournal(fd, answer.base)
+            return self.journal
+
+    def _exchange(self, request: Request, expected: type[Expected]) -> tuple[Expected, int]:
+        assert self._socket is not None
+        packet = encode(request)
+        if len(packet) > PACKET_BYTES:
+            raise OSError(errno.EMSGSIZE, f"{len(packet)} bytes are more than a packet")
+        self._socket.send(packet)
+        fds = array.array("i")
+        answer, ancillary, _, _ = self._socket.recvmsg(PACKET_BYTES, socket.CMSG_SPACE(fds.itemsize))
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+        said = decode_answer(answer)
+        if isinstance(said, expected):
+            return said, fds[0] if fds else -1
+        for fd in fds:
+            os.close(fd)
+        if isinstance(said, Refused):
+            raise KeeperRefused(said)
+        raise OSError(errno.EPROTO, "the keeper does not answer")
+
+    def _disconnect(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        self._socket = self.journal = None
+
+    def close(self) -> None:
+        """End the connection for good. Safe to call twice."""
+        with self._lock:
+            self._closed = True
+            self._disconnect()

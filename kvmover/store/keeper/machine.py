@@ -1,0 +1,413 @@
+"""What a keeper does about what happens: it grants slabs, believes commits, fences, and evicts. Pure but for its state.
+
+`step` changes the state and says what is to be done, in order. A slab is filled by one session, once, in the order of
+its bytes, and sealed when that session asks for another, ends, or is fenced. It is never filled again: eviction takes a
+slab whole, so no memory is used anew under a reader.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from itertools import islice, takewhile
+
+import numpy as np
+
+from kvmover.store.keeper.journal import ENTRY_BYTES, JournalChange, encode_entry, slab_number
+from kvmover.store.keeper.messages import (
+    LISTED,
+    VERSION,
+    Agreed,
+    AllocateSlab,
+    Attach,
+    Cleared,
+    ClearNamespace,
+    CommitObjects,
+    CommittedObject,
+    FollowJournal,
+    JournalToFollow,
+    KeeperRefusal,
+    Listed,
+    ListNamespaces,
+    NoteUses,
+    OpenSlab,
+    Refused,
+    RemoveObjects,
+    Request,
+    SlabToFill,
+    SlabToRead,
+    Trimmed,
+    TrimNamespace,
+    Welcome,
+)
+from kvmover.store.keeper.state import (
+    AppendEntry,
+    DropSlab,
+    JournalGrant,
+    KeeperAction,
+    KeeperEvent,
+    KeeperSession,
+    KeeperState,
+    KeeperTick,
+    KeptNamespace,
+    MakeSlab,
+    Reply,
+    SealSlab,
+    SessionHeard,
+    SessionOpened,
+    SessionOver,
+    Slab,
+    SlabFailed,
+    SlabGrant,
+    SlabUse,
+)
+from kvmover.store.part import PartKey
+from kvmover.store.record import BLOCK_BYTES, DIGEST_BYTES, LIVE, RecordTable, decode_part, encode_object
+from kvmover.store.stored import padded
+
+#: What a keeper remembers at most, whoever asks.
+NAMESPACES, FLEETS, SLABS = 256, 4096, 4096
+
+#: A slab whose writer has committed nothing for so long is sealed where room is needed.
+IDLE_S = 10
+
+#: Uses of a page are told to others when they are so much later than the last.
+_TOLD_S = 30
+
+#: An eviction looks at so many of the least recently used pages.
+_LOOKED_AT = 1024
+
+Actions = list[KeeperAction]
+
+
+def step(state: KeeperState, event: KeeperEvent, now: int) -> Actions:
+    """What is to be done about `event` at second `now`."""
+    match event:
+        case SessionOpened(number):
+            state.sessions[number] = KeeperSession(number)
+            return []
+        case SessionHeard(number, request):
+            return _heard(state, state.sessions[number], request, now)
+        case SessionOver(number):
+            session = state.sessions[number]
+            actions = _seal(state, session.slab, now)
+            del state.sessions[number]
+            return actions
+        case SlabFailed(number):
+            return _drop(state, state.slabs[number], now) if number in state.slabs else []
+        case KeeperTick():
+            return []
+
+
+def _heard(state: KeeperState, session: KeeperSession, request: Request | None, now: int) -> Actions:
+    match request:
+        case ListNamespaces(first):
+            manifests = islice(state.namespaces.values(), first, first + LISTED)
+            return [Reply(session.number, Listed([kept.manifest for kept in manifests]))]
+        case Attach():
+            return _attach(state, session, request, now)
+        case None:
+            return _refuse(session, KeeperRefusal.INVALID, "nothing that a keeper understands")
+        case _ if session.namespace is None:
+            return _refuse(session, KeeperRefusal.INVALID, "nobody has attached here")
+        case OpenSlab() | FollowJournal() | NoteUses():
+            return _serve(state, session, session.namespace, request, now)
+        case _ if session.fenced_by is not None:
+            return _refuse_fenced(session, session.fenced_by)
+        case _:
+            return _change(state, session, session.namespace, request, now)
+
+
+def _serve(
+    state: KeeperState, session: KeeperSession, namespace: bytes, asked: OpenSlab | FollowJournal | NoteUses, now: int
+) -> Actions:
+    """What everybody may ask who has attached, fenced or not."""
+    kept = state.namespaces[namespace]
+    match asked:
+        case OpenSlab(number):
+            slab = state.slabs.get(number)
+            if slab is None or slab.namespace != namespace:
+                return _refuse(session, KeeperRefusal.GONE, "evicted")
+            return [Reply(session.number, SlabToRead(), SlabGrant(number, SlabUse.READ))]
+        case FollowJournal():
+            return [Reply(session.number, JournalToFollow(kept.base), JournalGrant(namespace))]
+        case NoteUses(pages):
+            return [*_use(namespace, kept, pages, now), Reply(session.number, Agreed())]
+
+
+def _change(
+    state: KeeperState,
+    session: KeeperSession,
+    namespace: bytes,
+    asked: AllocateSlab | CommitObjects | RemoveObjects | TrimNamespace | ClearNamespace,
+    now: int,
+) -> Actions:
+    """What changes the namespace."""
+    match asked:
+        case AllocateSlab():
+            return _allocate(state, session, asked, now)
+        case CommitObjects():
+            return _commit(state, session, asked, now)
+        case RemoveObjects(number, records):
+            slab = state.slabs.get(number)
+            is_mine = slab is not None and slab.namespace == namespace
+            return [*(_remove(state, slab, records, now) if slab and is_mine else ()), Reply(session.number, Agreed())]
+        case TrimNamespace():
+            return _trim(state, session.number, namespace, asked, now)
+        case ClearNamespace():
+            return _clear(state, session.number, namespace, now)
+
+
+def _refuse(session: KeeperSession, refusal: KeeperRefusal, words: str) -> Actions:
+    return [Reply(session.number, Refused(refusal, words))]
+
+
+def _refuse_fenced(session: KeeperSession, newest: int) -> Actions:
+    words = f"generation {session.generation} of fleet {session.fleet!r} is fenced by generation {newest}"
+    return _refuse(session, KeeperRefusal.FENCED, words)
+
+
+# Who owns
+
+
+def _attach(state: KeeperState, session: KeeperSession, asked: Attach, now: int) -> Actions:
+    """Let somebody in, and fence who had the same name before."""
+    if asked.version != VERSION or session.namespace is not None or (asked.generation and not asked.fleet):
+        words = f"version {asked.version} beside {VERSION}, attached already, or a generation of no fleet"
+        return _refuse(session, KeeperRefusal.INVALID, words)
+    known_fleet = asked.fleet in state.generations or not asked.fleet
+    if (asked.namespace not in state.namespaces and len(state.namespaces) >= NAMESPACES) or (
+        not known_fleet and len(state.generations) >= FLEETS
+    ):
+        return _refuse(session, KeeperRefusal.FULL, f"more than {NAMESPACES} namespaces or {FLEETS} fleets")
+    session.fleet, session.generation = asked.fleet, asked.generation
+    newest = state.generations.get(asked.fleet, 0)
+    if asked.generation < newest:
+        refused = _refuse_fenced(session, newest)
+        session.fleet, session.generation = "", 0
+        return refused
+    actions: Actions = []
+    if asked.fleet:
+        state.generations[asked.fleet] = asked.generation
+        for other in state.sessions.values():
+            if other.fleet == asked.fleet and other.generation < asked.generation and other.fenced_by is None:
+                other.fenced_by = asked.generation
+                actions += _seal(state, other.slab, now)
+    session.namespace = asked.namespace
+    kept = state.namespaces.setdefault(asked.namespace, KeptNamespace(asked.manifest))
+    kept.manifest = kept.manifest or asked.manifest
+    welcome = Welcome(kept.base, state.slab_bytes)
+    return [*actions, Reply(session.number, welcome, JournalGrant(asked.namespace))]
+
+
+# Writing
+
+
+def _allocate(state: KeeperState, session: KeeperSession, asked: AllocateSlab, now: int) -> Actions:
+    assert session.namespace is not None
+    sealed = _seal(state, session.slab, now)
+    wanted = max(padded(max(1, asked.nbytes)), min(padded(asked.slab_bytes), state.slab_bytes))
+    fits, evicted = _make_room(state, session.namespace, asked, wanted, now)
+    if not fits:
+        words = f"no room for {wanted} bytes: the keeper has {state.capacity_bytes}, the quota is {asked.quota_bytes}"
+        return [*sealed, *evicted, *_refuse(session, KeeperRefusal.FULL, words)]
+    slab = Slab(state.next_slab, session.namespace, wanted, session.number, now)
+    state.next_slab += 1
+    state.slabs[slab.number], session.slab = slab, slab.number
+    reply = Reply(session.number, SlabToFill(slab.number, wanted), SlabGrant(slab.number, SlabUse.FILL))
+    return [*sealed, *evicted, MakeSlab(slab.number, wanted), reply]
+
+
+def _commit(state: KeeperState, session: KeeperSession, asked: CommitObjects, now: int) -> Actions:
+    """Believe what a session says of its own slab, all of it or nothing. Who came first with an object keeps it."""
+    if asked.slab != session.slab:
+        return _refuse(session, KeeperRefusal.GONE, "the slab was taken back")
+    slab = state.slabs[asked.slab]
+    parts = [decode_part(each.part) for each in asked.objects]
+    end = slab.end
+    for each, part in zip(asked.objects, parts, strict=True):
+        if part is None or not _is_sound(each, part, end, slab):
+            return _refuse(session, KeeperRefusal.INVALID, f"no object at {each.offset} of slab {slab.number}")
+        end = each.offset + padded(each.nbytes)
+    kept = state.namespaces[slab.namespace]
+    fresh = [(e, p) for e, p in zip(asked.objects, parts, strict=True) if p and not _is_there(kept, e.page, p)]
+    slab.end, slab.touched_s = end, now
+    return [*_add(slab, kept, fresh, now), Reply(session.number, Agreed())]
+
+
+def _is_sound(each: CommittedObject, part: PartKey, end: int, slab: Slab) -> bool:
+    """Whether an object lies in a slab behind byte `end`, as its part says."""
+    cells = part.box.cells
+    fits = end <= each.offset and each.offset + padded(each.nbytes) <= slab.nbytes and not each.offset % BLOCK_BYTES
+    return fits and len(each.digests) == cells * DIGEST_BYTES and each.nbytes > 0 and not each.nbytes % cells
+
+
+def _is_there(kept: KeptNamespace, page: bytes, part: PartKey) -> bool:
+    found = kept.index.get(page)
+    return found is not None and part in found.parts
+
+
+def _add(slab: Slab, kept: KeptNamespace, fresh: list[tuple[CommittedObject, PartKey]], now: int) -> Actions:
+    """Objects become part of the index and of the journal."""
+    seen = set[tuple[bytes, PartKey]]()
+    rows: list[tuple[int, CommittedObject, PartKey]] = []
+    records: list[bytes] = []
+    at = kept.end + ENTRY_BYTES
+    for each, part in fresh:
+        if (each.page, part) in seen:
+            continue
+        seen.add((each.page, part))
+        rows.append((at, each, part))
+        records.append(encode_object(at, now, (each.offset, each.nbytes), each.page, part, each.digests))
+        at += len(records[-1])
+    if not rows:
+        return []
+    kept.index.add_table(slab.name, _table(rows, now, at), now)
+    kept.index.use([each.page for _, each, _ in rows], now)
+    payload = b"".join(records)
+    kept.added += len(rows)
+    kept.added_bytes += len(payload)
+    return [_append(slab.namespace, kept, encode_entry(JournalChange.ADDED, now, slab.number, payload))]
+
+
+def _table(rows: list[tuple[int, CommittedObject, PartKey]], now: int, end: int) -> RecordTable:
+    """What records say, without reading them again."""
+    parts = list(dict.fromkeys(part for _, _, part in rows))
+    numbers = {part: number for number, part in enumerate(parts)}
+    columns = [(at, each.offset, each.nbytes, numbers[part]) for at, each, part in rows]
+    at, offset, nbytes, part = np.array(columns, np.int64).T
+    pages = np.frombuffer(b"".join(each.page for _, each, _ in rows), np.uint8).reshape(len(rows), -1)
+    alike = np.ones(len(rows), np.int64)
+    return RecordTable(at, alike * LIVE, alike * now, offset, nbytes, pages, part, tuple(parts), end)
+
+
+def _append(namespace: bytes, kept: KeptNamespace, entry: bytes) -> AppendEntry:
+    kept.end += len(entry)
+    return AppendEntry(namespace, entry)
+
+
+def _use(namespace: bytes, kept: KeptNamespace, pages: list[bytes], now: int) -> Actions:
+    """Pages are the last to go; others hear of those that nobody has told of lately."""
+    stamps = kept.index.stamps_of(pages)
+    told = [page for page, stamp in zip(pages, stamps, strict=True) if 0 < stamp <= now - _TOLD_S]
+    kept.index.use(pages, now)
+    if not told:
+        return []
+    return [_append(namespace, kept, encode_entry(JournalChange.USED, now, 0, b"".join(told)))]
+
+
+# What goes
+
+
+def _seal(state: KeeperState, number: int | None, now: int) -> Actions:
+    """Nobody fills a slab any more: it takes what was committed, or nothing where that is nothing."""
+    if number is None:
+        return []
+    slab = state.slabs[number]
+    if slab.writer is not None:
+        state.sessions[slab.writer].slab = None
+        slab.writer = None
+    slab.nbytes = slab.end
+    if state.namespaces[slab.namespace].index.empty(slab.name):
+        return _drop(state, slab, now)
+    return [SealSlab(slab.number, slab.end)]
+
+
+def _drop(state: KeeperState, slab: Slab, now: int) -> Actions:
+    """A slab goes, with all that is in it."""
+    if slab.writer is not None:
+        state.sessions[slab.writer].slab = None
+    kept = state.namespaces[slab.namespace]
+    del state.slabs[slab.number]
+    dropped: Actions = [DropSlab(slab.number)]
+    if not kept.index.empty(slab.name):
+        dropped.insert(0, _append(slab.namespace, kept, encode_entry(JournalChange.DROPPED, now, slab.number)))
+    kept.index.drop(slab.name)
+    return dropped
+
+
+def _remove(state: KeeperState, slab: Slab, records: Collection[int], now: int) -> Actions:
+    """Objects go; a sealed slab with its last one."""
+    kept = state.namespaces[slab.namespace]
+    if not kept.index.remove_at(slab.name, records):
+        return []
+    places = np.array(sorted(records), "<u8").tobytes()
+    removed: Actions = [_append(slab.namespace, kept, encode_entry(JournalChange.REMOVED, now, slab.number, places))]
+    if slab.writer is None and kept.index.empty(slab.name):
+        removed += _drop(state, slab, now)
+    return removed
+
+
+def _make_room(
+    state: KeeperState, namespace: bytes, asked: AllocateSlab, nbytes: int, now: int
+) -> tuple[bool, Actions]:
+    """Evict until `nbytes` more fit the keeper and the quota; whether they do, and what went."""
+    quota = state.capacity_bytes if asked.quota_bytes is None else min(asked.quota_bytes, state.capacity_bytes)
+    actions: Actions = []
+    while nbytes <= quota:
+        if state.held_of(namespace) + nbytes > quota:
+            went = _evict(state, [namespace], asked.keep, now)
+        elif state.held_bytes + nbytes > state.capacity_bytes or len(state.slabs) >= SLABS:
+            went = _evict(state, list(state.namespaces), asked.keep, now)
+        else:
+            return True, actions
+        if not went:
+            break
+        actions += went
+    return False, actions
+
+
+def _evict(state: KeeperState, among: Sequence[bytes], keep: Collection[int], now: int) -> Actions:
+    """Take back what idle writers do not use, or else the slab that is least used; nothing where all is kept."""
+    slabs = [slab for slab in state.slabs.values() if slab.namespace in among]
+    idle = [slab for slab in slabs if slab.writer is not None and now - slab.touched_s > IDLE_S]
+    if idle:
+        return [action for slab in idle for action in _seal(state, slab.number, now)]
+    able = [slab for slab in slabs if slab.writer is None and slab.number not in keep]
+    if not able:
+        return []
+    oldest = min((state.namespaces[slab.namespace].index.span_s[0], slab.namespace) for slab in able)[1]
+    return _drop(state, _victim(state, [slab for slab in able if slab.namespace == oldest]), now)
+
+
+def _victim(state: KeeperState, able: Sequence[Slab]) -> Slab:
+    """The slab with the smallest share of hot bytes, which are all but those of the least recently used pages."""
+    index, cold = state.namespaces[able[0].namespace].index, Counter[str]()
+    for _, page in islice(index.pages(), _LOOKED_AT):
+        for each in page.objects:
+            cold[each.segment] += each.held_bytes
+        if cold.total() >= state.slab_bytes:
+            break
+    order = {name: number for number, name in enumerate(cold)}
+    hot = {slab.name: (index.live_bytes(slab.name) - cold[slab.name]) / slab.nbytes for slab in able}
+    return min(able, key=lambda slab: (hot[slab.name], order.get(slab.name, len(order)), slab.number))
+
+
+def _trim(state: KeeperState, session: int, namespace: bytes, asked: TrimNamespace, now: int) -> Actions:
+    """What is too old goes page by page, what is too much slab by slab."""
+    kept, held = state.namespaces[namespace], state.held_of(namespace)
+    actions, pages = list[KeeperAction](), len(kept.index)
+    by_slab: dict[str, list[int]] = {}
+    before = asked.before or 0
+    for _, page in takewhile(lambda item: item[1].stamp < before, kept.index.pages()):
+        for each in page.objects:
+            by_slab.setdefault(each.segment, []).append(each.record)
+    for name, records in by_slab.items():
+        actions += _remove(state, state.slabs[slab_number(name)], records, now)
+    expired = pages - len(kept.index)
+    least = max(0, min(held if asked.quota_bytes is None else asked.quota_bytes, held - asked.free_bytes))
+    while state.held_of(namespace) > least:
+        went = _evict(state, [namespace], (), now) or _seal(state, state.sessions[session].slab, now)
+        if not went:
+            break
+        actions += went
+    answer = Trimmed(expired, pages - expired - len(kept.index), held - state.held_of(namespace))
+    return [*actions, Reply(session, answer)]
+
+
+def _clear(state: KeeperState, session: int, namespace: bytes, now: int) -> Actions:
+    """All slabs of a namespace go, those that are being filled too."""
+    pages = len(state.namespaces[namespace].index)
+    mine = [slab for slab in state.slabs.values() if slab.namespace == namespace]
+    gone: Actions = [action for slab in mine for action in _drop(state, slab, now)]
+    return [*gone, Reply(session, Cleared(pages))]

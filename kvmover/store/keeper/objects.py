@@ -1,0 +1,273 @@
+"""KeeperObjects keeps the pages of a namespace in the memory of a keeper, which outlives this process.
+
+A put is answered once the keeper has committed it: from then on every process of the host reads it, whoever dies.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from threading import RLock
+
+from kvmover.errors import StoreError
+from kvmover.store.budget import DeletionBudget
+from kvmover.store.fetch import SegmentFailure, SegmentRead, fetch
+from kvmover.store.files import reason_of
+from kvmover.store.keeper.catalog import KeeperCatalog
+from kvmover.store.keeper.filling import SlabWriter
+from kvmover.store.keeper.journal import slab_number
+from kvmover.store.keeper.link import KeeperLink, KeeperRefused, StoreFenced
+from kvmover.store.keeper.messages import (
+    Agreed,
+    Cleared,
+    ClearNamespace,
+    KeeperRefusal,
+    NoteUses,
+    RemoveObjects,
+    Request,
+    Trimmed,
+    TrimNamespace,
+)
+from kvmover.store.objects import ObjectDraft, Objects, Verdict, Watcher
+from kvmover.store.part import PagePart, PartKey
+from kvmover.store.policy import Policy
+from kvmover.store.results import Collected, Counters, Recovered, Stat, Verified
+from kvmover.store.stored import Page, StoredObject
+from kvmover.store.verify import suspects
+from kvmover.transport import Memory
+
+log = logging.getLogger(__name__)
+
+#: Uses of pages go to the keeper so many at a time.
+_TOLD = 1024
+
+
+class KeeperObjects(Objects[StoredObject]):
+    """Objects of one namespace. `writing` is held for as long as one writes; locks are taken before the catalog's."""
+
+    def __init__(self, link: KeeperLink, policy: Policy) -> None:
+        """The caller gives up `link`. Raises OSError, or StoreFenced where a newer generation owns the pages."""
+        self.policy = policy
+        self.catalog = KeeperCatalog(link)
+        self.lock, self.writing = self.catalog.lock, RLock()
+        self._writer = SlabWriter(self.catalog, policy)
+        self.counters = Counters(lagged=self.catalog.lagged)
+        self._budget = DeletionBudget(self._now())
+        self._used: dict[bytes, None] = {}
+        try:
+            self.catalog.sync()
+        except BaseException:
+            self.catalog.close()
+            raise
+        stat = self.stat()
+        self.recovered = Recovered(stat.segments, stat.objects, {})
+
+    @staticmethod
+    def _now() -> int:
+        return int(time.time())
+
+    @property
+    def name(self) -> str:
+        return self.catalog.files.name
+
+    def register(self, memory: Memory) -> None:
+        self.catalog.files.register(memory)
+
+    def deregister(self, memory: Memory) -> None:
+        self.catalog.files.deregister(memory)
+
+    def memory_at(self, address: int, nbytes: int) -> memoryview:
+        return self.catalog.files.view(address, nbytes)
+
+    def parts_of(self, pages: Sequence[bytes], wanted: PartKey) -> list[tuple[PartKey, ...]]:
+        with self.lock:
+            self.catalog.refresh()
+            there, stale = self.catalog.index.parts_of(pages), self._stale(pages)
+        return [() if page in stale else parts for page, parts in zip(pages, there, strict=True)]
+
+    def find(self, pages: Sequence[bytes], wanted: PartKey) -> Sequence[Page | None]:
+        with self.lock:
+            self.catalog.refresh()
+            entries, stale = self.catalog.index.get_many(pages), self._stale(pages)
+        return [None if page in stale else entry for page, entry in zip(pages, entries, strict=True)]
+
+    def _stale(self, pages: Sequence[bytes]) -> set[bytes]:
+        """Which of `pages` nobody is known to have used for the TTL. Under the lock."""
+        if self.policy.ttl_s is None:
+            return set()
+        before, stamps = self._now() - self.policy.ttl_s, self.catalog.index.stamps_of(pages)
+        return {page for page, stamp in zip(pages, stamps, strict=True) if stamp < before}
+
+    def put(self, part: PagePart, key: PartKey, drafts: Sequence[ObjectDraft], keep: Collection[bytes]) -> list[str]:
+        with self.writing:
+            self.catalog.try_sync()
+            reasons = self._writer.put(part, key, drafts, keep)
+            with self.lock:
+                self.catalog.refresh()
+            return reasons
+
+    def owe(self, objects: Sequence[StoredObject]) -> None:
+        """What is in the keeper's memory is as safe as it gets."""
+
+    def read(self, part: PagePart, reads: Sequence[SegmentRead]) -> list[SegmentFailure]:
+        return fetch(self.catalog, part, reads)
+
+    def judge(self, each: StoredObject) -> tuple[Verdict, str]:
+        try:
+            verdict, reason = self.catalog.look_again(each)
+        except OSError as error:
+            return Verdict.UNKNOWN, reason_of(error)
+        if verdict is Verdict.GONE:
+            with self.lock:
+                self.catalog.index.remove([each])
+        if verdict is not Verdict.BAD:
+            return verdict, reason
+        if not self._budget.spend(self._now()):
+            with self.lock:
+                self.catalog.index.remove([each])
+            self.counters.spared += 1
+            return Verdict.SPARED, reason
+        self._condemn(each, reason)
+        return Verdict.BAD, reason
+
+    def _condemn(self, each: StoredObject, reason: str) -> None:
+        """An object is bad: nobody reads it any more, or at least not here."""
+        with self.lock:
+            self.catalog.index.remove([each])
+        self.counters.poisoned[reason] += 1
+        try:
+            self.catalog.link.ask(RemoveObjects(slab_number(each.segment), [each.record]), Agreed)
+        except (OSError, StoreFenced) as error:
+            self.catalog.lag(error)
+
+    def used(self, pages: Sequence[bytes]) -> None:
+        with self.lock:
+            self.catalog.index.use(pages, self._now())
+            for page in pages:
+                self._used.pop(page, None)
+                self._used[page] = None
+            is_much = len(self._used) >= _TOLD
+        if is_much:
+            with suppress(OSError, StoreFenced):
+                self._tell_uses()
+
+    def _tell_uses(self) -> None:
+        """Say which pages were read here. Raises OSError, or StoreFenced: they are said another time."""
+        with self.lock:
+            told, self._used = list(self._used), {}
+        for first in range(0, len(told), _TOLD):
+            try:
+                self.catalog.link.ask(NoteUses(told[first : first + _TOLD]), Agreed)
+            except BaseException:
+                with self.lock:
+                    self._used = dict.fromkeys(told[first:]) | self._used
+                raise
+
+    def watch(self, watcher: Watcher) -> None:
+        with self.lock:
+            self.catalog.watch(watcher)
+
+    # Upkeep
+
+    def evict(self, nbytes: int) -> int:
+        """Evict slabs, with what is least recently used in them, until `nbytes` are free. Raises StoreFenced."""
+        try:
+            return self._trim(TrimNamespace(None, None, max(0, nbytes))).freed_bytes
+        except OSError as error:
+            raise self._failed("evict from", error) from error
+
+    def _trim(self, trim: TrimNamespace) -> Trimmed:
+        """Raises OSError, or StoreFenced."""
+        with suppress(OSError, StoreFenced):
+            self._tell_uses()
+        with self.writing:
+            trimmed, _ = self.catalog.link.ask(trim, Trimmed)
+            self.catalog.sync()
+        self.counters.expired_pages += trimmed.expired_pages
+        self.counters.evicted_pages += trimmed.evicted_pages
+        self.counters.evicted_bytes += trimmed.freed_bytes
+        return trimmed
+
+    def collect(self) -> Collected:
+        """Upkeep: tell what was used here, delete what is too old or too much. What is refused is done another time."""
+        before = None if self.policy.ttl_s is None else max(0, self._now() - int(self.policy.ttl_s))
+        try:
+            done = self._trim(TrimNamespace(before, self.policy.quota_bytes, 0))
+        except (OSError, StoreFenced) as error:
+            self.catalog.lag(error)
+            return Collected(0, 0, 0, 0)
+        return Collected(done.expired_pages, done.evicted_pages, done.freed_bytes, 0)
+
+    def flush(self) -> None:
+        """All that was put is the keeper's already. Raises StoreError where that has ended, with all that it had."""
+        try:
+            self.catalog.sync()
+            self._tell_uses()
+        except OSError as error:
+            raise self._failed("flush", error) from error
+
+    def clear(self) -> int:
+        """Delete every page of this namespace, and nothing else; how many. Raises StoreError."""
+        return self._ask_to("clear", ClearNamespace())
+
+    def _ask_to(self, verb: str, request: Request) -> int:
+        try:
+            with self.writing:
+                cleared, _ = self.catalog.link.ask(request, Cleared)
+                self.catalog.sync()
+        except OSError as error:
+            raise self._failed(verb, error) from error
+        return cleared.pages
+
+    def _failed(self, verb: str, error: OSError) -> StoreError:
+        fenced = isinstance(error, KeeperRefused) and error.refusal is KeeperRefusal.FENCED
+        return (StoreFenced if fenced else StoreError)(f"cannot {verb} {self.catalog.link.path}: {reason_of(error)}")
+
+    def stat(self) -> Stat:
+        """What the namespace holds now, objects of other processes included."""
+        with self.lock:
+            self.catalog.refresh()
+            index = self.catalog.index
+            oldest_s, newest_s = index.span_s
+            return Stat(
+                pages=len(index),
+                objects=index.holdings.objects,
+                segments=len(self.catalog.slabs),
+                payload_bytes=index.holdings.payload_bytes,
+                held_bytes=index.held_bytes,
+                head_bytes=self.catalog.journal_bytes,
+                oldest_use_s=oldest_s,
+                newest_use_s=newest_s,
+            )
+
+    def verify(self, progress: Callable[[int], None] | None = None) -> Verified:
+        """Read every object whole and delete those that are bad. `progress` gets the bytes of each.
+
+        Raises OSError where the keeper does not say: nothing is deleted for that.
+        """
+        self.catalog.sync()
+        with self.lock:
+            by_slab = {name: self.catalog.index.objects(name) for name in sorted(self.catalog.slabs)}
+        count, nbytes, bad = 0, 0, Counter[str]()
+        for name, objects in by_slab.items():
+            for each, is_suspect in suspects(self.catalog, name, objects):
+                verdict, reason = self.catalog.look_again(each) if is_suspect else (Verdict.WELL, "")
+                if verdict is Verdict.BAD:
+                    self._condemn(each, reason)
+                    bad[reason] += 1
+                count += 1
+                nbytes += each.nbytes
+                if progress:
+                    progress(each.nbytes)
+        return Verified(count, nbytes, dict(bad))
+
+    def close(self) -> None:
+        """Tell what was used, and give everything back. Safe to call twice, and raises nothing."""
+        with self.writing:
+            with suppress(OSError, StoreFenced):
+                self._tell_uses()
+            self._writer.close()
+            self.catalog.close()

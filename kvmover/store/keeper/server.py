@@ -1,0 +1,272 @@
+"""A KeeperServer serves one socket: it has the memory that the state machine grants, and does what that says.
+
+One thread answers, so that all happens in one order. It waits for nobody: who does not take an answer is disconnected.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import logging
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from queue import Queue
+from threading import Thread
+
+from kvmover.errors import StoreError
+from kvmover.store.files import reason_of
+from kvmover.store.keeper import memory
+from kvmover.store.keeper.journal import JournalChange, encode_entry
+from kvmover.store.keeper.machine import step
+from kvmover.store.keeper.messages import PACKET_BYTES, Attach, KeeperRefusal, Refused, decode_request, encode
+from kvmover.store.keeper.rewriting import is_overgrown, rewritten
+from kvmover.store.keeper.state import (
+    AppendEntry,
+    DropSlab,
+    JournalGrant,
+    KeeperEvent,
+    KeeperState,
+    MakeSlab,
+    Reply,
+    SealSlab,
+    SessionHeard,
+    SessionOpened,
+    SessionOver,
+    SlabFailed,
+    SlabUse,
+)
+
+log = logging.getLogger(__name__)
+
+#: Connections at once; more are closed at once.
+SESSIONS = 1024
+
+#: Slabs are this share of a keeper, but no smaller and no larger than so.
+_SHARE, _LEAST_BYTES, _MOST_BYTES = 64, 2 << 20, 256 << 20
+
+
+def slab_bytes_of(capacity_bytes: int) -> int:
+    """How large the slabs of a keeper are.
+
+    >>> slab_bytes_of(64 << 30) >> 20, slab_bytes_of(1 << 30) >> 20, slab_bytes_of(1 << 20) >> 20
+    (256, 16, 1)
+    """
+    share = min(_MOST_BYTES, capacity_bytes // _SHARE // _LEAST_BYTES * _LEAST_BYTES)
+    return min(capacity_bytes, max(_LEAST_BYTES, share))
+
+
+class KeeperServer:
+    """Owns `capacity_bytes` of memory, and the socket `path`, of which there is one keeper."""
+
+    def __init__(self, path: Path, capacity_bytes: int, slab_bytes: int | None = None) -> None:
+        """Raises StoreError where the system has no such memory, or another keeper serves the socket."""
+        if not memory.is_here():
+            raise StoreError("a keeper needs memfd_create(2) and /proc: Linux")
+        slab_bytes = slab_bytes_of(capacity_bytes) if slab_bytes is None else slab_bytes
+        if not 1 <= slab_bytes <= capacity_bytes:
+            raise StoreError(f"slabs of {slab_bytes} bytes in a keeper of {capacity_bytes}")
+        self.path, self.state = path, KeeperState(capacity_bytes, slab_bytes)
+        self._slabs: dict[int, int] = {}
+        self._journals: dict[bytes, int] = {}
+        self._sockets: dict[int, socket.socket] = {}
+        self._next_session, self._over = 1, False
+        self._collapsing = Queue[tuple[int, int] | None]()
+        self._collapser = Thread(target=self._collapse, daemon=True, name="kvmover-collapse")
+        self._collapser.start()
+        self._selector = selectors.DefaultSelector()
+        self._lock_fd, self._listener = _listen(path)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def serve(self, until: Callable[[], bool] = lambda: False, poll_s: float | None = None) -> None:
+        """Answer until `until`, which is asked every `poll_s`, or until `close`."""
+        while not self._over and not until():
+            for key, _ in self._selector.select(poll_s):
+                key.data()
+
+    def close(self) -> None:
+        """Give all memory back. Safe to call twice."""
+        if self._over:
+            return
+        self._over = True
+        for number in list(self._sockets):
+            self._end(number)
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        self.path.unlink(missing_ok=True)
+        self._selector.close()
+        self._collapsing.put(None)
+        self._collapser.join()
+        for fd in self._slabs.values():
+            memory.give_back(fd)
+        for fd in self._journals.values():
+            os.close(fd)
+        os.close(self._lock_fd)
+
+    # Connections
+
+    def _accept(self) -> None:
+        try:
+            near, _ = self._listener.accept()
+        except OSError as error:
+            log.warning("nobody can connect: %s", reason_of(error))
+            return
+        if len(self._sockets) >= SESSIONS:
+            near.close()
+            return
+        near.setblocking(False)
+        number, self._next_session = self._next_session, self._next_session + 1
+        self._sockets[number] = near
+        self._selector.register(near, selectors.EVENT_READ, lambda: self._hear(number))
+        self._step(SessionOpened(number))
+
+    def _hear(self, number: int) -> None:
+        try:
+            packet, _, flags, _ = self._sockets[number].recvmsg(PACKET_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            packet, flags = b"", 0
+        if not packet:
+            self._end(number)
+            return
+        request = None if flags & socket.MSG_TRUNC else decode_request(packet)
+        if isinstance(request, Attach):
+            self._give_up_cut()
+        self._step(SessionHeard(number, request))
+
+    def _end(self, number: int) -> None:
+        near = self._sockets.pop(number, None)
+        if near is None:
+            return
+        self._selector.unregister(near)
+        near.close()
+        self._step(SessionOver(number))
+
+    # What the state machine says
+
+    def _step(self, event: KeeperEvent) -> None:
+        now, words = int(time.time()), ""
+        gone: list[int] = []
+        for action in step(self.state, event, now):
+            match action:
+                case MakeSlab(number, nbytes):
+                    words = self._make(number, nbytes)
+                case SealSlab(number, end):
+                    self._seal(number, end)
+                case DropSlab(number):
+                    self._drop(number)
+                case AppendEntry(namespace, entry):
+                    self._append(namespace, entry)
+                case Reply():
+                    refused = Refused(KeeperRefusal.FULL, words)
+                    if not self._reply(Reply(action.session, refused) if words else action):
+                        gone.append(action.session)
+        for number in gone:
+            self._end(number)
+        self._tidy(now)
+
+    def _make(self, number: int, nbytes: int) -> str:
+        """Why there is no memory for a slab, or ""."""
+        try:
+            self._slabs[number] = memory.make(f"slab-{number}", nbytes)
+        except OSError as error:
+            self._step(SlabFailed(number))
+            return f"the host has no {nbytes} bytes: {reason_of(error)}"
+        return ""
+
+    def _give_up_cut(self) -> None:
+        """Slabs that are shorter than what was committed: who fills one may cut it, too, and nobody reads zeros."""
+        cut = [number for number, fd in self._slabs.items() if os.fstat(fd).st_size < self.state.slabs[number].end]
+        for number in cut:
+            log.error("slab %d was cut by who filled it, and is given up", number)
+            self._step(SlabFailed(number))
+
+    def _seal(self, number: int, end: int) -> None:
+        if memory.seal(self._slabs[number], end):
+            self._collapsing.put((os.dup(self._slabs[number]), end))
+        else:
+            log.error("slab %d is mapped by who filled it, and is given up", number)
+            self._step(SlabFailed(number))
+
+    def _drop(self, number: int) -> None:
+        if number in self._slabs:
+            memory.give_back(self._slabs.pop(number))
+
+    def _append(self, namespace: bytes, entry: bytes) -> None:
+        journal = self._journal(namespace)
+        os.pwrite(journal, entry, os.fstat(journal).st_size)
+
+    def _journal(self, namespace: bytes) -> int:
+        if namespace not in self._journals:
+            self._journals[namespace] = memory.make("journal", 0)
+        return self._journals[namespace]
+
+    def _reply(self, reply: Reply) -> bool:
+        """Whether it was taken."""
+        granted: int | None = None
+        try:
+            match reply.grant:
+                case JournalGrant(namespace):
+                    granted = memory.readable(self._journal(namespace))
+                case None:
+                    pass
+                case grant:
+                    mine = self._slabs[grant.slab]
+                    granted = os.dup(mine) if grant.use is SlabUse.FILL else memory.readable(mine)
+            rights = [] if granted is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [granted]))]
+            self._sockets[reply.session].sendmsg([encode(reply.answer)], rights)
+        except OSError as error:
+            log.warning("session %d is ended: %s", reply.session, reason_of(error))
+            return False
+        finally:
+            if granted is not None:
+                os.close(granted)
+        return True
+
+    def _tidy(self, now: int) -> None:
+        """Write journals anew that have grown."""
+        for namespace, kept in self.state.namespaces.items():
+            if is_overgrown(kept):
+                old = self._journals.pop(namespace)
+                data = os.pread(old, kept.end - kept.base, 0)
+                os.pwrite(old, encode_entry(JournalChange.ENDED, now), len(data))
+                kept.end += len(encode_entry(JournalChange.ENDED, now))
+                fresh = rewritten(kept, data, now)
+                os.close(old)
+                os.pwrite(self._journal(namespace), fresh, 0)
+
+    def _collapse(self) -> None:
+        """Of sealed slabs, one after the other, beside the thread that answers."""
+        while (each := self._collapsing.get()) is not None:
+            fd, nbytes = each
+            with suppress(OSError):
+                memory.collapse(fd, nbytes)
+            os.close(fd)
+
+
+def _listen(path: Path) -> tuple[int, socket.socket]:
+    """The lock that says that this keeper lives, and its socket. Raises StoreError."""
+    fd = -1
+    try:
+        fd = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)  # its keeper is dead: the lock was free
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        mask = os.umask(0o177)
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(mask)
+        listener.listen(128)
+    except OSError as error:
+        if fd >= 0:
+            os.close(fd)
+        taken = isinstance(error, BlockingIOError)
+        words = "another keeper serves it" if taken else reason_of(error)
+        raise StoreError(f"no keeper can serve {path}: {words}") from error
+    return fd, listener

@@ -1,0 +1,47 @@
+"""Which engine is under a location that is no directory, by how it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from kvmover.store.bucket.namespaces import bucket_namespaces, bucket_of_namespace, open_bucket
+from kvmover.store.keeper.namespaces import keeper_namespaces, keeper_of_namespace, open_keeper
+from kvmover.store.location import KEEPER, POOL
+from kvmover.store.manifest import Found
+from kvmover.store.mooncake.namespaces import open_pool, pool_namespaces, pool_of_namespace
+from kvmover.store.namespace import Namespace
+from kvmover.store.objects import Objects
+from kvmover.store.policy import Policy
+
+
+class _Service(NamedTuple):
+    open: Callable[[str, Namespace, Policy], Objects[Any]]
+    of_found: Callable[[Found, Policy], Objects[Any]]
+    namespaces: Callable[[str], list[Found]]
+
+
+_BUCKET = _Service(open_bucket, bucket_of_namespace, bucket_namespaces)
+_OTHERS = {
+    POOL: _Service(open_pool, pool_of_namespace, pool_namespaces),
+    KEEPER: _Service(open_keeper, keeper_of_namespace, keeper_namespaces),
+}
+
+
+def open_service(location: str, namespace: Namespace, policy: Policy) -> Objects[Any]:
+    """The pages of `namespace` at a location. Raises StoreError."""
+    return _at(location).open(location, namespace, policy)
+
+
+def service_of_found(found: Found, policy: Policy) -> Objects[Any]:
+    """A namespace that was found at a location, for tools that know no model. Raises StoreError."""
+    return _at(str(found.folder)).of_found(found, policy)
+
+
+def service_namespaces(location: str) -> list[Found]:
+    """Every namespace at a location, by model. Raises StoreError."""
+    return _at(location).namespaces(location)
+
+
+def _at(location: str) -> _Service:
+    return next((service for scheme, service in _OTHERS.items() if location.startswith(scheme)), _BUCKET)

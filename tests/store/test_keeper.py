@@ -1,0 +1,330 @@
+"""The page store with a keeper in this process: room, eviction under readers, its journal, its commands, and liars."""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+from keepers import location
+from store_rank import GQA, MLA, PAGE, SPACE, Rank, pages_of
+from typer.testing import CliRunner
+
+from kvmover.cli import app
+from kvmover.errors import StoreError
+from kvmover.layout import Fleet
+from kvmover.store import Found, Got, Namespace, PageStore, Policy, Put, clear_stores, stat_stores, verify_stores
+from kvmover.store.keeper import memory
+from kvmover.store.keeper.messages import PACKET_BYTES, ListNamespaces, decode_answer, encode
+from kvmover.store.keeper.namespaces import KeeperLocation, keeper_namespaces
+from kvmover.store.keeper.server import KeeperServer
+
+ALONE, TP2 = Fleet(page_tokens=PAGE), Fleet(tp=2, page_tokens=PAGE)
+PAGE_BYTES = 32 << 10
+SLAB_BYTES = 4 * PAGE_BYTES
+
+
+class Served:
+    """A keeper in a thread, of four slabs of four pages."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.server = KeeperServer(folder / "keeper.sock", 4 * SLAB_BYTES, SLAB_BYTES)
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self.server.serve, args=(self.over.is_set, 0.01))
+        self.thread.start()
+
+    def open(self, fleet: str = "", generation: int = 0, policy: Policy | None = None) -> PageStore:
+        return PageStore.open(location(self.folder, fleet, generation), SPACE, policy)
+
+    def close(self) -> None:
+        self.over.set()
+        self.thread.join()
+        self.server.state.check()
+        self.server.close()
+
+
+@pytest.fixture
+def keeper(tmp_path: Path) -> Generator[Served]:
+    served = Served(tmp_path)
+    yield served
+    served.close()
+
+
+def whole(store: PageStore, slots: int = 16) -> Rank:
+    return Rank.of(store, GQA, ALONE, 0, slots)
+
+
+def oks(answers) -> list[bool]:
+    return [answer.ok for answer in answers]
+
+
+def test_a_keeper_holds_no_more_than_it_has_and_evicts_what_is_least_used(keeper: Served) -> None:
+    with keeper.open() as store:
+        rank = whole(store)
+        for batch in range(8):
+            assert all(oks(rank.put(pages_of(4, str(batch)))))
+            assert all(oks(rank.get(pages_of(4, "0")))), "what is read all the time stays"
+            store.collect()
+        assert not any(rank.exists(pages_of(4, "1")))
+        assert all(rank.exists(pages_of(4, "7")))
+        assert keeper.server.state.held_bytes <= 4 * SLAB_BYTES
+        assert sum(os.fstat(fd).st_blocks * 512 for fd in keeper.server._slabs.values()) <= 4 * SLAB_BYTES
+
+
+def test_a_page_longer_than_a_slab_has_one_of_its_own_and_one_longer_than_all_is_refused(keeper: Served) -> None:
+    space = Namespace("long", "1", 4 * PAGE)
+    fleet = Fleet(page_tokens=4 * PAGE)
+    with PageStore.open(location(keeper.folder), space, Policy(segment_bytes=4096)) as store:
+        assert all(oks(Rank(store, part_of(fleet), 2, space).put(pages_of(2))))
+    space, fleet = Namespace("too long", "1", 32 * PAGE), Fleet(page_tokens=32 * PAGE)
+    with PageStore.open(location(keeper.folder), space) as store:
+        answer = Rank(store, part_of(fleet), 1, space).put(pages_of(1))[0]
+        assert answer.outcome is Put.FAILED
+        assert answer.reason.startswith("no room for 1048576 bytes: the keeper has 524288")
+
+
+def part_of(fleet: Fleet):
+    from kvmover.store import PagePart
+
+    return PagePart.held(GQA, fleet, 0, fleet.page_tokens)
+
+
+def test_a_reader_of_what_is_evicted_reads_no_other_bytes(keeper: Served) -> None:
+    """It has the slab open, and looks its pages up before they go."""
+    with keeper.open() as store, keeper.open() as other:
+        rank = whole(store)
+        pages = pages_of(4)
+        rank.put(pages)
+        assert all(oks(rank.get(pages)))
+        found = store.objects.find(pages, rank.view._key)
+        store.objects.catalog.refresh = lambda: None  # it has not heard of it yet
+        assert other.clear() == 4
+        store.objects.find = lambda asked, wanted: [found[pages.index(page)] for page in asked]
+        failures = store.objects.read(part_of(ALONE), rank.view._reads(range(4), pages, rank.addresses(4)))
+        assert [failure.reason[:10] for failure in failures] == ["ends after"] * 4
+        del store.objects.find, store.objects.catalog.refresh
+        assert {answer.outcome for answer in rank.get(pages)} == {Got.ABSENT}
+
+
+def test_memory_that_somebody_has_mapped_to_write_is_given_up(keeper: Served) -> None:
+    with keeper.open() as store, keeper.open("engine", 1) as bad:
+        rank = whole(bad)
+        assert all(oks(rank.put(pages_of(2))))
+        slab = bad.objects._writer._slab
+        with mmap.mmap(slab.file.fd, slab.nbytes):
+            with keeper.open("engine", 2):
+                assert not any(whole(store).exists(pages_of(2))), "nobody knows what it will hold"
+            assert not keeper.server.state.slabs
+
+
+def test_a_slab_that_was_cut_by_who_fills_it_is_given_up(keeper: Served) -> None:
+    with keeper.open("engine", 1) as bad:
+        assert all(oks(whole(bad).put(pages_of(2))))
+        os.ftruncate(bad.objects._writer._slab.file.fd, 100)
+        with keeper.open() as store:
+            assert not any(whole(store).exists(pages_of(2)))
+
+
+def test_who_follows_a_journal_that_is_written_anew_loses_nothing(keeper: Served, monkeypatch) -> None:
+    with keeper.open() as store, keeper.open() as other, keeper.open() as idle:
+        monkeypatch.setattr("kvmover.store.keeper.rewriting._LEAST_BYTES", 1024)
+        lost: list[bytes] = []
+
+        class Watcher:
+            def lost(self, page: bytes) -> None:
+                lost.append(page)
+
+        watcher = Watcher()
+        mine, theirs = whole(store), whole(other)
+        assert all(oks(mine.put(pages_of(4, "kept"))))
+        assert all(theirs.exists(pages_of(4, "kept")))
+        other.watch(watcher)
+        bases = set[int]()
+        for batch in range(12):
+            assert all(oks(mine.put(pages_of(2, str(batch)))))
+            assert all(oks(mine.get(pages_of(4, "kept"))))
+            store.objects.catalog.sync()
+            for each in [
+                each
+                for page in store.objects.find(pages_of(2, str(batch)), mine.view._key)
+                if page
+                for each in page.objects
+            ]:
+                store.objects._condemn(each, "for this test")
+            other.flush()
+            assert all(oks(theirs.get(pages_of(4, "kept"))))
+            bases.add(keeper.server.state.namespaces[SPACE.digest].base)
+        assert len(bases) > 2, "it was written anew, more than once"
+        assert not set(lost) & set(pages_of(4, "kept"))
+        assert whole(idle).exists(pages_of(4, "kept")) == [True] * 4, "who asks nobody has what he had"
+        idle.flush()
+        assert all(oks(whole(idle).get(pages_of(4, "kept"))))
+
+
+def test_pages_that_nobody_used_for_the_ttl_are_absent_and_then_gone(keeper: Served, monkeypatch) -> None:
+    with keeper.open(policy=Policy(ttl_s=100)) as store:
+        rank = whole(store)
+        rank.put(pages_of(3))
+        now = time.time()
+        monkeypatch.setattr(time, "time", lambda: now + 60)
+        assert all(oks(rank.get(pages_of(1))))
+        monkeypatch.setattr(time, "time", lambda: now + 120)
+        assert rank.exists(pages_of(3)) == [True, False, False]
+        assert store.collect().expired_pages == 2
+        assert store.stat().pages == 1
+
+
+def test_one_who_reads_keeps_a_page_from_the_ttl_of_another(keeper: Served, monkeypatch) -> None:
+    with keeper.open(policy=Policy(ttl_s=100)) as store, keeper.open(policy=Policy(ttl_s=100)) as other:
+        whole(store).put(pages_of(1))
+        now = time.time()
+        monkeypatch.setattr(time, "time", lambda: now + 90)
+        assert all(oks(whole(store).get(pages_of(1))))
+        store.flush()
+        monkeypatch.setattr(time, "time", lambda: now + 150)
+        assert whole(other).exists(pages_of(1)) == [True]
+
+
+def test_a_quota_is_of_one_namespace(keeper: Served) -> None:
+    space = Namespace("other", "1", PAGE)
+    with keeper.open(policy=Policy(quota_bytes=SLAB_BYTES)) as store:
+        with PageStore.open(location(keeper.folder), space) as other:
+            assert all(oks(Rank(other, part_of(ALONE), 16, space).put(pages_of(4))))
+            for batch in range(6):
+                assert all(oks(whole(store).put(pages_of(1, str(batch)))))
+            assert store.stat().held_bytes <= SLAB_BYTES
+            assert other.stat().pages == 4
+        assert store.clear() == store.objects.recovered.objects + store.objects.counters.puts[Put.WRITTEN] - 2
+
+
+def test_several_components_share_a_namespace_and_other_shapes_read_them(keeper: Served) -> None:
+    pages = pages_of(4)
+    for rank in range(2):
+        with keeper.open() as store:
+            for component in (GQA, MLA):
+                assert all(oks(Rank.of(store, component, TP2, rank).put(pages)))
+    with keeper.open() as store:
+        for component in (GQA, MLA):
+            reader = Rank.of(store, component, ALONE, 0)
+            assert all(reader.exists(pages))
+            assert all(oks(reader.get(pages)))
+
+
+def test_a_liar_and_one_who_does_not_listen_are_refused_and_others_served(keeper: Served) -> None:
+    path = str(keeper.folder / "keeper.sock")
+    with keeper.open() as store, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as liar:
+        liar.settimeout(5)
+        liar.connect(path)
+        for packet in (b"\x00", b"\xff" * 100, bytes(PACKET_BYTES), encode(ListNamespaces(1 << 40))):
+            liar.send(packet)
+            assert decode_answer(liar.recv(PACKET_BYTES)) is not None
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as deaf:
+            deaf.settimeout(5)
+            deaf.connect(path)
+
+            def talk() -> None:
+                while True:
+                    deaf.send(encode(ListNamespaces(0)))
+
+            with pytest.raises((ConnectionResetError, BrokenPipeError)):
+                talk()
+        assert all(oks(whole(store).put(pages_of(2))))
+
+
+def test_two_keepers_never_serve_one_socket_and_one_that_died_leaves_it(keeper: Served) -> None:
+    with pytest.raises(StoreError, match="another keeper serves it"):
+        KeeperServer(keeper.folder / "keeper.sock", 1 << 20)
+    with keeper.open() as store:
+        assert all(oks(whole(store).put(pages_of(1))))
+
+
+def test_a_host_without_memory_refuses_a_slab_in_words(keeper: Served, monkeypatch) -> None:
+    def nothing(_name: str, _nbytes: int) -> int:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with keeper.open() as store:
+        monkeypatch.setattr(memory, "make", nothing)
+        answers = whole(store).put(pages_of(2))
+        assert {answer.reason for answer in answers} == {"the host has no 131072 bytes: Cannot allocate memory"}
+        monkeypatch.undo()
+        assert all(oks(whole(store).put(pages_of(2))))
+
+
+def test_sealed_memory_can_be_copied_to_huge_pages_where_the_kernel_has_them(tmp_path: Path) -> None:
+    fd = memory.make("test", 4 << 20)
+    os.pwrite(fd, b"\x5a" * (4 << 20), 0)
+    assert memory.seal(fd, 4 << 20)
+    memory.collapse(fd, 4 << 20)
+    assert os.pread(fd, 4 << 20, 0) == b"\x5a" * (4 << 20)
+    memory.give_back(fd)
+    assert memory.collapse(-1, 4 << 20) is False
+
+
+def test_tools_find_the_namespaces_of_a_keeper(keeper: Served) -> None:
+    where = location(keeper.folder)
+    with keeper.open("engine", 1) as store:
+        assert all(oks(whole(store).put(pages_of(3))))
+        store.flush()
+        (row,) = stat_stores(where, None)
+        assert (row.found.manifest.model, row.stat.pages, row.stat.segments) == ("llama", 3, 1)
+        (row,) = verify_stores(where, row.found.name)
+        assert row.verified
+        assert (row.verified.objects, row.verified.bad) == (3, {})
+        (row,) = clear_stores(where, "")
+        assert row.deleted_pages == 3
+        assert not any(whole(store).exists(pages_of(3)))
+        for number in range(20):
+            PageStore.open(where, Namespace(f"model {number:02}", "1", PAGE)).close()
+        found: list[Found] = keeper_namespaces(where)
+        assert len(found) == 21, "more than one answer names"
+    shown = CliRunner().invoke(app, ["store", "stat", f"keeper://{keeper.folder}/keeper.sock", "--json"])
+    assert shown.exit_code == 0
+    assert len(json.loads(shown.output)) == 21
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "keeper://host/run/kv.sock",
+        "keeper:run/kv.sock",
+        "keeper:///run/kv.sock?fleet=a&generation=x",
+        "keeper:///run/kv.sock?generation=1",
+        "keeper:///run/kv.sock?flet=a",
+        "keeper:///run/kv.sock?fleet=a&generation=-1",
+    ],
+)
+def test_a_location_that_names_no_keeper_is_refused(text: str) -> None:
+    with pytest.raises(StoreError, match="is no keeper; one is keeper:///PATH.sock"):
+        KeeperLocation.parse(text)
+
+
+def test_a_keeper_that_is_not_there_is_an_error_in_words(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="cannot open the page store in keeper:.*: the keeper does not answer"):
+        PageStore.open(location(tmp_path), SPACE)
+
+
+def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
+    path = tmp_path / "kv.sock"
+    command = [sys.executable, "-m", "kvmover", "keeper", "--socket", str(path), "--bytes", "8MiB"]
+    keeper = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while not path.exists():
+        assert keeper.poll() is None
+        time.sleep(0.01)
+    with PageStore.open(f"keeper://{path}", SPACE) as store:
+        assert all(oks(whole(store).put(pages_of(2))))
+    keeper.terminate()
+    assert keeper.wait(20) == 0
+    assert keeper.stderr
+    assert keeper.stderr.read() == ""
+    keeper.stderr.close()
+    assert not path.exists()
