@@ -19,7 +19,7 @@ from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.memory.copier import Copier, Programs, Work
 
 GPU = torch.device("cuda", 0)
-PROGRAMS = Programs(object(), object())  # pyright: ignore
+PROGRAMS = Programs(object(), object(), rest_digest=object())  # pyright: ignore
 
 
 def region() -> Region:
@@ -40,7 +40,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return SimpleNamespace(run=lambda: noted.append(said))
 
     def digested(*_: object, reads: object, using: object, **__: object) -> SimpleNamespace:
-        return ready(f"digest reads {reads}, {'known' if using is PROGRAMS.digest else 'new'}")
+        known = PROGRAMS.digest if reads is None else PROGRAMS.rest_digest
+        return ready(f"digest reads {reads}, {'known' if using is known else 'new'}")
 
     def moved(_: object, sms: int | None, using: object, engine: str = "rows") -> SimpleNamespace:
         assert using is PROGRAMS.move
