@@ -102,5 +102,5 @@ def test_a_process_without_mooncake_hears_what_to_install(monkeypatch: pytest.Mo
 
 
 def test_a_pool_takes_no_files() -> None:
-    with pytest.raises(StoreError, match="mooncake://host:5 is no directory: it takes neither files nor a machine"):
+    with pytest.raises(StoreError, match="mooncake://host:5 is no directory, and takes neither files nor a machine"):
         PageStore.open("mooncake://host:5", SPACE, files=PlainFiles())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,14 @@ from pathlib import Path
 
 def said_by(script: str, ranks: int, folder: Path) -> list:
     """What each rank writes, run together."""
-    path = str(Path(__file__).parent / script)
+    path, root = str(Path(__file__).parent / script), Path(__file__).parents[3]
+    paths = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     processes = [
         subprocess.Popen(
-            [sys.executable, path, str(rank), str(ranks), str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            [sys.executable, path, str(rank), str(ranks), str(folder)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": paths},
         )
         for rank in range(ranks)
     ]
