@@ -60,7 +60,7 @@ KILLS = [(side, ms) for side in ("source", "target") for ms in (0, 3, 10, 20, 40
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(("side", "after_ms"), family(KILLS, [("source", 40), ("target", 80)]))
+@pytest.mark.parametrize(("side", "after_ms"), family(KILLS, [("source", 40)]))
 def test_an_answer_goes_on_when_either_fleet_is_killed(stage: Migrations, side: str, after_ms: int):
     """By SIGKILL, all ranks of it: the other fleet has the request, and its tokens are those of one process."""
     assert stage.serve(0, PROMPT[:5], 0).tokens_identical  # both have met
