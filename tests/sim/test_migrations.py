@@ -113,7 +113,9 @@ MUTATIONS: list[Mutation] = [
 ]
 
 
-@pytest.mark.parametrize("mutation", family(MUTATIONS, [a_hand_over_goes_out_before_the_last_row]), ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "mutation", family(MUTATIONS, [a_hand_over_goes_out_before_the_last_row]), ids=lambda each: each.__name__
+)
 def test_a_broken_rule_of_a_hand_over_is_caught(mutation: Mutation, monkeypatch: pytest.MonkeyPatch):
     mutation(monkeypatch)
     with pytest.raises(MigrationBroken, match=r"(?s)seed \d+, profile .* \(replay: python -m tests\.sim\.migrations"):
