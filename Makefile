@@ -41,7 +41,7 @@ simulate: setup ## run 20,000 seeded schedules of the protocol
 engines: setup environments ## build the engines' own environments (GiB), and run our adapters in them
 	@$(BIN)/python -m pytest -q -m engine tests/engines
 
-live: setup environments ## serve with the engines through kvmover, and compare every token (twenty minutes); ENGINE=vllm runs one
+live: setup environments ## serve with the engines through kvmover, and compare every token (half an hour); ENGINE=vllm runs one
 	@KVMOVER_LIVE="$(ENGINE)" $(BIN)/python -m pytest -q -n 2 --dist loadfile --ignore-glob='*_peers.py' tests/live
 	@KVMOVER_LIVE="$(ENGINE)" $(BIN)/python -m pytest -q $(wildcard tests/live/*/*_peers.py)
 
