@@ -3,146 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import median
 
+from perf.headline import best_clone, headline, places
 from perf.record import RESULTS, read
 
 ROOT = Path(__file__).parent.parent
 README, LIVE, MEASUREMENTS = ROOT / "README.md", ROOT / "docs" / "live.md", ROOT / "docs" / "measurements.md"
 BLOCK = re.compile(r"(<!-- numbers -->\n).*?(<!-- /numbers -->)", re.DOTALL)
-
-
-def headline() -> str:
-    """The block between the README's markers: a row for each question that a reader has first."""
-    lines = ["| Measured | kvmover | beside it |", "|---|---|---|"]
-    lines += [f"| {question} | {ours} | {theirs} |" for question, ours, theirs in _headlines()]
-    gpu, cpu = _one("bench_kernels", what="kvmover"), _one("transfer", of_contiguous="1.0")
-    return "\n".join([*lines, "", f"The first two rows: {gpu['hardware']}. The others: {cpu['hardware']}.", ""])
-
-
-def _headlines() -> Iterator[tuple[str, str, str]]:
-    case = {"case": "Llama-3-70B, TP2 to TP8, NHD, page 64, scattered", "way": "gather"}
-    ours, peer, aligned = (
-        _one("bench_kernels", what=what, **case)["gb_per_s"]
-        for what in ("kvmover", "SGLang staging, released", "SGLang staging, aligned")
-    )
-    yield (
-        "gather of Llama-3-70B pages from TP2 for TP8, rows of 256 B",
-        f"{ours} GB/s",
-        f"the fastest clone of the day: {best_clone()}; SGLang's staging kernel: {peer}, aligned {aligned}",
-    )
-    budget = _one("roofline", what=case["case"], way="gather", sms="8")
-    yield (
-        "the same on 8 SMs, so that decode keeps the others",
-        f"{budget['gb_per_s']} GB/s",
-        "a 400 Gb/s network carries 50",
-    )
-    direct, whole = _one("transfer", what="direct", mib="64"), _one("transfer", what="one contiguous write", mib="64")
-    packed = _one("transfer", what="packed, 16 MiB chunks", mib="64")
-    yield (
-        "64 MiB in rows of 512 B between two processes over NIXL",
-        f"{packed['gb_per_s']} GB/s",
-        f"a descriptor a row: {direct['gb_per_s']}; one contiguous write: {whole['gb_per_s']}",
-    )
-    equal = {"case": "mla-64"}
-    auto, direct, paged = (
-        _one("collectivex", contender=who, **equal)
-        for who in ("kvmover auto, pushed", "kvmover direct, pushed", "NIXL paged, written")
-    )
-    yield (
-        "equal layouts on one host, 176 MB in MLA pages of 64 tokens",
-        f"{auto['gb_per_s']} GB/s (pools mapped)",
-        f"raw NIXL, a descriptor a page and layer: {paged['gb_per_s']}; kvmover so: {direct['gb_per_s']}",
-    )
-    moved, stopped = (_one("migrate", way=way) for way in ("copied while it runs", "stopped and copied"))
-    yield (
-        f"a running request of {int(moved['tokens']):,} tokens moves to another process: its pause, p50 and p99",
-        f"{moved['pause_p50_ms']} and {moved['pause_p99_ms']} ms",
-        f"stopped and copied: {stopped['pause_p50_ms']} and {stopped['pause_p99_ms']}",
-    )
-    plan = _one("bench_plan", what="plan and lower, packed", layers="80", page_tokens="64")
-    every = _one("bench_plan", what="list every row, direct", layers="80", page_tokens="64")
-    yield (
-        "plan of 32,768 tokens, 80 layers, TP8 to TP2, a rank",
-        f"{float(plan['median_us']) / 1e3:.2f} ms",
-        f"listing every row: {float(every['median_us']) / 1e3:.0f} ms",
-    )
-    tree, core = (
-        _one("prefix_trace", contender=who, page_tokens="64", capacity="3M") for who in ("kvmover", "sglang rust core")
-    )
-    yield (
-        "prefix tree on Mooncake's conversation trace, 3M tokens",
-        f"{int(tree['requests_per_s']):,} requests/s",
-        f"SGLang's Rust core: {int(core['requests_per_s']):,}",
-    )
-    stored = {"medium": "disk, O_DIRECT", "page_kib": "64"}
-    mine, theirs = (_one("store", who=who, what="set", **stored)["gb_s"] for who in ("kvmover nixl", "sglang nixl"))
-    yield "page store on a disk, writing pages of 64 KiB", f"{mine} GB/s", f"SGLang's NIXL store: {theirs} GB/s"
-    yield from _exchanged()
-    later = [row for row in read("live_turns") if row["turn"] != "1"]
-    handed, computed = (
-        f"{median(float(row['ttft_p50_ms']) for row in later if row['way'] == way):.0f} ms"
-        for way in ("handed over", "computed")
-    )
-    asked = "vLLM, live, a chat's turns 2 to 5 on two prefills in turn: first token, fetching what decode made"
-    yield asked, handed, f"computing it: {computed}"
-    for engine, name, way in (("sglang", "SGLang", "nixl backend"), ("vllm", "vLLM", "NixlConnector")):
-        mine, theirs = (
-            _one("live_peers", engine=engine, way=who)["ttft_p50_ms"] for who in ("kvmover", way.split()[0])
-        )
-        asked = f"{name}, live, from prefill to decode without a GPU: first token of a prompt of 300 tokens"
-        yield asked, f"{mine} ms", f"{name}'s {way}: {theirs} ms"
-
-
-def _exchanged() -> Iterator[tuple[str, str, str]]:
-    """What engines of unlike make did for each other in the last whole run of live servers, where that had any."""
-    rows = [row for row in read("live") if row["engine"] in ("sglang-vllm", "vllm-sglang")]
-    if rows:
-        requests, same = (sum(int(row[name]) for row in rows) for name in ("requests", "same"))
-        asked = "SGLang and vLLM for each other, live: answers whose every token is the decode engine's own"
-        yield asked, f"{same:,} of {requests:,}", "not offered"
-
-
-#: What each place of perf/results/places.csv survives, in words.
-_SURVIVES = {
-    "host memory": "nothing: it is the process's",
-    "tmpfs": "the process, on its machine",
-    "disk": "a power cut, once flushed",
-    "S3, moto": "the machine, once flushed",
-    "Mooncake, loopback TCP": "the process that wrote it, as long as its donor lives",
-}
-
-
-def places() -> str:
-    """The table of where KV can live: a row a place that was measured."""
-    lines = [
-        "**Where KV can live, and what it survives there.** Pages of 1 MiB through the page store, digests checked,\n"
-        "a flush after each put; the process's own memory beside them is a plain copy, in the same run:",
-        "",
-        "| Place | put, GB/s | get, GB/s | get, of the copy | one page got | it survives |",
-        "|---|---|---|---|---|---|",
-    ]
-    rows = {(row["place"], row["what"]): row for row in read("places")}
-    for place in dict.fromkeys(name for name, _ in rows):
-        put, got = rows[place, "put"], rows[place, "get"]
-        cells = (put["gb_per_s"], got["gb_per_s"], got["of_memcpy"], f"{got['page_p50_ms']} ms", _SURVIVES[place])
-        lines.append(f"| {place} | {' | '.join(cells)} |")
-    about = next(iter(rows.values()))
-    lines += ["", f"moto is a server of tests, in Python: no measure of any service. {about['hardware']}.", ""]
-    return "\n".join(lines)
-
-
-def best_clone() -> float:
-    """GB/s of the fastest copy of dense bytes in all runs on the GPU: the one beside a move is too noisy a measure."""
-    clones = [row["gb_per_s"] for row in read("bench_kernels") if row["what"] == "clone"]
-    return max(map(float, [*clones, _one("roofline", what="clone, device to device")["gb_per_s"]]))
-
-
-def _one(name: str, **columns: str) -> dict[str, str]:
-    """The first row of a file whose columns have these values."""
-    return next(row for row in read(name) if columns.items() <= row.items())
 
 
 def numbers() -> str:

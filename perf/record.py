@@ -99,3 +99,8 @@ def write(name: str, rows: Sequence[Mapping[str, object]], folder: Path = RESULT
 def read(name: str, folder: Path = RESULTS) -> list[dict[str, str]]:
     with (folder / f"{name}.csv").open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def first(name: str, **columns: str) -> dict[str, str]:
+    """The first row of a file whose columns have these values."""
+    return next(row for row in read(name) if columns.items() <= row.items())

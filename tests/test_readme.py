@@ -12,6 +12,7 @@ import pytest
 
 from kvmover import cli
 from perf import readme
+from perf.headline import headline
 
 TEXT = readme.README.read_text()
 
@@ -24,7 +25,7 @@ def test_the_numbers_are_those_of_the_measured_files() -> None:
 
 
 def test_the_table_of_the_readme_has_at_most_ten_rows() -> None:
-    assert 5 <= len(re.findall(r"^\| [a-z0-9].* \|$", readme.headline(), re.MULTILINE)) <= 10
+    assert 5 <= len(re.findall(r"^\| [a-z0-9].* \|$", headline(), re.MULTILINE)) <= 10
 
 
 def test_the_example_prints_what_its_comment_says(capsys: pytest.CaptureFixture[str]) -> None:
