@@ -34,12 +34,20 @@ class Engine:
         random.Random(name).shuffle(self.free)  # neighbours in a request are no neighbours in the pool
         self.tree = PrefixTree(self.page_tokens)
 
-    def seats(self, scenario: Scenario, folder: Path, settings: Settings, device: str, first_port: int) -> list[Seat]:
+    def seats(
+        self,
+        scenario: Scenario,
+        folder: Path,
+        settings: Settings,
+        device: str,
+        first_port: int,
+        kind: type[Seat] = Seat,
+    ) -> list[Seat]:
         """Of each of its processes."""
         meet = str(folder / self.name)
         ranks = range(len(self.members))
         return [
-            Seat(scenario, self.name, self.fleet, rank, self.pages, meet, settings, first_port, device)
+            kind(scenario, self.name, self.fleet, rank, self.pages, meet, settings, first_port, device)
             for rank in ranks
         ]
 

@@ -29,11 +29,9 @@ class Migrations:
         self.src = Engine("leaving", members[: sizes[0]], scenario.src)
         self.dst = Engine("joining", members[sizes[0] : sum(sizes)], scenario.dst)
         seats = [
-            MigratingSeat(
-                scenario, each.name, each.fleet, rank, each.pages, str(folder / each.name), settings, first_port
-            )
+            seat
             for each, first_port in ((self.src, 0), (self.dst, sizes[0]))
-            for rank in range(len(each.members))
+            for seat in each.seats(scenario, folder, settings, "cpu", first_port, MigratingSeat)
         ]
         everyone = [*self.src.members, *self.dst.members]
         ask(everyone, "seat", [(seat,) for seat in seats])

@@ -19,6 +19,7 @@ from kvmover.store.columns import NumberColumns, PageTable
 from kvmover.store.objects import Watcher
 from kvmover.store.part import PartKey
 from kvmover.store.record import BLOCK_BYTES, LIVE, RecordTable
+from kvmover.store.results import Stat
 from kvmover.store.segment_rows import RECORDS_AT, SegmentRows
 from kvmover.store.stored import Page, Placed, Places, Rows, StoredObject, padded
 
@@ -431,6 +432,20 @@ class Index:
         if self._oldest < 0:
             return 0, 0
         return self._pages.stamp[self._oldest], self._pages.stamp[self._newest]
+
+    def stat(self, segments: int, held_bytes: int, head_bytes: int) -> Stat:
+        """What a namespace holds whose engine counts the rest."""
+        oldest_s, newest_s = self.span_s
+        return Stat(
+            pages=len(self),
+            objects=self.holdings.objects,
+            segments=segments,
+            payload_bytes=self.holdings.payload_bytes,
+            held_bytes=held_bytes,
+            head_bytes=head_bytes,
+            oldest_use_s=oldest_s,
+            newest_use_s=newest_s,
+        )
 
     def sort(self) -> None:
         """By stamps, which is all that is known of the order of pages found on opening."""

@@ -298,18 +298,11 @@ class SegmentObjects(Retention, Objects[StoredObject]):
         """What the namespace holds now, objects of other processes included."""
         self.catalog.refresh()
         with self.lock:
-            index = self.catalog.index
-            oldest_s, newest_s = index.span_s
-            return Stat(
-                pages=len(index),
-                objects=index.holdings.objects,
-                segments=len(self.catalog.segments),
-                payload_bytes=index.holdings.payload_bytes,
-                held_bytes=self.catalog.held_bytes,
-                head_bytes=sum(segment.parsed for segment in self.catalog.segments.values()),
-                oldest_use_s=oldest_s,
-                newest_use_s=newest_s,
+            segments, head_bytes = (
+                len(self.catalog.segments),
+                sum(segment.parsed for segment in self.catalog.segments.values()),
             )
+            return self.catalog.index.stat(segments, self.catalog.held_bytes, head_bytes)
 
     def verify(self, progress: Callable[[int], None] | None = None) -> Verified:
         """Read every object whole and delete those that are bad. `progress` gets the bytes of each.

@@ -266,18 +266,11 @@ class BucketObjects(Objects[StoredObject]):
     def stat(self) -> Stat:
         """What the namespace holds as far as is known here, what is in memory included."""
         with self.lock:
-            index = self.catalog.index
-            oldest_s, newest_s = index.span_s
-            return Stat(
-                pages=len(index),
-                objects=index.holdings.objects,
-                segments=len(self.catalog.segments) + len(self._writer.held),
-                payload_bytes=index.holdings.payload_bytes,
-                held_bytes=self._held_bytes,
-                head_bytes=sum(segment.head_bytes for segment in self.catalog.segments.values()),
-                oldest_use_s=oldest_s,
-                newest_use_s=newest_s,
+            segments, head_bytes = (
+                len(self.catalog.segments) + len(self._writer.held),
+                sum(segment.head_bytes for segment in self.catalog.segments.values()),
             )
+            return self.catalog.index.stat(segments, self._held_bytes, head_bytes)
 
     def verify(self, progress: Callable[[int], None] | None = None) -> Verified:
         """Read every object whole and delete those that are bad. `progress` gets the bytes of each.

@@ -230,18 +230,9 @@ class KeeperObjects(Objects[StoredObject]):
         """What the namespace holds now, objects of other processes included."""
         with self.lock:
             self.catalog.refresh()
-            index = self.catalog.index
-            oldest_s, newest_s = index.span_s
-            return Stat(
-                pages=len(index),
-                objects=index.holdings.objects,
-                segments=len(self.catalog.slabs),
-                payload_bytes=index.holdings.payload_bytes,
-                held_bytes=index.held_bytes,
-                head_bytes=self.catalog.journal_bytes,
-                oldest_use_s=oldest_s,
-                newest_use_s=newest_s,
-            )
+            segments = len(self.catalog.slabs)
+            head_bytes = self.catalog.journal_bytes
+            return self.catalog.index.stat(segments, self.catalog.index.held_bytes, head_bytes)
 
     def verify(self, progress: Callable[[int], None] | None = None) -> Verified:
         """Read every object whole and delete those that are bad. `progress` gets the bytes of each.
