@@ -19,7 +19,7 @@ NEWEST_TRITON := 3.9.0
 OLD_TRITON := .triton/$(OLDEST_TRITON)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test prove simulate engines environments live live-pair lint types wheel perf gpu-check pictures clean
+.PHONY: help setup demo test prove mooncake simulate engines environments live live-pair lint types wheel perf gpu-check pictures clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,12 +28,16 @@ setup: $(READY) $(OLD_TRITON)/.ready ## make .venv, with the kvmover command in 
 
 demo: $(READY) ## move KV between fleets of different shape, and compare the tokens they generate
 	@$(BIN)/kvmover demo
+	@[ ! -f .mooncake/.ready ] || $(BIN)/python -m tests.store.pool_demo
 
 test: setup ## run the tests, a few cases of each family
 	@$(BIN)/python -m pytest -q -n $(JOBS)
 
-prove: simulate ## run what make test leaves out: every case, more examples, 20,000 schedules
+prove: simulate mooncake ## run what make test leaves out: every case, more examples, 20,000 schedules
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "proof or searched"
+
+mooncake: $(READY) ## make .mooncake, so that tests, demo and live servers keep pages in a pool of memory too
+	@bash tests/store/mooncake.sh
 
 simulate: setup ## run 20,000 seeded schedules of the protocol
 	@KVMOVER_SCHEDULES=20000 $(BIN)/python -m pytest -q -n 2 tests/sim -k invariant
@@ -41,7 +45,7 @@ simulate: setup ## run 20,000 seeded schedules of the protocol
 engines: setup environments ## build the engines' own environments (GiB), and run our adapters in them
 	@$(BIN)/python -m pytest -q -m engine tests/engines
 
-live: setup environments ## serve with the engines through kvmover, and compare every token (half an hour); ENGINE=vllm runs one
+live: setup environments mooncake ## serve with the engines through kvmover, and compare every token (half an hour); ENGINE=vllm runs one
 	@KVMOVER_LIVE="$(ENGINE)" $(BIN)/python -m pytest -q -n 2 --dist loadfile --ignore-glob='*_peers.py' tests/live
 	@KVMOVER_LIVE="$(ENGINE)" $(BIN)/python -m pytest -q $(wildcard tests/live/*/*_peers.py)
 
@@ -80,7 +84,7 @@ pictures: $(READY) ## draw the pictures of the README
 
 clean: ## remove what was built, but not .venv
 	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
-	@find . -name __pycache__ -not -path './.venv/*' -not -path './.triton/*' -prune -exec rm -rf {} +
+	@find . -name __pycache__ -not -path './.venv/*' -not -path './.triton/*' -not -path './.mooncake/*' -prune -exec rm -rf {} +
 
 # What an interpreter says that is too old, before anything is installed with it.
 OLDEST_PYTHON := 3.11

@@ -151,10 +151,11 @@ PyObject *multiples(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *chain(PyObject *module, PyObject *const *args, Py_ssize_t count);
 int has_sha_instructions(void);
 
-/* rows.c, digest.c, xxh3.c, vectors.c: functions of the module. */
+/* gather.c, rows.c, digest.c, xxh3.c, vectors.c: functions of the module. */
 PyObject *copy_rows(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *digest_rows(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *cell_digests(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *gather(PyObject *module, PyObject *runs);
 PyObject *vectors(PyObject *module, PyObject *unused);
 
 #endif

@@ -7,6 +7,7 @@ static PyMethodDef functions[] = {{"words", words, METH_O, NULL},
                                   FASTCALL("copy_rows", copy_rows),
                                   FASTCALL("digest_rows", digest_rows),
                                   FASTCALL("cell_digests", cell_digests),
+                                  {"gather", gather, METH_O, NULL},
                                   {"vectors", vectors, METH_NOARGS, NULL},
                                   {NULL, NULL, 0, NULL}};
 static PyMethodDef chain_function[] = {FASTCALL("chain", chain), {NULL, NULL, 0, NULL}};

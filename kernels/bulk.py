@@ -1,8 +1,8 @@
 """Bulk moves copy long runs between pinned host memory and a device, or within a device, on a few SMs or on none.
 
-Engines beside the row mover: a ring of bulk copies through shared memory, the copy engine, which takes a whole list of
-runs or boxes in one call, and the row mover on SMs set aside for it. `choose` says which one serves a region best,
-`measured` which one was fastest for its kind on this GPU.
+Engines beside the row mover: a ring of bulk or tensor copies through shared memory, the copy engine, which takes a
+whole list of runs or boxes in one call, and the row mover on SMs set aside for it. `choose` says which one serves a
+region best, `measured` which one was fastest for its kind on this GPU.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from functools import cache, partial
 import numpy as np
 import torch
 
-from . import bulk_ring, copy_boxes, cpu, cuda_driver, launch
-from .bulk_ring import ALIGNMENT, CAPABILITY
+from . import bulk_ring, copy_boxes, cpu, cuda_driver, launch, tensor_maps
+from .bulk_ring import ALIGNMENT, CAPABILITY, RING, Pieces
 from .copy_engine import CopyEngine, EngineUnavailable
 from .launch import Program, Upload
 from .region import Offsets, Region, RegionError, check_apart, copies, mean_copy, merged
@@ -40,9 +40,13 @@ LEGACY = (0, 1)
 DEFAULT_SMS = 4
 
 
+#: What bulk.cu moves.
+RINGS = {CopyEngine.BULK: Pieces.RUNS, CopyEngine.TENSOR: Pieces.BOXES}
+
 #: What takes the place of an engine that a machine lacks.
 FALLBACK = {
     CopyEngine.BULK: CopyEngine.ROWS,
+    CopyEngine.TENSOR: CopyEngine.ROWS,
     CopyEngine.COPY: CopyEngine.LOOP,
     CopyEngine.BOXES: CopyEngine.ROWS,
     CopyEngine.GREEN: CopyEngine.ROWS,
@@ -68,10 +72,12 @@ def unavailable(engine: CopyEngine, device: torch.device) -> str | None:
     """Why `engine` cannot run on `device`, or None."""
     if device.type == "cpu" and engine is not CopyEngine.AUTO:
         return "what lies on the CPU is copied by the host"
-    if engine is CopyEngine.BULK:
+    if engine in RINGS:
         capability = torch.cuda.get_device_capability(device)
         if capability < CAPABILITY:
             return f"{device} is sm_{capability[0]}{capability[1]}, bulk copies came with sm_90"
+        if engine is CopyEngine.TENSOR and not cuda_driver.can_encode_maps():
+            return "the driver has no cuTensorMapEncodeTiled, which came with CUDA 12"
         return bulk_ring.cannot_compile(device)
     if engine is CopyEngine.COPY and not cuda_driver.can_batch():
         return "the driver has no cuMemcpyBatchAsync, which came with CUDA 12.8"
@@ -87,8 +93,19 @@ def unavailable(engine: CopyEngine, device: torch.device) -> str | None:
 
 def cannot_move(engine: CopyEngine, region: Region) -> str | None:
     """Why `engine` moves no such region on any machine, or None."""
-    if engine is CopyEngine.BULK and merged(region).alignment() != ALIGNMENT:
+    if engine in RINGS and merged(region).alignment() != ALIGNMENT:
         return f"rows aligned to {merged(region).alignment()} bytes; bulk copies take multiples of {ALIGNMENT}"
+    return None
+
+
+def without_boxes(engine: CopyEngine, regions: Sequence[Region]) -> str | None:
+    """Why an engine of boxes would move most of these as runs, one a row, or None: then others move them faster."""
+    if engine is not CopyEngine.TENSOR:
+        return None
+    most = merged(max(regions, key=lambda region: region.nbytes))
+    found = tensor_maps.boxes(most, RING.stage_bytes)
+    if isinstance(found, tensor_maps.NoBox) and most.row_bytes < BULK_BYTES:
+        return f"{most.row_bytes} B a run: {found.value}"
     return None
 
 
@@ -100,7 +117,8 @@ def measured(regions: Sequence[Region], sms: int | None, device: torch.device) -
     if not work or not launch.names_engines(device):
         return CopyEngine.ROWS
     engine = launch.choose(rows.kind_of_most(work), sms, device).engine
-    able = not any(cannot_move(engine, region) for region in work) and _runnable(engine, device) is engine
+    reasons = (without_boxes(engine, work), *(cannot_move(engine, region) for region in work))
+    able = not any(reasons) and _runnable(engine, device) is engine
     return engine if able else CopyEngine.ROWS
 
 
@@ -208,8 +226,8 @@ def _runnable(engine: CopyEngine, device: torch.device) -> CopyEngine:
     return FALLBACK[engine]
 
 
-def _bulk(regions: Sequence[Region], device: torch.device, sms: int, using: Program | None) -> Call:
-    ring = bulk_ring.describe(regions)
+def _ring(of: Pieces, regions: Sequence[Region], device: torch.device, sms: int, using: Program | None) -> Call:
+    ring = bulk_ring.describe(regions, of=of)
     return partial(bulk_ring.run, ring, Upload.here(device).to_device(ring.table), sms)
 
 
@@ -285,7 +303,7 @@ def _lists(regions: Sequence[Region]) -> tuple[Offsets, Offsets, Offsets]:
 
 
 _PREPARE = {
-    CopyEngine.BULK: _bulk,
+    **{engine: partial(_ring, of) for engine, of in RINGS.items()},
     CopyEngine.COPY: _copy,
     CopyEngine.LOOP: _loop,
     CopyEngine.ROWS: _rows,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -219,11 +220,20 @@ def convert_kernel(table, regions, tiles, SHAPES: tl.constexpr, CASTS: tl.conste
 CONFIG, BUDGET_CONFIG = RULES[Kernel.CONVERT]
 
 
+def widest(conversions: Sequence[Conversion]) -> Region:
+    """The wider rows of the conversion with most bytes."""
+    return max((each.at(end) for each in conversions for end in ("src", "dst")), key=lambda region: region.nbytes)
+
+
+def kind_of_most(conversions: Sequence[Conversion]) -> RowKind:
+    """What their launch configuration goes by."""
+    wide = widest(conversions)
+    return RowKind(wide.row_bytes, wide.tokens * wide.row_bytes)
+
+
 def configured(conversions: Sequence[Conversion], sms: int | None) -> RowConfig:
-    """How a launch of these is configured: as the wider rows of the one with most bytes were measured, or by rule."""
-    wide = max((each.at(end) for each in conversions for end in ("src", "dst")), key=lambda region: region.nbytes)
-    kind = RowKind(wide.row_bytes, wide.tokens * wide.row_bytes)
-    return choose(kind, sms, wide.src.device, Kernel.CONVERT).config
+    """How a launch of these is configured: as their kind was measured, or by rule."""
+    return choose(kind_of_most(conversions), sms, conversions[0].device, Kernel.CONVERT).config
 
 
 #: Numbers of a grain at most: wider ones make no access wider.
@@ -297,8 +307,7 @@ def overlaps(of: Conversion) -> Iterator[Overlap]:
         yield Overlap(of, stop - first, src, dst)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class ColumnShape:
+class ColumnShape(NamedTuple):
     """What the kernel is compiled for: `values` numbers a row, in elements of these kinds and blocks of so many.
 
     `largest`: what infinity counts as. A tile is `rows` grains of `width` numbers. `src_vec`, `dst_vec`: elements of
@@ -327,7 +336,7 @@ class ColumnShape:
     def serves(self, own: ColumnShape) -> bool:
         """Whether tiles of this shape convert an overlap whose own is `own`."""
         accesses = {"rows": 0, "src_vec": 0, "dst_vec": 0, "src_kind": 0, "dst_kind": 0}
-        if replace(self, **accesses) != replace(own, **accesses):
+        if self._replace(**accesses) != own._replace(**accesses):
             return False
         narrower = self.src_vec <= own.src_vec and self.dst_vec <= own.dst_vec
         return narrower and self.src_kind >= own.src_kind and self.dst_kind >= own.dst_kind
@@ -395,7 +404,7 @@ def standing_program(conversions: Sequence[Conversion], kinds: tuple[int, int], 
     """The one kernel for conversions like these, as `rows.standing_program`."""
     config = configured(conversions, sms)
     given = dict(zip(("src_kind", "dst_kind"), kinds, strict=True))
-    shapes = {replace(own, **given) for own, _ in _owns(conversions, config.block_bytes)}
+    shapes = {own._replace(**given) for own, _ in _owns(conversions, config.block_bytes)}
     return program(tuple(sorted(shapes, reverse=True)), config, conversions[0].device)
 
 

@@ -7,14 +7,16 @@ from enum import StrEnum
 
 class CopyEngine(StrEnum):
     """What moves a region. AUTO: what suits it. ROWS: the row mover; GREEN: the same on SMs that are set aside for it.
-    BULK: the ring of bulk copies. COPY: the copy engine, runs in batches; BOXES: the same, rows of a pitch in batches;
-    LOOP: one call a run, what COPY falls back to.
+    BULK: the ring of bulk copies; TENSOR: the same, with a head's rows of a page as one copy by a tensor map.
+    COPY: the copy engine, runs in batches; BOXES: the same, rows of a pitch in batches; LOOP: one call a run, what COPY
+    falls back to.
     """
 
     AUTO = "auto"
     ROWS = "rows"
     GREEN = "green_context"
     BULK = "ring"
+    TENSOR = "tensor_ring"
     COPY = "copy"
     BOXES = "copy_3d"
     LOOP = "copy_each"

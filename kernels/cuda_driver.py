@@ -32,6 +32,13 @@ ORDER_STREAM = 1
 #: `CUmemcpyAttributes`: the order, two locations of two words that only managed memory needs, and flags.
 ATTRIBUTE_WORDS = 6
 
+#: A `CUtensorMap` in 64-bit words; elements of ours, `CU_TENSOR_MAP_DATA_TYPE_UINT64`, are as wide.
+MAP_WORDS = 16
+UINT64, ELEMENT_BYTES = 4, 8
+
+#: `CUtensorMapL2promotion` by the bytes that L2 then fetches at once: no more than rows are multiples of.
+L2_FETCHES = {64: 1, 128: 2, 256: 3}
+
 #: `CU_MEMHOSTALLOC_PORTABLE`: pinned for every context.
 PORTABLE = 1
 
@@ -102,6 +109,36 @@ def copy_each(src: Offsets, dst: Offsets, sizes: Offsets, stream: int) -> None:
     address = ctypes.c_uint64
     for source, target, size in zip(src.tolist(), dst.tolist(), sizes.tolist(), strict=True):
         check(call(address(target), address(source), ctypes.c_size_t(size), on), "cuMemcpyAsync")
+
+
+def can_encode_maps() -> bool:
+    """Whether the driver has cuTensorMapEncodeTiled, which came with CUDA 12."""
+    return hasattr(library(), "cuTensorMapEncodeTiled")
+
+
+def encode_map(address: int, dims: Sequence[int], pitches: Sequence[int], box: Sequence[int]) -> Offsets:
+    """A tensor map [MAP_WORDS] of memory from `address` on, as 64-bit elements: `dims` elements an axis, the innermost
+    first, `pitches` in bytes of the others, and of the box that one copy takes. What is opaque is for the device alone.
+
+    Raises CudaError for what the driver cannot encode.
+    """
+    raw = np.zeros(2 * MAP_WORDS, np.int64)
+    found = raw[-raw.ctypes.data // 8 % 8 :][:MAP_WORDS]  # the driver writes to multiples of 64 bytes
+    rank, row_bytes = len(dims), box[0] * ELEMENT_BYTES
+    fetched = max((each for each in L2_FETCHES if row_bytes % each == 0), default=0)
+    lists = (ctypes.c_uint64 * rank)(*dims), (ctypes.c_uint64 * max(1, rank - 1))(*pitches)
+    boxes = (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*[1] * rank)
+    result = library().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(found.ctypes.data),
+        ctypes.c_int(UINT64),
+        ctypes.c_uint32(rank),
+        ctypes.c_void_p(address),
+        *lists,
+        *boxes,
+        *map(ctypes.c_int, (0, 0, L2_FETCHES.get(fetched, 0), 0)),  # no interleave, no swizzle; what is outside, zeros
+    )
+    check(result, f"cuTensorMapEncodeTiled of {tuple(dims)} elements in boxes of {tuple(box)}")
+    return found
 
 
 def launch(function: int, shape: tuple[int, int, int], stream: int, arguments: Sequence[Any]) -> None:

@@ -11,7 +11,7 @@ are cut anew, as the row mover does, and each of their words finds its own token
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -277,7 +277,7 @@ def standing_program(
     regions = regions if reads is None else [at_end(region, reads) for region in regions]
     given = dict(zip(("src_kind", "dst_kind", "position_kind"), (*kinds, LISTED.value), strict=True))
     owns = [
-        (replace(own, **given), cut)
+        (own._replace(**given), cut)
         for own, cut in (DigestShape.of(*each, config.block_bytes) for each in zip(regions, logicals, strict=True))
     ]
     most = with_most_bytes((own, cut.nbytes) for own, cut in owns)
@@ -288,8 +288,7 @@ def standing_program(
     return program((*most, *sorted(narrow.values(), reverse=True)), config, reads)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class DigestShape:
+class DigestShape(NamedTuple):
     """What the kernel is compiled for: rows of `grains` x `grain` words that hold `heads` heads of `head_bytes`.
 
     `element_bytes`: 4, or 1 where rows move byte by byte; `vec` words make the widest access. `grains` 0: rows of any
@@ -314,15 +313,15 @@ class DigestShape:
         """Rows of the same heads and alignment, of whatever number and distance, cut anew or not."""
         either = dict.fromkeys(("src_kind", "dst_kind", "position_kind"), EITHER.value)
         whole = int(self.element_bytes == 4)
-        return replace(self, grains=0, grain=self.vec, recut=whole, span=SEVERAL_UNITS.value, **either)
+        return self._replace(grains=0, grain=self.vec, recut=whole, span=SEVERAL_UNITS.value, **either)
 
     def serves(self, own: DigestShape, region: Region) -> bool:
         """Whether tiles of this shape move a region, whose own is `own`, and hardly slower than tiles of that."""
         if not self.grains:
             rows = self.element_bytes, self.head_bytes, self.heads
             return rows == (own.element_bytes, own.head_bytes, own.heads) and self.vec <= own.vec
-        rows = replace(self, grain=1, grains=self.grains * self.grain, span=0, src_kind=0, dst_kind=0, position_kind=0)
-        theirs = replace(own, grain=1, grains=own.grains * own.grain, span=0, src_kind=0, dst_kind=0, position_kind=0)
+        rows = self._replace(grain=1, grains=self.grains * self.grain, span=0, src_kind=0, dst_kind=0, position_kind=0)
+        theirs = own._replace(grain=1, grains=own.grains * own.grain, span=0, src_kind=0, dst_kind=0, position_kind=0)
         spans = {own.span, SEVERAL_UNITS.value, *([TOKEN_UNITS.value] if region.tokens == 1 else [])}
         kinds = zip(_kinds(self), _kinds(own), strict=True)
         return rows == theirs and self.span in spans and all(ours >= needed for ours, needed in kinds)

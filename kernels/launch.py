@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
 from math import log2
@@ -218,12 +218,6 @@ def one_device(devices: Iterable[torch.device]) -> torch.device:
     return first
 
 
-def constexpr(shape: Any) -> tuple[int, ...]:
-    """A shape as a kernel is compiled for it: its fields in order, plain numbers. vLLM has whatever Triton compiles
-    written as JSON, and where that fails the launch does."""
-    return astuple(shape)
-
-
 @dataclass(frozen=True, slots=True)
 class Program:
     """One compiled kernel: the shapes of rows that it has code for, the tile, and what else is compiled in. A region is
@@ -240,8 +234,9 @@ class Program:
 
     @property
     def options(self) -> dict[str, object]:
-        """What the kernel is called with beside its arguments."""
-        return {"SHAPES": tuple(map(constexpr, self.shapes)), "num_warps": self.config.warps, **dict(self.constants)}
+        """What the kernel is called with beside its arguments: of a shape its fields in order, plain numbers. vLLM has
+        whatever Triton compiles written as JSON, and where that fails the launch does."""
+        return {"SHAPES": tuple(map(tuple, self.shapes)), "num_warps": self.config.warps, **dict(self.constants)}
 
     def compile(self, device: torch.device) -> None:
         """Compile now what a launch on `device` would compile when it is first made, for most of a second. From any

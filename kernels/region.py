@@ -34,7 +34,7 @@ def even_distance(offsets: Offsets) -> int | None:
     step = int(offsets[1] - offsets[0])
     if int(offsets[-1] - offsets[0]) != step * gaps:  # which says it of nearly all that are not
         return None
-    return step if gaps == 1 or (np.diff(offsets) == step).all() else None
+    return step if gaps == 1 or np.count_nonzero(offsets[1:] - offsets[:-1] == step) == gaps else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +108,9 @@ class Planes:
 
     def meets(self, other: Planes) -> bool:
         """Whether any allocation of the one overlaps any of the other."""
+        (first, stop), (other_first, other_stop) = self.span, other.span
+        if stop <= other_first or other_stop <= first:
+            return False
         few, many = sorted((self, other), key=lambda each: len(each.memory))
         if len(few.memory) == 1:  # an arena, for each chunk: without numpy
             first, stop = few.span

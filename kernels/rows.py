@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import triton
@@ -86,9 +85,55 @@ def _copy(table, at, plane, head, piece, OF: tl.constexpr, ROWS: tl.constexpr):
     tl.store(dst + (dst_row[:, None] + words), data, mask=live[:, None])
 
 
+@triton.constexpr_function
+def first_rows(rows: int) -> int:
+    """Of the grains of a unit, those that a tile takes first: a power of two, all where that fills it."""
+    most = triton.next_power_of_2(rows)
+    return most if rest_rows(rows) == 0 else most // 2
+
+
+@triton.constexpr_function
+def rest_rows(rows: int) -> int:
+    """Those that it takes then, with what fills them up to a power of two: of 9 it takes 8 and 1. 0: none are left."""
+    most = triton.next_power_of_2(rows)
+    rest = triton.next_power_of_2(rows - most // 2) if rows < most else 0
+    return rest if 2 * rest < most else 0
+
+
+@triton.constexpr_function
+def units_in_tile(rows: int, tile_rows: int) -> int:
+    """Whole units of so many grains in a tile, a power of two: of 18 KiB two, a third above 32 KiB at most. 0: none."""
+    return triton.next_power_of_2(tile_rows * 4 // 3 // rows + 1) // 2
+
+
 @triton.jit
-def _copy_units(table, at, plane, head, piece, OF: tl.constexpr, ROWS: tl.constexpr, UNITS_IN_TILE: tl.constexpr):
-    """Copy whole units of at most `ROWS` grains: where one begins is loaded once, and rows lie in each as in the first.
+def _row_in_unit(FIRST: tl.constexpr, ROWS: tl.constexpr):
+    return FIRST + tl.arange(0, ROWS)
+
+
+@triton.jit
+def _words_of_rows(stride, FIRST: tl.constexpr, ROWS: tl.constexpr, OF: tl.constexpr):
+    """Words from the start of a unit to those of its grains from `FIRST` on: [1, grain, word]."""
+    GRAINS: tl.constexpr = OF[OF_GRAINS]
+    GRAIN: tl.constexpr = OF[OF_GRAIN]
+    row = _row_in_unit(FIRST, ROWS)
+    word = ((row % GRAINS) * GRAIN)[:, None] + tl.arange(0, GRAIN)[None, :]
+    return ((row // GRAINS * stride)[:, None] + word)[None, :, :]
+
+
+@triton.jit
+def _live_rows(live, FIRST: tl.constexpr, ROWS: tl.constexpr, OF: tl.constexpr):
+    """Whether grains from `FIRST` on exist: [unit, grain, 1]."""
+    UNIT_ROWS: tl.constexpr = OF[OF_TOKENS] * OF[OF_GRAINS]
+    here = live[:, None, None]
+    if FIRST + ROWS > UNIT_ROWS:
+        here = here & (_row_in_unit(FIRST, ROWS) < UNIT_ROWS)[None, :, None]
+    return here
+
+
+@triton.jit
+def _copy_units(table, at, plane, head, piece, OF: tl.constexpr, UNITS_IN_TILE: tl.constexpr):
+    """Copy whole units: where one begins is loaded once, and rows lie in each as in the first.
 
     All loads of a thread come before its first store, so all of the tile is in flight.
     """
@@ -97,24 +142,23 @@ def _copy_units(table, at, plane, head, piece, OF: tl.constexpr, ROWS: tl.conste
         tl.int64 if BYTES == 8 else tl.int32 if BYTES == 4 else tl.int16 if BYTES == 2 else tl.int8
     )
     VEC: tl.constexpr = OF[OF_VEC]
-    GRAIN: tl.constexpr = OF[OF_GRAIN]
-    GRAINS: tl.constexpr = OF[OF_GRAINS]
+    ROWS: tl.constexpr = first_rows(OF[OF_TOKENS] * OF[OF_GRAINS])  # pyright: ignore
+    REST: tl.constexpr = rest_rows(OF[OF_TOKENS] * OF[OF_GRAINS])  # pyright: ignore
     unit = piece * UNITS_IN_TILE + tl.arange(0, UNITS_IN_TILE).to(tl.uint32)
     live = unit < tl.load(at + UNITS).to(tl.uint32)
     src = plane_start(table, at + SRC, plane, head, WORD, VEC)
     dst = plane_start(table, at + DST, plane, head, WORD, VEC)
     src = (src + unit_start(table, at + SRC, unit, live, OF[OF_SRC_KIND], VEC))[:, None, None]
     dst = (dst + unit_start(table, at + DST, unit, live, OF[OF_DST_KIND], VEC))[:, None, None]
-    row = tl.arange(0, ROWS)
-    token = row // GRAINS
-    live = live[:, None, None]
-    if OF[OF_TOKENS] * GRAINS < ROWS:
-        live = live & (token < OF[OF_TOKENS])[None, :, None]
-    word = ((row % GRAINS) * GRAIN)[:, None] + tl.arange(0, GRAIN)[None, :]
-    src_word = (token * token_stride(at + SRC, VEC))[:, None] + word
-    dst_word = (token * token_stride(at + DST, VEC))[:, None] + word
-    data = tl.load(src + src_word[None, :, :], mask=live, eviction_policy="evict_first")
-    tl.store(dst + dst_word[None, :, :], data, mask=live)
+    src_stride = token_stride(at + SRC, VEC)
+    dst_stride = token_stride(at + DST, VEC)
+    here = _live_rows(live, 0, ROWS, OF)
+    data = tl.load(src + _words_of_rows(src_stride, 0, ROWS, OF), mask=here, eviction_policy="evict_first")
+    if REST:
+        then = _live_rows(live, ROWS, REST, OF)
+        more = tl.load(src + _words_of_rows(src_stride, ROWS, REST, OF), mask=then, eviction_policy="evict_first")
+        tl.store(dst + _words_of_rows(dst_stride, ROWS, REST, OF), more, mask=then)
+    tl.store(dst + _words_of_rows(dst_stride, 0, ROWS, OF), data, mask=here)
 
 
 @triton.jit
@@ -124,8 +168,7 @@ def _tile(table, at, tile, SHAPES: tl.constexpr, I: tl.constexpr, BLOCK: tl.cons
     ROWS: tl.constexpr = BLOCK // WIDEST * OF[OF_VEC] // OF[OF_GRAIN]
     plane, head, piece = plane_and_head(at, tile)
     if OF[OF_SPAN] == WHOLE_UNITS:
-        UNIT_ROWS: tl.constexpr = triton.next_power_of_2(OF[OF_TOKENS] * OF[OF_GRAINS])  # pyright: ignore
-        _copy_units(table, at, plane, head, piece, OF, UNIT_ROWS, ROWS // UNIT_ROWS)
+        _copy_units(table, at, plane, head, piece, OF, units_in_tile(OF[OF_TOKENS] * OF[OF_GRAINS], ROWS))
     elif OF[OF_GRAINS] or BLOCK <= PASS_BYTES:
         _copy(table, at, plane, head, piece, OF, ROWS)
     else:
@@ -145,8 +188,7 @@ def move_kernel(table, regions, tiles, SHAPES: tl.constexpr, BLOCK: tl.constexpr
                 _tile(table, at, local, SHAPES, i, BLOCK)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class RowShape:
+class RowShape(NamedTuple):
     """What the kernel is compiled for: rows of `grains` x `grain` words; `vec` words make the widest access.
 
     `grains` 0: rows of any width, counted at run time. `span`: how a tile takes units; several where one would leave
@@ -182,8 +224,7 @@ class RowShape:
         grain = min(words & -words, block_words)
         if region.units == 1 or in_unit >= FULL_TILE * tiles * block_words:
             return cls(word, vec, words // grain, grain, ONE_UNIT.value, 0, *kinds)
-        padded = triton.next_power_of_2(in_unit)
-        if in_unit >= FULL_TILE * padded and WHOLE_UNIT_ACCESSES * vec <= padded < block_words:
+        if _taken_whole(in_unit // grain, grain, block_words, WHOLE_UNIT_ACCESSES * vec):
             return cls(word, vec, words // grain, grain, WHOLE_UNITS.value, region.tokens, *kinds)
         span = TOKEN_UNITS if region.tokens == 1 else SEVERAL_UNITS
         return cls(word, vec, words // vec, vec, span.value, 0, *kinds)
@@ -199,7 +240,7 @@ class RowShape:
     def of_any_units(self) -> RowShape:
         """The same rows, in units of any number of tokens."""
         words = self.grains * self.grain
-        return replace(self, grains=words // self.vec, grain=self.vec, span=SEVERAL_UNITS.value, tokens=0)
+        return self._replace(grains=words // self.vec, grain=self.vec, span=SEVERAL_UNITS.value, tokens=0)
 
     def serves(self, own: RowShape, region: Region) -> bool:
         """Whether tiles of this shape move a region, whose own is `own`, and hardly slower than tiles of that."""
@@ -274,6 +315,15 @@ FULL_TILE = 0.75
 WHOLE_UNIT_ACCESSES = 256
 
 
+def _taken_whole(rows: int, grain: int, block_words: int, least: int) -> bool:
+    """Whether a tile takes whole units of `rows` grains: a unit, filled up to a power of two, has `least` words, and
+    those of a tile fill it. Tiles of `least` words, as there are without a budget, take a unit or rows of several.
+    """
+    fills_taken = rows >= FULL_TILE * (first_rows(rows) + rest_rows(rows))
+    fills_tile = units_in_tile(rows, block_words // grain) * rows * grain >= FULL_TILE * block_words
+    return fills_taken and fills_tile and block_words > least <= triton.next_power_of_2(rows) * grain
+
+
 def cuts(regions: Iterable[Region], block_bytes: int) -> list[tuple[RowShape, Region]]:
     """The regions cut anew, each with the shape that suits it best."""
     return [(RowShape.of(cut, block_bytes), cut) for cut in map(recut, regions)]
@@ -295,7 +345,7 @@ def describe(regions: Sequence[Region], block_bytes: int, shapes: tuple[RowShape
         word, grains = shape.word_bytes, region.row_bytes // shape.word_bytes // shape.grain
         per_tile = block_bytes // WIDEST.value * shape.vec // shape.grain
         if shape.tokens:
-            pieces = -(-region.units // (per_tile // triton.next_power_of_2(shape.tokens * grains)))
+            pieces = -(-region.units // units_in_tile(shape.tokens * grains, per_tile))
         else:
             pieces = -(-region.tokens * grains * (region.units if shape.span else 1) // per_tile)
         if pieces * per_tile >= 1 << 31:
@@ -320,7 +370,8 @@ def standing_program(regions: Sequence[Region], kinds: tuple[int, int], sms: int
     `kinds`: how units are given at either end, EVEN or LISTED, even where they happen to follow each other.
     """
     config = choose(kind_of_most(regions), sms, regions[0].src.device).config
-    owns = [(replace(own, src_kind=kinds[0], dst_kind=kinds[1]), cut) for own, cut in cuts(regions, config.block_bytes)]
+    src, dst = kinds
+    owns = [(own._replace(src_kind=src, dst_kind=dst), cut) for own, cut in cuts(regions, config.block_bytes)]
     most = with_most_bytes((own, cut.nbytes) for own, cut in owns)
     shorter = dict.fromkeys(shape.of_any_units for shape in most if shape.tokens)  # pages that begin out of step
     widths = [own.access_bytes for own, _ in owns]

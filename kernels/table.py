@@ -174,6 +174,11 @@ class Table:
         self._used += len(values)
         return place
 
+    def append_at(self, values: Offsets, words: int) -> int:
+        """As `append`, at a multiple of `words`."""
+        self.append(np.zeros(-self._used % words, np.int64))
+        return self.append(values)
+
     def side(self, side: Side, element_bytes: int, kind: int) -> list[int]:
         """The words of a side, whose lists are added. `kind`: EVEN where units are, or LISTED."""
         words = self.units(side.units, element_bytes, kind)

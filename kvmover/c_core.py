@@ -1,6 +1,6 @@
 """Finds the C core: NATIVE is its module, or None where it was not built or `KVMOVER_CORE=python` forbids it.
 
-It has nothing that is not defined in Python: the prefix tree's steps, moves and digests on the host, digests of pages.
+It has nothing that is not defined in Python: the prefix tree's steps, moves, reads and digests on the host.
 """
 
 from __future__ import annotations

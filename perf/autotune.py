@@ -1,4 +1,4 @@
-"""Sweep tile size and warps of the row mover and of the digest, with and without an SM budget, and keep the best.
+"""Sweep tile size and warps of row mover, digest and conversion, with and without an SM budget, and keep the best.
 
 `python -m perf.autotune` measures on a GPU and writes `kernels/tuned/<gpu>.json`; it resumes where it was stopped.
 Under a budget the row mover's best is measured beside the other engines, and an entry names the fastest: `copy_3d` and
@@ -21,16 +21,21 @@ from rich.progress import track
 
 from kvmover.kernels import rows
 from kvmover.kernels.copy_engine import CopyEngine
-from kvmover.kernels.launch import RULES, TUNED, Kernel, RowConfig, device_key
+from kvmover.kernels.launch import RULES, TUNED, Kernel, RowConfig, RowKind, device_key
 from kvmover.kernels.region import Region
+from perf.conversions import NARROW, back, conversion
 
 if TYPE_CHECKING:
-    from perf.cases import Move
+    from kvmover.kernels.convert_reference import Conversion
+    from perf.cases import Case, Move
 
 #: Tiles and warps to try without a budget, and where each program has an SM to itself.
 FREE = tuple(product((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8)))
 ALONE = tuple(product((8192, 16384, 32768, 65536, 131072), (4, 8, 16, 32)))
 BUDGETS = (None, 8)
+
+#: 16-byte accesses a thread of the wider side of a conversion.
+MOST_CONVERTED = 8
 ROUNDS = 7
 
 Candidate = TypeVar("Candidate", RowConfig, CopyEngine)
@@ -58,7 +63,9 @@ def main() -> None:
     if chosen.dry_run:
         from perf.compile_sweep import compile_all
 
-        raise SystemExit(min(1, compile_all([config for sms in BUDGETS for config in candidates(sms)])))
+        configs = [config for sms in BUDGETS for config in candidates(sms)]
+        converting = [config for sms in BUDGETS for config in conversion_candidates(sms)]
+        raise SystemExit(min(1, compile_all(configs, converting)))
     from perf.gpu_time import need_gpu
 
     need_gpu("perf.autotune")
@@ -75,7 +82,7 @@ def text_of(table: Mapping[str, Any]) -> str:
 def sweep(folder: Path, only: str) -> None:
     """One table a GPU: for every kind of row, direction and budget all candidates with their rates, best first.
 
-    A case is done when its digests are: entries of a table that has none are measured again.
+    A case is done when its last kernel is: entries of a table that lacks it are measured again.
     """
     import torch
 
@@ -85,19 +92,35 @@ def sweep(folder: Path, only: str) -> None:
 
     path = folder / f"{device_key(torch.cuda.get_device_name())}.json"
     table = json.loads(path.read_text()) if path.exists() else {"about": machine(), "columns": COLUMNS, "entries": []}
-    done = {entry["case"] for entry in table["entries"] if entry.get("kernel") == Kernel.DIGEST}
-    for case in track([case for case in CASES if case.text() not in done and only in case.text()], "tuning"):
+    for case in track(
+        [case for case in CASES if not is_done(case, table["entries"]) and only in case.text()], "tuning"
+    ):
         move, name = build(case), case.text()
         check(move)
         entries = [entry for entry in table["entries"] if entry["case"] != name]
         for way, regions in (("gather", move.gather), ("scatter", move.scatter)):
             entries += [{"case": name, "way": way, "sms": sms, **best(regions, sms)} for sms in BUDGETS]
         entries += [{"case": name, "way": "gather", "sms": sms, **best_digest(move, sms)} for sms in BUDGETS]
+        if is_converted(case):
+            there = [conversion(region, case.component.dim) for region in move.gather]
+            for way, work in (("gather", there), ("scatter", list(map(back, there)))):
+                entries += [{"case": name, "way": way, "sms": sms, **best_conversion(work, sms)} for sms in BUDGETS]
         table = {**table, "about": machine(), "entries": entries}
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(text_of(table))
         torch.cuda.empty_cache()
     print(f"wrote {path}")
+
+
+def is_converted(case: Case) -> bool:
+    """Whether its rows are numbers that an engine may keep in another form."""
+    return case.component.dtype == "bfloat16" and case.component.dim in NARROW
+
+
+def is_done(case: Case, entries: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a table has all of a case."""
+    last = Kernel.CONVERT if is_converted(case) else Kernel.DIGEST
+    return any(entry["case"] == case.text() and entry.get("kernel") == last for entry in entries)
 
 
 def best(regions: Sequence[Region], sms: int | None) -> dict[str, object]:
@@ -107,22 +130,26 @@ def best(regions: Sequence[Region], sms: int | None) -> dict[str, object]:
 
     calls = {config: launcher(list(regions), sms, config) for config in candidates(sms)}
     same_bytes(regions, lambda: rows.move(regions), list(calls.values()))
-    found = fastest(regions, calls)
+    found = fastest(rows.kind_of(regions[0]), _payload(regions), calls)
     return found if sms is None else {**found, **engines(regions, sms, RowConfig(*found["best"]))}
 
 
-def fastest(regions: Sequence[Region], calls: Mapping[RowConfig, Callable[[], object]]) -> dict[str, Any]:
-    """What a table says of the candidates."""
-    rates = sorted(((rate, astuple(config)) for config, rate in measured(regions, calls).items()), reverse=True)
-    kind, table = rows.kind_of(regions[0]), [[*config, rate] for rate, config in rates]
+def fastest(kind: RowKind, nbytes: int, calls: Mapping[RowConfig, Callable[[], object]]) -> dict[str, Any]:
+    """What a table says of the candidates, which move `nbytes` of a kind."""
+    rates = sorted(((rate, astuple(config)) for config, rate in measured(nbytes, calls).items()), reverse=True)
+    table = [[*config, rate] for rate, config in rates]
     return {"kind": astuple(kind), "best": rates[0][1], "gb_per_s": rates[0][0], "table": table}
 
 
-def measured(regions: Sequence[Region], calls: Mapping[Candidate, Callable[[], object]]) -> dict[Candidate, float]:
+def _payload(regions: Sequence[Region]) -> int:
+    return sum(region.nbytes for region in regions)
+
+
+def measured(nbytes: int, calls: Mapping[Candidate, Callable[[], object]]) -> dict[Candidate, float]:
     """Payload GB/s of each, one after the other in each round."""
     from perf.gpu_time import interleaved
 
-    nbytes, spreads = sum(region.nbytes for region in regions), interleaved(dict(calls), ROUNDS)
+    spreads = interleaved(dict(calls), ROUNDS)
     return {each: round(nbytes / spreads[each].median / 1e9, 1) for each in calls}
 
 
@@ -133,7 +160,7 @@ def engines(regions: Sequence[Region], sms: int, config: RowConfig) -> dict[str,
 
     calls = {CopyEngine.ROWS: launcher(list(regions), sms, config), **launchers(regions, sms)}
     same_bytes(regions, lambda: rows.move(regions), list(calls.values()))
-    rates = sorted(((rate, engine.value) for engine, rate in measured(regions, calls).items()), reverse=True)
+    rates = sorted(((rate, engine.value) for engine, rate in measured(_payload(regions), calls).items()), reverse=True)
     return {"engine": rates[0][1], "engines": {name: rate for rate, name in rates}}
 
 
@@ -159,7 +186,32 @@ def best_digest(move: Move, sms: int | None) -> dict[str, object]:
         call()
         sums.add(int(out))
     assert len(sums) == 1, f"{move.case.text()}: candidates have other digests than each other"
-    return {"kernel": Kernel.DIGEST.value, **fastest(move.gather, calls)}
+    return {"kernel": Kernel.DIGEST.value, **fastest(rows.kind_of(move.gather[0]), move.nbytes, calls)}
+
+
+def conversion_candidates(sms: int | None) -> Iterator[RowConfig]:
+    """The rule first; of the others those whose numbers fit into registers as float32: of 32 warps two accesses."""
+    rule = RULES[Kernel.CONVERT][sms is not None]
+    yield rule
+    for config in candidates(sms):
+        accesses = config.block_bytes // (config.warps * 32 * 16)
+        if config != rule and accesses <= (2 if config.warps == 32 else MOST_CONVERTED):
+            yield config
+
+
+def best_conversion(conversions: Sequence[Conversion], sms: int | None) -> dict[str, object]:
+    """The same of what converts; rates are of its wider side."""
+    from kvmover.kernels import convert
+    from perf.copy_engines import same_bytes
+
+    calls: dict[RowConfig, Callable[[], object]] = {}
+    for config in conversion_candidates(sms):
+        ready = convert.prepare(conversions, config, sms)
+        assert ready is not None
+        calls[config] = ready.run
+    same_bytes(conversions, lambda: convert.convert(conversions), list(calls.values()))
+    nbytes = sum(convert.widest([each]).nbytes for each in conversions)
+    return {"kernel": Kernel.CONVERT.value, **fastest(convert.kind_of_most(conversions), nbytes, calls)}
 
 
 if __name__ == "__main__":

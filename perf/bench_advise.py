@@ -1,8 +1,9 @@
 """What `kvmover advise` predicts beside what two fleets then take: the same requests, at the same times.
 
-A prefill and a decode process of one host, over NIXL, and Poisson streams of requests that keep the wire half busy.
-Each is timed from when it was due until it has landed, what it waited for others included. The first calibrates the
-link, the second is predicted. `python -m perf.bench_advise` takes two minutes, and wants a quiet machine.
+A prefill and a decode process of one host, over NIXL, and Poisson streams of requests that keep the wire a fifth and
+half busy. Each is timed from when it was due until it has landed, what it waited for others included. Streams take
+turns: of each pair the first calibrates the link, the second is predicted by it. `python -m perf.bench_advise` takes
+four minutes, and wants a quiet machine.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 
-from kvmover.advise import Candidate, LinkCosts, Prefills, TierRates, TransferTable, advice, transfer_table, waits
-from kvmover.cache.replay import ReplayConfig
+from kvmover.advise import LinkCosts, TransferTable, transfer_table, waits
+from kvmover.advise.candidate import Quantiles
+from kvmover.advise.transfer_table import Times
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.plan import HOST, Calibration
 from kvmover.plan.fleet_text import FleetText
@@ -28,13 +31,13 @@ from perf.record import write
 
 #: 64 KiB a token.
 COMPONENT = Component.attention(16, 4, 256, "bfloat16")
-TOKENS, REQUESTS, SEED = 4096, 150, 7
+TOKENS, REQUESTS, PAIRS, SEED = 4096, 60, 5, 7
 SHAPES = {
     "other pages and order": ("page=16,order=NHD", "page=64,order=HND"),
     "equal": ("page=16,order=NHD", "page=16,order=NHD"),
     "other order": ("page=64,order=HND", "page=64,order=NHD"),
 }
-BUSY = 0.5
+BUSY = (0.2, 0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,19 +139,16 @@ def lengths(rng: np.random.Generator) -> list[int]:
     return [int(n) for n in np.clip(rng.lognormal(6.5, 1.0, REQUESTS), 16, TOKENS)]
 
 
-def predicted(table: TransferTable, requests: Sequence[Due]) -> np.ndarray:
-    """Median and 99th percentile of the share, in seconds."""
-    tokens = np.array([due.tokens for due in requests])
-    none = np.zeros(len(requests), np.int64)
-    done = Prefills(np.array([due.at_s * 1e6 for due in requests]), none, tokens, tokens, none, none)
-    one = FleetText.parse("tp=1")
-    share = advice(Candidate(1, 1, one, one, ReplayConfig()), done, table, [COMPONENT], TierRates()).share
-    return np.array([share.p50_us, share.p99_us]) / 1e6
+def predicted(table: TransferTable, requests: Sequence[Due]) -> tuple[Times, Times]:
+    """Microseconds that each request waits, and takes then, as `kvmover advise` reckons them."""
+    at_us = np.array([due.at_s * 1e6 for due in requests])
+    us = table.us([due.tokens for due in requests])
+    return waits(at_us, us, np.zeros(len(requests), np.int64), 1), us
 
 
 def stream(name: str, mean_s: float, rng: np.random.Generator) -> list[Due]:
-    """Requests that keep a wire half busy which a request takes so long on the mean."""
-    times = rng.exponential(mean_s / BUSY, REQUESTS).cumsum().tolist()
+    """Requests that come every `mean_s` seconds on the mean."""
+    times = rng.exponential(mean_s, REQUESTS).cumsum().tolist()
     return [Due(f"{name} {n}", tokens, at_s) for n, (tokens, at_s) in enumerate(zip(lengths(rng), times, strict=True))]
 
 
@@ -158,34 +158,44 @@ def calibrated(fleets: Fleets, shape: tuple[str, str], seen: Sequence[Due], took
     here, there = fleets.mover.calibrations()[0], fleets.calibration()
     costs = replace(here.costs(HOST), scatter_rate=there.costs(HOST).scatter_rate)
     bare = transfer_table([COMPONENT], src, dst, LinkCosts(costs), TOKENS)
-    at_us = np.array([due.at_s * 1e6 for due in seen])
-    us = bare.us([due.tokens for due in seen])
-    alone = waits(at_us, us, np.zeros(len(seen), np.int64), 1) == 0
-    request_us = max(0.0, float(np.median((np.array(took_s) * 1e6 - us)[alone])))
+    waited_us, us = predicted(bare, seen)
+    request_us = max(0.0, float(np.median((np.array(took_s) * 1e6 - us)[waited_us == 0])))
     return transfer_table([COMPONENT], src, dst, LinkCosts(costs, request_us=request_us), TOKENS)
 
 
-def compare(name: str, shape: tuple[str, str], rng: np.random.Generator) -> dict[str, object]:
+def compare(name: str, shape: tuple[str, str], rng: np.random.Generator) -> list[dict[str, object]]:
     fleets = Fleets(shape)
     fleets.took([Due(f"warm {n}", TOKENS, 0) for n in range(5)])
-    alone_s = fleets.took([Due(f"alone {n}", tokens, 0) for n, tokens in enumerate(lengths(rng))])
-    first, second = (stream(each, float(np.mean(alone_s)), rng) for each in ("first", "second"))
-    table = calibrated(fleets, shape, first, fleets.took(first))
-    measured = np.quantile(fleets.took(second), [0.5, 0.99])
+    mean_s = float(np.mean(fleets.took([Due(f"alone {n}", tokens, 0) for n, tokens in enumerate(lengths(rng))])))
+    seen: dict[float, list[tuple[Any, Any]]] = {busy: [] for busy in BUSY}
+    for pair in range(PAIRS):
+        for busy in BUSY:
+            first, second = (stream(f"{each} {pair} {busy}", mean_s / busy, rng) for each in ("first", "second"))
+            table = calibrated(fleets, shape, first, fleets.took(first))
+            seen[busy].append((sum(predicted(table, second)), 1e6 * np.array(fleets.took(second))))
     fleets.close()
-    expected = predicted(table, second)
-    row: dict[str, object] = {"shape": name, "src": shape[0], "dst": shape[1], "requests": REQUESTS}
-    for n, quantile in enumerate(("p50", "p99")):
-        row[f"{quantile}_ms"] = round(1e3 * float(measured[n]), 3)
-        row[f"predicted_{quantile}_ms"] = round(1e3 * float(expected[n]), 3)
-        row[f"{quantile}_ratio"] = round(float(expected[n] / measured[n]), 3)
-    print(row)
-    return row
+    return [row(name, shape, busy, seen[busy]) for busy in BUSY]
+
+
+def row(name: str, shape: tuple[str, str], busy: float, seen: Sequence[tuple[Any, Any]]) -> dict[str, object]:
+    """The quantiles over all predicted streams of one load."""
+    expected, measured = (Quantiles.of(np.concatenate(each)) for each in zip(*seen, strict=True))
+    found: dict[str, object] = {"shape": name, "src": shape[0], "dst": shape[1], "busy": busy}
+    found["requests"] = PAIRS * REQUESTS
+    for quantile in ("p50", "p99"):
+        took_us, predicted_us = (getattr(each, f"{quantile}_us") for each in (measured, expected))
+        found[f"{quantile}_ms"], found[f"predicted_{quantile}_ms"] = (
+            round(took_us / 1e3, 3),
+            round(predicted_us / 1e3, 3),
+        )
+        found[f"{quantile}_ratio"] = round(predicted_us / took_us, 3)
+    print(found, flush=True)
+    return found
 
 
 def main() -> None:
     rng = np.random.default_rng(SEED)
-    rows = [compare(name, shape, rng) for name, shape in SHAPES.items()]
+    rows = [row for name, shape in SHAPES.items() for row in compare(name, shape, rng)]
     print(f"wrote {write('advise', rows)}")
 
 

@@ -1,9 +1,9 @@
 """What the host does for a packed chunk before its bytes move: boxes, regions, checks, table; on a GPU the launch too.
 
 `python -m perf.bench_chunk [--device cuda] [--out FOLDER] [--rounds N]`. A wire of 50 GB/s carries the 8 MiB in 168 us.
-`as bound once` is what a mover does: what is known of pools and arenas is kept; `as if new` works it out for every
-chunk, as was done before. Without a GPU the table is made, and neither uploaded nor launched. The post is the
-transport's, and part of `bench_request`.
+`as bound once` is what a mover does: what is known of pools and arenas is kept, page tables were checked with the
+request, and the kernel is the peer's; `as if new` works all of it out for every chunk. Without a GPU the table is made,
+and neither uploaded nor launched. The post is the transport's, and part of `bench_request`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import numpy as np
 import torch
 
 from kvmover.kernels import rows
+from kvmover.kernels.launch import Program
 from kvmover.kernels.region import Region
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.plan.legs import Replicas
 from kvmover.regions import BoundMemory, bound
+from kvmover.transfer.memory.programs import OwnMemory, Rules, Way, programs_between
 from kvmover.transfer.protocol.chunks import Cut, End, Lane, plans_between
 from perf.cases import DEEPSEEK, LLAMA
 from perf.record import RESULTS, interleaved, write
@@ -56,30 +58,36 @@ class Chunks:
     def __init__(self, case: Case, device: str) -> None:
         src, dst = case.end(case.src), case.end(case.dst)
         plans = plans_between((case.component,), case.src, case.dst, range(TOKENS), Replicas.STRIPE)
-        self.lane = Lane.between(plans, src, dst, Cut(CHUNK_BYTES))
+        self.lane, self._new_lane = (Lane.between(plans, src, dst, Cut(CHUNK_BYTES)) for _ in range(2))
         self._pool = Pool.zeros(src.pools[0], device)
         self._arena = torch.zeros(max(chunk.span_bytes for chunk in self.lane.chunks), dtype=torch.uint8, device=device)
         pages = np.random.default_rng(0).permutation(2 * TOKENS // case.src.page_tokens)
         self._pages = [pages[: TOKENS // case.src.page_tokens]]
+        self.lane.check_pages(self.lane.src, self._pages)
         self._known = self._memory()
+        pool, arena = self._known
+        rules = Rules(Replicas.STRIPE, SMS, digests=False)
+        programs = programs_between(Way.GATHER, src, dst, OwnMemory((pool,), arena, arena), rules)
+        assert programs is not None, "the ranks have something for each other"
+        self._program = programs.move
         self._next = 0
 
     def _memory(self) -> tuple[BoundMemory, BoundMemory]:
         return BoundMemory(self._pool.tensors), BoundMemory((self._arena,))
 
     def bound_once(self) -> None:
-        self._launch(self._regions(*self._known))
+        self._launch(self._regions(self.lane, *self._known), self._program)
 
     def as_if_new(self) -> None:
-        self._launch(self._regions(*self._memory()))
+        self._launch(self._regions(self._new_lane, *self._memory()), None)
 
-    def _regions(self, pool: BoundMemory, arena: BoundMemory) -> Sequence[Region]:
-        number = self._next = (self._next + 1) % len(self.lane.chunks)
-        window = arena.window(0, self.lane.chunks[number].span_bytes)
-        return [bound(box, pool, window) for _, box in self.lane.gather_boxes(number, self._pages)]
+    def _regions(self, lane: Lane, pool: BoundMemory, arena: BoundMemory) -> Sequence[Region]:
+        number = self._next = (self._next + 1) % len(lane.chunks)
+        window = arena.window(0, lane.chunks[number].span_bytes)
+        return [bound(box, pool, window) for _, box in lane.gather_boxes(number, self._pages)]
 
-    def _launch(self, regions: Sequence[Region]) -> None:
-        launch = rows.prepare(regions, sms=SMS)
+    def _launch(self, regions: Sequence[Region], using: Program | None) -> None:
+        launch = rows.prepare(regions, sms=SMS, using=using)
         assert launch is not None, "a chunk holds something"
         if self._arena.device.type != "cpu":
             launch.run()

@@ -40,6 +40,7 @@ HOST_ENGINES: tuple[tuple[CopyEngine, int | None], ...] = (
 DEVICE_ENGINES: tuple[tuple[CopyEngine, int | None], ...] = (
     *((CopyEngine.BULK, sms) for sms in (1, 2, 4, 8, 16, ALL)),
     *((CopyEngine.ROWS, sms) for sms in (1, 2, 4, 8, 16, ALL)),
+    *((CopyEngine.TENSOR, sms) for sms in (1, 2, 4, 8)),
     (CopyEngine.GREEN, 8),
     (CopyEngine.BOXES, None),
     (CopyEngine.COPY, None),

@@ -1,9 +1,9 @@
 """A fleet that comes back to its keeper beside memcpy: attach, and read all that was committed, by another shape.
 
-`python -m perf.bench_keeper [--bytes 256MiB]`. Four ranks of TP4 commit pages to a keeper in a process of its own, and
-are gone. Then a fleet attaches, rank by rank, and reads everything into memory that it has already, every cell
-compared with its digest. Beside it memcpy brings the same bytes to the same places, page by page, out of memory that
-is mapped. Times are of one thread's work in both, but that two threads copy for the keeper's client while it compares.
+`python -m perf.bench_keeper [--bytes 1GiB]`. Four ranks of TP4 commit pages to a keeper in a process of its own, and
+are gone. Then a fleet attaches, rank by rank, and reads everything into memory that it has already. Beside it memcpy
+brings the same bytes to the same places, page by page, out of memory that is mapped, by one thread and by two, which
+are what copy for the keeper's client.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+
+import numpy as np
 
 from kvmover.config.load import bytes_in
 from kvmover.layout import Component, Fleet
@@ -36,7 +39,7 @@ FORMER, RAW = 4, "memcpy, page by page"
 
 def main() -> None:
     asked = argparse.ArgumentParser()
-    asked.add_argument("--bytes", type=bytes_in, default=256 << 20)
+    asked.add_argument("--bytes", type=bytes_in, default=1 << 30)
     given = asked.parse_args()
     rows: list[dict[str, object]] = []
     for model, component in MODELS.items():
@@ -76,8 +79,8 @@ class _Case:
         for rank in range(tp):
             with PageStore.open(f"{self.location}?{fleet}", self.space) as store:
                 part = PagePart.held(self.component, shape, rank, PAGE_TOKENS)
-                first = rank * len(self.pages) * part.nbytes
-                do(store, part, [first + number * part.nbytes for number in range(len(self.pages))], rank)
+                size, count = part.nbytes, len(self.pages)
+                do(store, part, list(range(rank * count * size, (rank + 1) * count * size, size)), rank)
 
     def commit(self) -> None:
         memory = memory_of_buffer(self.source)
@@ -99,6 +102,16 @@ class _Case:
 
         self.over_ranks(tp, "fleet=engine&generation=2", get)
 
+    def copy_by_two(self, pool: ThreadPoolExecutor) -> None:
+        source, target = (np.frombuffer(each, np.uint8) for each in (self.source, self.target))
+        size, half = self.page_bytes // FORMER, len(self.pages) * FORMER // 2 * (self.page_bytes // FORMER)
+
+        def some(first: int, stop: int) -> None:
+            for at in range(first, stop, size):
+                target[at : at + size] = source[at : at + size]
+
+        list(pool.map(some, (0, half), (half, self.nbytes)))
+
     def copy(self, tp: int) -> None:
         size, source, target = self.page_bytes // tp, memoryview(self.source), memoryview(self.target)
         for at in range(0, self.nbytes, size):
@@ -109,15 +122,18 @@ def _case(model: str, component: Component, location: str, nbytes: int) -> list[
     case = _Case(model, component, location, nbytes)
     before = _huge_bytes()
     case.commit()
-    time.sleep(4)  # the keeper copies what is sealed to huge pages meanwhile
+    time.sleep(8)  # the keeper compares what is sealed, and copies it to huge pages, meanwhile
     huge = round((_huge_bytes() - before) / case.nbytes, 2)
+    pool = ThreadPoolExecutor(2)
     cases = {
         RAW: lambda: case.copy(FORMER),
+        "memcpy by two threads": lambda: case.copy_by_two(pool),
         "keeper, TP4 as before": lambda: case.read(FORMER),
         "keeper, TP8 in place of TP4": lambda: case.read(8),
         "keeper, TP2 in place of TP4": lambda: case.read(2),
     }
     spreads = interleaved(cases, ROUNDS)
+    pool.shutdown()
     case.target[:] = bytes(case.nbytes)
     case.read(FORMER)
     assert case.source[:] == case.target[:], "what came back is what was written"

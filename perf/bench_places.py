@@ -24,6 +24,7 @@ from kvmover.layout import Component
 from kvmover.store import Namespace, PagePart, PageStore, files_for, memory_of_buffer
 from perf.bench_bucket import moto_server
 from perf.record import interleaved, write
+from tests.mooncake_home import find_mooncake
 
 TESTS = Path(__file__).parents[1] / "tests" / "store"
 SPACE = Namespace("bench", "1", 64)
@@ -106,6 +107,7 @@ def main() -> None:
     asked = argparse.ArgumentParser()
     asked.add_argument("folder", nargs="?", type=Path)
     given = asked.parse_args()
+    find_mooncake()
     with ExitStack() as stack:
         shared, disk = (
             Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder))) for folder in ("/dev/shm", given.folder)

@@ -11,12 +11,14 @@ from rich.progress import track
 
 from kvmover.kernels.launch import RowConfig
 from kvmover.kernels.region import Region, Side
+from kvmover.kernels.rows import RowShape, rest_rows
 from perf import machine_code
+from perf.conversions import NARROW, back, conversion
 
 ARCHITECTURES = (80, 90, 100)
 
 #: Row bytes and tokens a unit of the benchmark's cases, one of each kind.
-KINDS = ((256, 64), (256, 16), (256, 1), (2048, 8), (1152, 1), (656, 1))
+KINDS = ((256, 64), (256, 16), (256, 1), (2048, 8), (2048, 9), (1024, 41), (1152, 1), (656, 1))
 
 
 def region(row_bytes: int, tokens: int) -> Region:
@@ -30,23 +32,44 @@ def region(row_bytes: int, tokens: int) -> Region:
 
 
 def compile_one(job: tuple[int, int, RowConfig, int]) -> tuple[str, bool]:
-    """A line of the report, and whether the candidate is as it should be."""
+    """A line of the report, and whether the candidate is as it should be: 16 bytes an access, but for what is left of
+    whole units, of which threads may be more than accesses."""
     row_bytes, tokens, config, architecture = job
-    code = machine_code.of_rows([region(row_bytes, tokens)], config, architecture)
+    regions = [region(row_bytes, tokens)]
+    code, own = machine_code.of_rows(regions, config, architecture), RowShape.of(regions[0], config.block_bytes)
+    narrow = int(own.tokens > 0 and rest_rows(own.tokens * own.grains) > 0)
+    good = not any(sum(bits != 128 for bits in each) > narrow for each in code.widths().values())
+    return _line(f"{row_bytes:>4} B x {tokens:<2}", config, architecture, code), good and _clean(code)
+
+
+def convert_one(job: tuple[int, str, RowConfig, int]) -> tuple[str, bool]:
+    """The same of a conversion of rows of so many numbers, `to` their narrow form or `from` it."""
+    dim, way, config, architecture = job
+    there = conversion(region(2 * dim, 64), dim)
+    code = machine_code.of_conversions([there if way == "to" else back(there)], config, architecture)
+    return _line(f"{way:>4} {NARROW[dim].text()}", config, architecture, code), not code.spills
+
+
+def _clean(code: machine_code.MachineCode) -> bool:
+    return not code.spills and not code.shared_bytes
+
+
+def _line(what: str, config: RowConfig, architecture: int, code: machine_code.MachineCode) -> str:
     widths = sorted({bits for each in code.widths().values() for bits in each})
-    good = widths == [128] and not code.spills and not code.shared_bytes
-    what = f"sm_{architecture} {row_bytes:>4} B x {tokens:<2} {config.block_bytes >> 10:>3} KiB {config.warps:>2} warps"
-    line = f"{what}: {code.registers:>3} registers, {widths} bit, {code.spills} spills, {code.shared_bytes} B shared"
-    return line, good
+    launch = f"sm_{architecture} {what} {config.block_bytes >> 10:>3} KiB {config.warps:>2} warps"
+    return f"{launch}: {code.registers:>3} registers, {widths} bit, {code.spills} spills, {code.shared_bytes} B shared"
 
 
-def compile_all(configs: Sequence[RowConfig]) -> int:
-    """Report every candidate, and return how many are not as they should be."""
-    jobs = [(*kind, config, arch) for arch in ARCHITECTURES for kind in KINDS for config in configs]
+def compile_all(configs: Sequence[RowConfig], converting: Sequence[RowConfig]) -> int:
+    """Report every candidate, those of conversion last, and return how many are not as they should be."""
+    copies = [(*kind, config, arch) for arch in ARCHITECTURES for kind in KINDS for config in configs]
+    ways = [(dim, way) for dim in NARROW for way in ("to", "from")]
+    conversions = [(*way, config, arch) for arch in ARCHITECTURES for way in ways for config in converting]
     with ProcessPoolExecutor() as pool:
-        found = list(track(pool.map(compile_one, jobs, chunksize=4), "compiling", total=len(jobs)))
+        found = list(track(pool.map(compile_one, copies, chunksize=4), "copies", total=len(copies)))
+        found += track(pool.map(convert_one, conversions, chunksize=4), "conversions", total=len(conversions))
     for line, good in found:
         print(line, "" if good else "  <-- not as it should be")
     bad = sum(not good for _, good in found)
-    print(f"{len(jobs)} candidates compiled, {bad} not as they should be")
+    print(f"{len(found)} candidates compiled, {bad} not as they should be")
     return bad

@@ -26,7 +26,8 @@ $ KVMOVER_MOVER_DEADLINE_S=5 kvmover config --config kvmover.toml
 Without `--config` the file is the one that `$KVMOVER_CONFIG` names, if it is set. A key or a variable that does not
 exist is an error that names the nearest one; a value that its part of kvmover refuses is an error too. Sizes in bytes
 may have a unit (`"64MiB"`). `"none"` means no value, where the type allows it. In the environment, paths of a list
-are separated by `:`. Variables with a single word after `KVMOVER_` (`KVMOVER_CONFIG`) are no settings.
+are separated by `:`, and other texts by commas. Variables with a single word after `KVMOVER_` (`KVMOVER_CONFIG`) are no
+settings.
 
 ```python
 from kvmover.config import load

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvmover.kernels import bulk
+from kvmover.kernels.convert_reference import Conversion
 from kvmover.kernels.copy_engine import CopyEngine
 from kvmover.kernels.region import Region, mean_copy, merged
 
 #: What may move within a GPU beside the row mover.
-BESIDE_ROWS = (CopyEngine.GREEN, CopyEngine.BULK, CopyEngine.BOXES, CopyEngine.COPY)
+BESIDE_ROWS = (CopyEngine.GREEN, CopyEngine.BULK, CopyEngine.TENSOR, CopyEngine.BOXES, CopyEngine.COPY)
 
 #: More copies than this take a tenth of a second to hand over.
 MOST_COPIES = 1 << 18
@@ -29,9 +30,8 @@ def left_out(engine: CopyEngine, regions: Sequence[Region], device: torch.device
     copies = sum(copies_of(engine, region) for region in regions)
     if copies > MOST_COPIES:
         return f"{copies} copies"
-    return next(
-        filter(None, (bulk.cannot_move(engine, region) for region in regions)), bulk.unavailable(engine, device)
-    )
+    reasons = (bulk.without_boxes(engine, regions), *(bulk.cannot_move(engine, region) for region in regions))
+    return next(filter(None, reasons), bulk.unavailable(engine, device))
 
 
 def launchers(regions: Sequence[Region], sms: int) -> dict[CopyEngine, Callable[[], object]]:
@@ -46,7 +46,9 @@ def launchers(regions: Sequence[Region], sms: int) -> dict[CopyEngine, Callable[
     return found
 
 
-def same_bytes(regions: Sequence[Region], truth: Callable[[], object], calls: Sequence[Callable[[], object]]) -> None:
+def same_bytes(
+    regions: Sequence[Region | Conversion], truth: Callable[[], object], calls: Sequence[Callable[[], object]]
+) -> None:
     """Raise unless every call leaves the bytes that `truth` leaves, in poisoned memory."""
     expected: list[torch.Tensor] = []
     for call in (truth, *calls):

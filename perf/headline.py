@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from statistics import median
 
 from perf.record import first, read
 
@@ -60,12 +59,6 @@ def _between_processes() -> Iterator[tuple[str, str, str]]:
         f"{auto['gb_per_s']} GB/s (pools mapped)",
         f"raw NIXL, a descriptor a page and layer: {paged['gb_per_s']}; kvmover so: {direct['gb_per_s']}",
     )
-    moved, stopped = (first("migrate", way=way) for way in ("copied while it runs", "stopped and copied"))
-    yield (
-        f"a running request of {int(moved['tokens']):,} tokens moves to another process: its pause, p50 and p99",
-        f"{moved['pause_p50_ms']} and {moved['pause_p99_ms']} ms",
-        f"stopped and copied: {stopped['pause_p50_ms']} and {stopped['pause_p99_ms']}",
-    )
 
 
 def _in_a_process() -> Iterator[tuple[str, str, str]]:
@@ -91,13 +84,6 @@ def _in_a_process() -> Iterator[tuple[str, str, str]]:
 
 def _live() -> Iterator[tuple[str, str, str]]:
     yield from _exchanged()
-    later = [row for row in read("live_turns") if row["turn"] != "1"]
-    handed, computed = (
-        f"{median(float(row['ttft_p50_ms']) for row in later if row['way'] == way):.0f} ms"
-        for way in ("handed over", "computed")
-    )
-    asked = "vLLM, live, a chat's turns 2 to 5 on two prefills in turn: first token, fetching what decode made"
-    yield asked, handed, f"computing it: {computed}"
     for engine, name, way in (("sglang", "SGLang", "nixl backend"), ("vllm", "vLLM", "NixlConnector")):
         mine, theirs = (
             first("live_peers", engine=engine, way=who)["ttft_p50_ms"] for who in ("kvmover", way.split()[0])

@@ -7,14 +7,16 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvmover.kernels import rows
+from kvmover.kernels import convert, rows
+from kvmover.kernels.convert_reference import Conversion
 from kvmover.kernels.launch import Program, RowConfig
 from kvmover.kernels.region import Region
 
@@ -85,6 +87,14 @@ def of_rows(
     """The row mover's launch of `regions`, for `shapes` or for what serves these best."""
     launch = rows.describe(regions, config.block_bytes, shapes)
     return of_program(rows.program(launch.shapes, config), architecture)
+
+
+def of_conversions(conversions: Sequence[Conversion], config: RowConfig, architecture: int) -> MachineCode:
+    """The converter's launch."""
+    shapes = convert.describe(conversions, config.block_bytes).shapes
+    program = convert.program(shapes, config, torch.device("cpu"))
+    constants = {**dict(program.constants), "CASTS": int(architecture >= 90)}  # as the device's own would be
+    return of_program(replace(program, constants=tuple(constants.items())), architecture)
 
 
 def of_program(program: Program, architecture: int) -> MachineCode:

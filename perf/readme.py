@@ -8,6 +8,7 @@ from pathlib import Path
 
 from perf.headline import best_clone, headline, places
 from perf.record import RESULTS, read
+from perf.shared_table import shared
 
 ROOT = Path(__file__).parent.parent
 README, LIVE, MEASUREMENTS = ROOT / "README.md", ROOT / "docs" / "live.md", ROOT / "docs" / "measurements.md"
@@ -24,6 +25,7 @@ def numbers() -> str:
         _equal,
         _growth,
         _migrate,
+        _moves,
         _request,
         _waiting,
         _plan,
@@ -33,6 +35,7 @@ def numbers() -> str:
         _policies,
         _store,
         _lent,
+        _kept,
     )
     return "\n".join(line for lines in filter(None, (part() for part in parts)) for line in (*lines, ""))
 
@@ -43,6 +46,7 @@ _ENGINES = {
     "vllm": "vLLM",
     "sglang-vllm": "SGLang to vLLM",
     "vllm-sglang": "vLLM to SGLang",
+    "sglang and vllm": "SGLang and vLLM",
 }
 
 
@@ -239,6 +243,25 @@ def _migrate() -> list[str]:
     )
 
 
+def _moves() -> list[str]:
+    rows = read("live_moves")
+    return _table(
+        "**A running request that a router moves** between live vLLM servers without a GPU, TP2 in blocks of 16 and TP1"
+        f" in blocks of 64, both ways: from its last token at one to its first at the other ({_about(rows[0])}):",
+        ("", "moves", "pause in ms, p50 and p99", "a token, ms", "tokens moved, and of them before it stopped, median"),
+        (
+            (
+                row["way"],
+                row["moves"],
+                f"{row['pause_p50_ms']}, {row['pause_p99_ms']}",
+                row["token_ms"],
+                f"{row['moved_tokens']}, {row['copied_before_tokens']}",
+            )
+            for row in rows
+        ),
+    )
+
+
 def _plan() -> list[str]:
     rows = [row for row in read("bench_plan") if row["layers"] == "80"]
     lines = [
@@ -392,12 +415,32 @@ def _lent() -> list[str]:
     )
 
 
+def _kept() -> list[str]:
+    rows = read("keeper")
+    names, by_model = list(dict.fromkeys(row["who"] for row in rows)), dict[str, list[dict[str, str]]]()
+    for row in rows:
+        by_model.setdefault(f"{row['model']}, {row['object_kib']} KiB", []).append(row)
+    return _table(
+        f"**A fleet that comes back to a keeper**, {rows[0]['gib']} GiB of pages that TP4 had committed, attached and"
+        f" read rank by rank: medians, as multiples of the time of a memcpy by one thread ({_about(rows[0])}):",
+        ("pages of a rank", *names[1:], "GB/s of memcpy"),
+        (
+            (
+                model,
+                *(row["of_memcpy"] for row in some[1:]),
+                f"{float(some[0]['gib']) * 1.073741824 / float(some[0]['seconds']):.1f}",
+            )
+            for model, some in by_model.items()
+        ),
+    )
+
+
 def _about(row: dict[str, str]) -> str:
     return f"{row['hardware']}; {row['versions']}"
 
 
 #: The pages with numbers, and the block that goes between the markers of each.
-PAGES = {README: lambda: headline() + "\n" + places(), MEASUREMENTS: numbers, LIVE: scenarios}
+PAGES = {README: lambda: headline() + "\n" + places() + "\n" + shared(), MEASUREMENTS: numbers, LIVE: scenarios}
 
 
 def updated(text: str, block: str) -> str:

@@ -9,10 +9,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import proofs
+from tests.mooncake_home import find_mooncake
 
 # No test is a measurement: a busy machine fails none.
 settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared-machine")
+
+find_mooncake()
 
 #: What pyproject.toml leaves out of a run that names no markers, and the target that runs it.
 TARGETS = {"proof": "make prove", "engine": "make engines"}

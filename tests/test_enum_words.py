@@ -17,6 +17,7 @@ from kvmover.cache.ledger import FaultPolicy, Ledger
 from kvmover.cache.prefix import FULL, ActionList, FreePages, PrefixError, PrefixTree, Tier
 from kvmover.cache.prefix.config import TreeConfig
 from kvmover.cache.tiers.policy import TierPolicy
+from kvmover.cache.tiers.tiered_pool import HostTier
 from kvmover.config.settings import LoggingSettings
 from kvmover.errors import KvmoverError
 from kvmover.layout import Component, Fleet
@@ -31,6 +32,7 @@ GIVEN: dict[type, Any] = {
     Costs: RDMA,
     Descriptors: Descriptors.runs(MemoryKind.HOST, np.array([4096]), 256),
     Fleet: Fleet(),
+    HostTier: HostTier(8),
     LoggingSettings: LoggingSettings(),
     Memory: Memory(MemoryKind.HOST, 4096, 256),
     MoverConfig: MoverConfig(),

@@ -72,7 +72,7 @@ MUST_REACH = {
     "cache.tiers": {"bounce", "cache.ledger", "cache.peers", "cache.prefix", "kernels", "store"},
     "cache.replay": {"cache.ledger", "cache.prefix"},
     "observe": {"cache.ledger", "config", "plan", "transfer"},
-    "engines.common": {"bounce", "cache.ledger", "store"},
+    "engines.common": {"bounce", "cache.ledger", "cache.peers", "store", "transfer"},
     "engines.sglang": {
         "cache.ledger",
         "cache.prefix",

@@ -24,6 +24,7 @@ TARGETS = [
     "demo",
     "test",
     "prove",
+    "mooncake",
     "simulate",
     "engines",
     "live",
@@ -143,7 +144,7 @@ def test_setup_pins_the_torch_of_machines_without_a_gpu() -> None:
 def test_continuous_integration_runs_every_check() -> None:
     steps = re.search(r"^for target in (.+); do$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     assert steps
-    assert steps[1].split() == ["setup", "lint", "types", "wheel", "test", "prove", "live-pair"]
+    assert steps[1].split() == ["setup", "mooncake", "lint", "types", "wheel", "test", "prove", "live-pair"]
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 

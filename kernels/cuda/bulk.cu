@@ -1,4 +1,4 @@
-// The bulk mover: runs of bytes through a ring in shared memory by cp.async.bulk, on as few SMs as the grid has blocks.
+// The bulk mover: runs and boxes through a ring in shared memory by cp.async.bulk, on as few SMs as the grid has blocks.
 //
 // Two warps a block: one issues global -> shared, the other shared -> global, and neither holds a byte in registers.
 // Every lane of a warp issues the copy of one piece, because to work out its address takes longer than to issue it.
@@ -6,6 +6,9 @@
 // bulk_ring.py compiles this with -DSTAGES -DSTAGE_BYTES -DLAG, and with the places of the words of its table by name.
 // An item is PER_ITEM pieces, what one stage holds; a run longer than a stage is PIECES pieces. Pieces are counted in the
 // order unit, head, plane, token, piece.
+// A piece is a run, or a box: rows at a pitch, which one tensor copy takes by the map of their plane. A box lies in a
+// stage without gaps, so it is a run for a side whose rows follow each other. Of a side that is MAPPED, 1 the source and
+// 2 the destination, addresses are coordinates: the row of the map in the upper 32 bits, the word of it in the lower.
 
 typedef long long i64;
 typedef unsigned long long u64;
@@ -13,8 +16,11 @@ typedef unsigned int u32;
 
 struct Piece {
     i64 address;
+    i64 map;    // where in the table the map is that `address` counts in; 0: none, it is an address
     u32 bytes;  // 0: this lane has none
 };
+
+static const u32 MAP_WORDS = 16;
 
 #ifndef __CUDACC__
 #define __device__
@@ -25,7 +31,7 @@ static inline __device__ Piece locate(const i64* table, const i64* region, u32 i
 {
     const u32 per_item = (u32)region[PER_ITEM];
     const u32 number = (item - (u32)region[FIRST_TILE]) * per_item + lane;
-    if (lane >= per_item || number >= (u32)region[COUNT]) return Piece{0, 0};
+    if (lane >= per_item || number >= (u32)region[COUNT]) return Piece{0, 0, 0};
     const u32 pieces = (u32)region[PIECES], tokens = (u32)region[TOKENS];
     const u32 planes = (u32)region[PLANES], heads = (u32)region[HEADS];
     u32 rest = number / pieces;
@@ -36,10 +42,11 @@ static inline __device__ Piece locate(const i64* table, const i64* region, u32 i
     rest /= planes;
     const u32 head = rest % heads, unit = rest / heads;
     const i64* at = region + side;
-    const i64 start = table[at[ADDRESSES] + plane] + table[at[LIST] + unit];
+    const i64 start = table[at[LIST] + unit] + head * at[HEAD_STRIDE] + token * at[TOKEN_STRIDE] + inside;
     const i64 left = region[RUN_BYTES] - inside;
-    const i64 bytes = left < region[PIECE_BYTES] ? left : region[PIECE_BYTES];
-    return Piece{start + head * at[HEAD_STRIDE] + token * at[TOKEN_STRIDE] + inside, (u32)bytes};
+    const u32 bytes = (u32)(left < region[PIECE_BYTES] ? left : region[PIECE_BYTES]);
+    if (region[MAPPED] & (side == SRC ? 1 : 2)) return Piece{start, at[ADDRESSES] + plane * MAP_WORDS, bytes};
+    return Piece{start + table[at[ADDRESSES] + plane], 0, bytes};
 }
 
 #ifdef __CUDACC__
@@ -77,6 +84,22 @@ __device__ void barrier_wait(u32 barrier, u32 parity)
             : "r"(barrier), "r"(parity)
             : "memory");
     } while (!over);
+}
+
+__device__ void load_box(u32 stage, const i64* map, i64 at, u32 barrier)
+{
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+            stage),
+        "l"(map), "r"((u32)at), "r"((u32)(at >> 32)), "r"(barrier)
+        : "memory");
+}
+
+__device__ void store_box(const i64* map, i64 at, u32 stage)
+{
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
+                 "r"((u32)at), "r"((u32)(at >> 32)), "r"(stage)
+                 : "memory");
 }
 
 __device__ void load(u32 stage, const Piece& piece, u32 barrier)
@@ -120,7 +143,11 @@ __device__ void load_all(const i64* table, u32 items, u32 full, u32 empty)
         barrier_wait(empty + 8 * turn.stage, turn.parity ^ 1);
         if (lane == 0) barrier_expect(barrier, bytes);
         __syncwarp();  // no byte may arrive before the barrier expects it
-        if (piece.bytes) load(base + turn.stage * STAGE_BYTES + lane * (u32)region[PIECE_BYTES], piece, barrier);
+        const u32 place = base + turn.stage * STAGE_BYTES + lane * (u32)region[PIECE_BYTES];
+        if (piece.map)
+            load_box(place, table + piece.map, piece.address, barrier);
+        else if (piece.bytes)
+            load(place, piece, barrier);
     }
 }
 
@@ -134,7 +161,11 @@ __device__ void store_all(const i64* table, u32 items, u32 full, u32 empty)
         while (item >= (u32)region[END]) region += WORDS;
         const Piece piece = locate(table, region, item, lane, DST);
         barrier_wait(full + 8 * turn.stage, turn.parity);
-        if (piece.bytes) store(piece, base + turn.stage * STAGE_BYTES + lane * (u32)region[PIECE_BYTES]);
+        const u32 place = base + turn.stage * STAGE_BYTES + lane * (u32)region[PIECE_BYTES];
+        if (piece.map)
+            store_box(table + piece.map, piece.address, place);
+        else if (piece.bytes)
+            store(piece, place);
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
         // All but the latest LAG items have been read out of the ring: the one before them may be loaded over.
         asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LAG) : "memory");
@@ -148,7 +179,22 @@ __device__ void store_all(const i64* table, u32 items, u32 full, u32 empty)
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// `table` int64 on the device. One block an SM of the budget: the ring leaves no room for a second.
+// Maps came with the table, by a copy: what this SM knows of others that lay at their addresses is void.
+__device__ void acquire_maps(const i64* table, u32 items)
+{
+    for (const i64* region = table;; region += WORDS) {
+        const i64* sides[] = {region + SRC, region + DST};
+        for (int i = 0; i < 2; ++i)
+            if (region[MAPPED] >> i & 1)
+                for (u32 plane = threadIdx.x; plane < (u32)region[PLANES]; plane += blockDim.x)
+                    asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(
+                                     table + sides[i][ADDRESSES] + plane * MAP_WORDS)
+                                 : "memory");
+        if ((u32)region[END] >= items) return;
+    }
+}
+
+// `table` int64 on the device, at a multiple of 64 bytes. One block an SM of the budget: the ring leaves no room for a second.
 extern "C" __global__ void __launch_bounds__(64, 1) bulk_move(const i64* __restrict__ table, u32 items)
 {
     static_assert(LAG < STAGES, "a store waits for a stage that is loaded after it");
@@ -160,6 +206,7 @@ extern "C" __global__ void __launch_bounds__(64, 1) bulk_move(const i64* __restr
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
+    acquire_maps(table, items);
     __syncthreads();
     if (threadIdx.x < 32)
         load_all(table, items, full, empty);

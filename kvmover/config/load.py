@@ -139,7 +139,8 @@ def _converted(key: SettingKey, given: _Given) -> object:
         if isinstance(value, str) and key.path[-1].endswith("_bytes"):
             value = bytes_in(value)
         elif get_origin(key.hint) is tuple and isinstance(value, str):
-            value = [part for part in value.split(os.pathsep) if part]
+            between = os.pathsep if Path in get_args(key.hint) else ","
+            value = [part.strip() for part in value.split(between) if part.strip()]
         elif str in get_args(key.hint) and isinstance(value, str) and is_service(value):
             return value
         found = msgspec.convert(value, _bare(key.hint), strict=given.typed, dec_hook=_path)

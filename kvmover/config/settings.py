@@ -70,6 +70,51 @@ class StoreSettings(Policy):
         return self.root
 
 
+@dataclass(frozen=True, slots=True)
+class PeerSettings:
+    """Whose host memory is read before storage is, and where this engine's own is offered.
+
+    `address`: where the cards of this engine's ranks lie, and its name among `engines`, which are all that share, each
+    by its address. The list may be the same for all of them.
+    """
+
+    address: str | None = None
+    engines: tuple[str, ...] = ()
+    ask_s: float = 0.2
+    quiet_s: float = 1.0
+    lend_s: float = 5.0
+    read_s: float = 10.0
+    silence_s: float = 2.0
+    meet_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name in ("ask_s", "quiet_s", "lend_s", "read_s", "silence_s", "meet_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"peers has {name} = {getattr(self, name)}; it must be a time above 0")
+        if self.engines and self.address is None:
+            raise ConfigError("peers has engines and no address: who reads from others is read by them")
+        for each in (*self.engines, *([] if self.address is None else [self.address])):
+            host_and_port(each)
+        if len({*self.engines}) < len(self.engines):
+            raise ConfigError(f"peers has engines = {list(self.engines)}, of which one is there twice")
+
+    def others(self) -> tuple[str, ...]:
+        """Engines that are asked: all but this one."""
+        return tuple(each for each in self.engines if each != self.address)
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Of `host:port`, or `[host]:port` where the host has colons. Raises ConfigError.
+
+    >>> host_and_port("10.0.0.7:8400"), host_and_port("[fd00::7]:8400")
+    (('10.0.0.7', 8400), ('fd00::7', 8400))
+    """
+    host, colon, port = address.rpartition(":")
+    if not (colon and host.strip("[]") and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+        raise ConfigError(f"an engine at {address!r}; an address is host:port")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
 class Level(StrEnum):
     """The least that is logged."""
 
@@ -160,6 +205,7 @@ class Settings:
     progress: Pace = field(default_factory=Pace)
     exchange: ExchangeSettings = field(default_factory=ExchangeSettings)
     store: StoreSettings = field(default_factory=StoreSettings)
+    peers: PeerSettings = field(default_factory=PeerSettings)
     hints: HintSettings = field(default_factory=HintSettings)
     logging: LoggingSettings = field(default_factory=LoggingSettings)
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
@@ -239,7 +285,7 @@ _WORDS: Mapping[Any, str] = {
 def _word(hint: Any) -> str:
     if isinstance(hint, EnumType):
         return " or ".join(str(each.value) for each in cast("type[Enum]", hint))
-    return _WORDS.get(hint) or "list of paths"
+    return _WORDS.get(hint) or ("list of paths" if get_args(hint)[0] is Path else "list of texts")
 
 
 @cache
@@ -294,8 +340,9 @@ TEXTS: Mapping[str, str] = {
     "mover.integrity": "digest: a digest of each chunk is compared after it has landed; none: nothing is.",
     "mover.sms": "Streaming multiprocessors that a copy kernel on the GPU may use; `none`: all.",
     "mover.engine": "What copies on the GPU. auto: the row mover, or what was measured as faster on this GPU. rows:"
-    " the row mover. green_context: the same on SMs set aside for it. ring: bulk copies through shared memory. copy,"
-    " copy_3d, copy_each: the copy engine. What cannot run or cannot move the rows is refused.",
+    " the row mover. green_context: the same on SMs set aside for it. ring: bulk copies through shared memory."
+    " tensor_ring: the same, a head's rows of a page at once. copy, copy_3d, copy_each: the copy"
+    " engine. What cannot run or cannot move the rows is refused.",
     "mover.exports": "Memory of a GPU that peers may map: none; arenas, over the NVLink fabric; pools, and arenas.",
     "mover.lossy": "How much a number of the cache may be off, against the largest that shares its scale, where a peer"
     " stores it in another form: 0.0625 for fp8, 0.177 for NVFP4. 0: such peers are refused.",
@@ -325,6 +372,14 @@ TEXTS: Mapping[str, str] = {
     " for example, are emptied; `none`: never.",
     "store.upkeep_s": "Seconds between two checks of quota and TTL in an engine.",
     "store.flush_s": "Seconds between flushes. Flushed pages survive a power cut, and other machines see them.",
+    "peers.address": "host:port where other engines find this one's ranks, and its name among them; `none`: no peers.",
+    "peers.engines": "Addresses of all engines that read each other's host memory; this one's own may be among them.",
+    "peers.ask_s": "Seconds to wait for a peer's answer; who gives none holds nothing.",
+    "peers.quiet_s": "Seconds that a peer which gave no answer is not asked again.",
+    "peers.lend_s": "Seconds that a peer which was told what is here has, to come and read it.",
+    "peers.read_s": "Seconds until a read from a peer has failed, and its tokens are read elsewhere or computed.",
+    "peers.silence_s": "Seconds without a word until a peer that owes an answer is lost, and reads from it fail.",
+    "peers.meet_s": "Seconds between two tries to find the engines that are not connected.",
     "hints.pin_share": "Fraction of the device's pages that pinned prefixes may take together; 0: nothing is pinned.",
     "hints.longest_pin_s": "The longest time that a prefix may be pinned for, in seconds; longer pins are refused.",
     "logging.level": "The lowest level that is logged; `none` leaves it to the engine.",

@@ -25,6 +25,7 @@ from kvmover.cache.tiers import (
     ControllerConfig,
     Grouped,
     HostTier,
+    Reach,
     Storage,
     TierCollector,
     TierCount,
@@ -365,12 +366,12 @@ class TieredRank:
         fleet, component, model = seat.fleet.fleet, seat.scenario.component, seat.scenario.model
         at, self._page, self._unit = fleet.coordinate(seat.rank), fleet.page_tokens, seat.scenario.unit_tokens
         self._shard = fleet.shard(component, seat.rank, fleet.page_tokens)
-        spec = PoolSpec.dense(component, self._shard, seat.pages, fleet.page_tokens, seat.fleet.order)
-        self._pool = Pool.zeros(spec)
+        self._pool = Pool.zeros(PoolSpec.dense(component, self._shard, seat.pages, self._page, seat.fleet.order))
         comm = Gloo.join(FileStore(seat.meet, fleet.size), seat.rank, fleet.tp, fleet.pp)
         share = ModelShard.of_rank(model, fleet.tp, fleet.pp, at.tp, at.pp)
         self._model = Transformer(model, share, comm)
-        tiered_pool = TieredPool.of(component, fleet, seat.rank, self._pool, HostTier(seat.pages * _HOST_RATIO))
+        host = HostTier(seat.pages * _HOST_RATIO, reach=Reach.PEERS if seat.peers else Reach.OWN)
+        tiered_pool = TieredPool.of(component, fleet, seat.rank, self._pool, host)
         space = seat.namespace
         self._store = PageStore.open(seat.root, space) if seat.root is not None else None
         storage = Storage(self._store, space, [tiered_pool], fleet, seat.rank) if self._store else None

@@ -58,18 +58,17 @@ class Rolling:
         src, dst = self._turn(number, dying)
         if dying is None:
             return serve(self.scenario, src, dst, self.alone, Asked(name, prompt, answer_tokens))
+        self._leave(dying)
         killer = threading.Timer(self._random.uniform(0, KILL_WITHIN_S), _kill, [dying])
         killer.start()
         try:
             return serve(self.scenario, src, dst, self.alone, Asked(name, prompt, answer_tokens))
         except CrewError:
-            self._leave(dying)
             src, dst = self._turn(number, None)
             report = serve(self.scenario, src, dst, self.alone, Asked(f"{name}-again", prompt, answer_tokens))
             return replace(report, tries=2)
         finally:
             killer.join()
-            self._leave(dying)
 
     def close(self) -> None:
         """End all that live, and give the killed ones' places in the crew to others."""

@@ -71,12 +71,18 @@ class Costs:
         return wire_us + post_us if self.posting is Posting.INLINE else max(wire_us, post_us)
 
     def packed_us(self, nbytes: int, chunks: int) -> float:
-        """Gather, wire and scatter overlap but for the first chunk's gather and the last one's scatter."""
+        """Gather, wire and scatter overlap but for the first chunk's gather and the last one's scatter.
+
+        Where the core that posts also copies, it gathers, writes and answers for a chunk one after the other: with 100
+        us a chunk and all rates 4 GB/s, 2 chunks of 8 MiB take 8.6 ms there, and 2.1 ms more to scatter the last.
+        """
         first = min(nbytes, self.chunk_bytes)
-        slowest = max(
-            nbytes / self.wire_rate, nbytes / self.gather_rate, nbytes / self.scatter_rate, chunks * self.chunk_us
-        )
-        return first / self.gather_rate + slowest + first / self.scatter_rate
+        gather_us, wire_us, scatter_us = nbytes / self.gather_rate, nbytes / self.wire_rate, nbytes / self.scatter_rate
+        first_us, last_us, notes_us = first / self.gather_rate, first / self.scatter_rate, chunks * self.chunk_us
+        if self.posting is Posting.INLINE:
+            waits_us = first_us + first / self.wire_rate - last_us
+            return max(gather_us + wire_us + notes_us, waits_us + scatter_us) + last_us
+        return first_us + max(wire_us, gather_us, scatter_us, notes_us) + last_us
 
     def mapped_us(self, nbytes: int) -> float:
         """One copy, with strides at both ends: at the slower of the rates that are measured with strides at one.

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover.store.deletion_log import DeletionLog
+from kvmover.store.file_sizes import FileSizes
 from kvmover.store.files import Files, OpenFile, close_quietly, is_gone, reason_of
 from kvmover.store.garbage import Garbage
 from kvmover.store.guard_lock import GuardLock, off_lock, under_lock
@@ -39,6 +40,9 @@ _SKEW_S = 300
 
 #: Objects that are deleted under one hold of the lock: a few milliseconds.
 SLICE = 512
+
+#: Objects that are forgotten under one hold of the lock, as their segment is gone.
+_FORGOTTEN = 2048
 
 #: Headers that are compared under one hold of the lock, after news that were lost.
 _REREAD = 2048
@@ -72,8 +76,7 @@ class Catalog:
         self._followed: list[Segment] = []
         #: Segments whose headers are to be read again, since nobody said what was deleted in them.
         self._doubted: list[tuple[str, int]] = []
-        #: Of sealed segments, whose data files do not grow.
-        self._sizes: dict[str, int] = {}
+        self.sizes = FileSizes()
         self._data_files = LentFiles(folder, files, self.lock)
 
     @property
@@ -81,20 +84,21 @@ class Catalog:
         """What the namespace's payloads take of the disk."""
         if self.punches:
             return self.index.held_bytes
-        return sum(self.data_bytes(segment) for segment in self.segments.values())
+        if len(self.sizes) < len(self.segments):
+            for segment in self.segments.values():
+                self.data_bytes(segment)
+        return self.sizes.total
 
     def data_bytes(self, segment: Segment) -> int:
-        """Size of a segment's data file; 0 where the system does not say."""
-        if segment.name in self._sizes:
-            return self._sizes[segment.name]
+        """Size of a segment's data file as it was when the last was heard of it; 0 where the system does not say."""
+        known = self.sizes.get(segment.name)
+        if known is not None:
+            return known
         try:
-            size = segment.data_bytes()
+            return self.sizes.note(segment.name, segment.data_bytes())
         except OSError as error:
             self.lag(error)
             return 0
-        if segment.is_sealed:
-            self._sizes[segment.name] = size
-        return size
 
     def lag(self, error: OSError) -> None:
         """The system did not say: it is known another time."""
@@ -161,8 +165,7 @@ class Catalog:
             known = before | self.refused | self._garbage.leaving
         names = segments_in(self.folder)
         for name in before - names:
-            with self.lock:
-                self.forget(name)
+            self.forget(name)
         complete = True
         for name in sorted(names - known):
             try:
@@ -202,6 +205,7 @@ class Catalog:
         except OSError as error:
             self.lag(error)
             return False
+        self.sizes.note(segment.name, size)
         table = table.where(table.state == LIVE)
         safe = size if segment.boot == self.machine.boot else min(size, segment.synced)
         believed = table.offset + table.nbytes <= safe
@@ -281,11 +285,22 @@ class Catalog:
         """Open data files of segments, for the length of a block; removed ones are left out. Raises OSError."""
         return self._data_files.lend(name for name in names if name in self.segments)
 
-    @under_lock
+    @off_lock
     def forget(self, name: str) -> None:
-        """A segment that is gone from the directory. Reads that go on in it end well: its blocks stay until they do."""
-        self.index.drop(name)
-        self._sizes.pop(name, None)
+        """A segment that is gone from the directory, a few of its objects under each hold of the lock.
+
+        Reads that go on in it end well: its blocks stay until they do.
+        """
+        more = True
+        while more:
+            with self.lock:
+                more = self.index.drop_some(name, _FORGOTTEN)
+                if not more:
+                    self._forget_empty(name)
+
+    def _forget_empty(self, name: str) -> None:
+        """A segment of which nothing is in the index."""
+        self.sizes.drop(name)
         segment = self.segments.pop(name, None)
         if segment:
             self._followed = [each for each in self._followed if each is not segment]
@@ -357,7 +372,8 @@ class Catalog:
             empty = [each for each in empty if self._is_over(each)]
             self._garbage.leaving.update(each.name for each in empty)
             for each in empty:
-                self.forget(each.name)
+                self.index.drop(each.name)
+                self._forget_empty(each.name)
         for each in empty:
             try:
                 each.unlink()
@@ -397,12 +413,9 @@ class Catalog:
     def close(self) -> None:
         """Close every file, remove none but what is empty. Safe to call twice, and raises nothing."""
         self.sweep()
-        with self.lock:
-            self._close()
-
-    def _close(self) -> None:
         for name in list(self.segments):
             self.forget(name)
-        self._deletions.close()
-        fd, self._folder_fd = self._folder_fd, -1
-        close_quietly(fd)
+        with self.lock:
+            self._deletions.close()
+            fd, self._folder_fd = self._folder_fd, -1
+            close_quietly(fd)

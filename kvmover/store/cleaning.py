@@ -41,11 +41,11 @@ class Cleaned:
 
 @dataclass(frozen=True, slots=True)
 class _Victim:
-    """The segment that goes, and the rows of the pages that are cold."""
+    """The segment that goes, and the rows of the pages that are cold, as long as the lock is held."""
 
     segment: Segment
     size_bytes: int
-    cold: frozenset[int]
+    cold: Rows
 
 
 class SegmentCleaner:
@@ -69,44 +69,53 @@ class SegmentCleaner:
 
         Cold are the pages that would have to go for `nbytes`, the least recently read ones; never those of `keep`.
         """
-        with self._catalog.lock:
-            victim = self._victim(nbytes, keep)
+        with self.lock:
+            catalog = self._catalog
+            kept = catalog.index.pages_at(keep).tolist()
+            coldest = catalog.index.hashes(catalog.index.coldest(_COLD, nbytes, kept))
+        cold = [page for first in range(0, len(coldest), SLICE) for page in self._cold(coldest[first : first + SLICE])]
+        with self.lock:
+            victim = self._victim(cold)
             if victim is None:
                 return None
             hot = self._hottest(victim)
-        carried = [each for each in hot if self._carry(each)]
+        carried = [each for record in hot if (each := self._carry(victim.segment.name, record))]
         return self._removed(victim, carried)
 
+    @off_lock
+    def _cold(self, pages: Sequence[bytes]) -> list[bytes]:
+        """Of a few pages those that nobody else has used."""
+        with self.lock:
+            cold, _ = self._unused(self._catalog.index.pages_at(pages))
+            return self._catalog.index.hashes(cold)
+
     @under_lock
-    def _victim(self, nbytes: int, keep: Sequence[bytes]) -> _Victim | None:
-        """The segment with the smallest share of hot bytes."""
+    def _victim(self, pages: Sequence[bytes]) -> _Victim | None:
+        """The segment with the smallest share of hot bytes, where `pages` are cold."""
         catalog = self._catalog
-        kept = catalog.index.pages_at(keep).tolist()
-        cold, placed = self._unused(catalog.index.coldest(_COLD, nbytes, kept))
+        cold = catalog.index.pages_at(pages)
+        placed = catalog.index.placed(cold)
         cold_bytes = Counter[str]()
         for name, some in placed.by_segment():
             cold_bytes[name] = int(placed.held[some].sum())
-        rows = frozenset[int](cold.tolist())
-        best: tuple[float, _Victim] | None = None
+        best: tuple[float, Segment, int] | None = None
         for segment in catalog.segments.values():
             size = catalog.data_bytes(segment) if segment.is_done else 0
             hot = catalog.index.live_bytes(segment.name) - cold_bytes[segment.name]
             if size and hot < size and (best is None or hot / size < best[0]):
-                best = hot / size, _Victim(segment, size, rows)
+                best = hot / size, segment, size
         if best is None and self._writer.abandon():
-            return self._victim(nbytes, keep)
-        return best[1] if best else None
+            return self._victim(pages)
+        return _Victim(best[1], best[2], cold) if best else None
 
     @under_lock
-    def _hottest(self, victim: _Victim) -> list[StoredObject]:
-        """Objects of hot pages, the most recently read first, of a share of the segment at most."""
+    def _hottest(self, victim: _Victim) -> list[int]:
+        """Records of objects of hot pages, the most recently read first, of a share of the segment at most."""
         index = self._catalog.index
         placed = index.placed_in(victim.segment.name)
-        hot = placed.where(~np.isin(placed.pages, list(victim.cold)))
+        hot = placed.where(~np.isin(placed.pages, victim.cold))
         hot = hot.where(np.argsort(-index.stamps_at(hot.pages), kind="stable"))
-        taken = hot.where(np.cumsum(hot.held) <= victim.size_bytes * _CARRIED_SHARE)
-        found = (index.at(victim.segment.name, record) for record in taken.records.tolist())
-        return [each for each in found if each]
+        return hot.records[np.cumsum(hot.held) <= victim.size_bytes * _CARRIED_SHARE].tolist()
 
     @under_lock
     def _stamp(self, each: StoredObject) -> int:
@@ -120,8 +129,7 @@ class SegmentCleaner:
         kept, pages = {each.page for each in carried}, 0
         while True:
             with self.lock:
-                placed = catalog.index.placed_in(name)
-                placed = placed.where(slice(0, SLICE))
+                placed = catalog.index.placed_in(name, catalog.index.records(name)[:SLICE])
                 rows = np.unique(placed.pages)
                 left = rows[[page not in kept for page in catalog.index.hashes(rows)]]
                 whole = catalog.index.placed(left)
@@ -140,33 +148,38 @@ class SegmentCleaner:
         return Cleaned(victim.size_bytes - sum(each.held_bytes for each in carried), pages)
 
     @off_lock
-    def _carry(self, each: StoredObject) -> bool:
-        """Write an object again, as it is, into the segment that is written now; whether it is there."""
-        catalog, writer, payload = self._catalog, self._writer, bytearray(each.held_bytes)
+    def _carry(self, name: str, record: int) -> StoredObject | None:
+        """Write an object again, as it is, into the segment that is written now; None where it is not there."""
+        catalog, writer = self._catalog, self._writer
         fd, places = -1, list[FileOffset]()
+        with catalog.lock:
+            each = catalog.index.at(name, record)
+        if each is None:
+            return None
+        payload = bytearray(each.held_bytes)
         try:
             with catalog.lend([each.segment]) as files:
                 if each.segment not in files:
-                    return False
+                    return None
                 got = os.preadv(files[each.segment].fd, [payload], each.offset)
             (digests,) = catalog.digests([each])
             if got < each.nbytes or not holds(memoryview(payload)[: each.nbytes], each.cells, digests, 0):
-                return False
+                return None
             with catalog.lock:
                 places = writer.reserve([each.nbytes])
                 target = catalog.segments[places[0].segment]
             fd = open_shared(target.data)
             if os.pwrite(fd, payload, places[0].offset) < each.nbytes:
-                return False
+                return None
             with catalog.lock:
                 header = Header(each.page, each.part, places[0], each.nbytes, digests)
                 (answer,) = writer.announce([header], self._stamp(each))
                 if isinstance(answer, str):
-                    return False
+                    return None
                 catalog.index.add([answer])
-                return True
+                return each
         except OSError:
-            return False
+            return None
         finally:
             close_quietly(fd)
             with catalog.lock:

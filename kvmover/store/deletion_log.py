@@ -25,7 +25,7 @@ _CHECKED_BYTES = 40
 _ROW_BYTES = _ROW.itemsize
 
 #: Of the log that are read at a time: a few milliseconds.
-_SOME_BYTES = _ROW_BYTES * 4096
+_SOME_BYTES = _ROW_BYTES * 2048
 
 #: Beyond this many bytes a cleaner starts the file anew.
 _LONG_BYTES = 4 << 20

@@ -9,31 +9,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
 
+from kvmover.store.alike import Alike, alike_pages
 from kvmover.store.columns import NumberColumns, PageTable
 from kvmover.store.objects import Watcher
 from kvmover.store.part import PartKey
 from kvmover.store.record import BLOCK_BYTES, LIVE, RecordTable
 from kvmover.store.results import Stat
 from kvmover.store.segment_rows import RECORDS_AT, SegmentRows
-from kvmover.store.stored import Page, Placed, Places, Rows, StoredObject, padded
+from kvmover.store.stored import Holdings, Page, Placed, Places, Rows, StoredObject, padded
 
 #: So many pages are taken out of the order of use one by one; more at once.
 _FEW = 64
-
-
-@dataclass(slots=True, eq=False)
-class Holdings:
-    """What an index holds: objects, their payload, and the blocks that it takes."""
-
-    objects: int = 0
-    payload_bytes: int = 0
-    held_bytes: int = 0
 
 
 class Index:
@@ -48,7 +39,7 @@ class Index:
         self._table = PageTable(random.SystemRandom().randrange(1 << 64))
         self._oldest = self._newest = -1
         self._segments: dict[str, SegmentRows] = {}
-        self._names: list[str] = []
+        self.names: list[str] = []  # of segments; one that is gone keeps its number
         self._kinds: list[tuple[PartKey, int]] = []
         self._kind_numbers: dict[tuple[PartKey, int], int] = {}
         self._parts: list[tuple[PartKey, ...]] = [()]
@@ -165,6 +156,11 @@ class Index:
             page = of.after[page]
         return np.array(found, np.int32)
 
+    def alike(self, pages: Sequence[bytes]) -> Iterator[Alike]:
+        """Those of `pages` that are there, together with all whose objects are of the same parts."""
+        sizes = np.array([nbytes for _, nbytes in self._kinds] or [0], np.int64)
+        return alike_pages(self._table.find_many(pages), self._pages, self._objects, self._parts, sizes)
+
     def pages_at(self, pages: Sequence[bytes]) -> Rows:
         """Rows of those of `pages` that are there."""
         rows = self._table.find_many(pages)
@@ -208,7 +204,7 @@ class Index:
             offsets=of("offset")[rows].astype(np.int64) * BLOCK_BYTES,
             held=-(-sizes // BLOCK_BYTES) * BLOCK_BYTES,
             stamps=of("stamp")[rows].astype(np.int64),
-            names=self._names,
+            names=self.names,
         )
 
     def watch(self, watcher: Watcher) -> None:
@@ -221,7 +217,7 @@ class Index:
         for segment in dict.fromkeys(each.segment for each in fresh):
             mine = sorted((each for each in fresh if each.segment == segment), key=lambda each: each.record)
             self._add(
-                segment,
+                [(segment, slice(0, len(mine)))],
                 b"".join(each.page for each in mine),
                 np.array([self._kind(each.part, each.nbytes) for each in mine], np.int32),
                 np.array([[each.record, each.offset, each.stamp] for each in mine], np.int64).T,
@@ -229,20 +225,20 @@ class Index:
 
     def add_table(self, segment: str, table: RecordTable, now: int) -> None:
         """Objects of a segment that were not known, by their records. A stamp beyond `now` is taken for it."""
+        self.add_tables([(segment, slice(0, len(table)))], table, now)
+
+    def add_tables(self, runs: Sequence[tuple[str, slice]], table: RecordTable, now: int) -> None:
+        """As `add_table`, of several segments one after the other: which rows of the table are whose."""
         if not len(table):
             return
         pairs, which = np.unique(np.bitwise_or(table.nbytes << 20, table.part), return_inverse=True)
         numbers: list[int] = pairs.tolist()
         kinds = [self._kind(table.parts[pair & 0xFFFFF], pair >> 20) for pair in numbers]
         places = np.stack([table.at, table.offset, np.minimum(table.stamp, now)])
-        self._add(segment, table.page.tobytes(), np.array(kinds, np.int32)[which.reshape(-1)], places)
+        self._add(runs, table.page.tobytes(), np.array(kinds, np.int32)[which.reshape(-1)], places)
 
-    def _add(self, segment: str, pages: bytes, kinds: Rows, places: Places) -> None:
-        """`places`: record, offset and stamp of each object. Rising records of one segment that are new here."""
-        mine = self._segments.get(segment)
-        if mine is None:
-            mine = self._segments[segment] = SegmentRows(len(self._names))
-            self._names.append(segment)
+    def _add(self, runs: Sequence[tuple[str, slice]], pages: bytes, kinds: Rows, places: Places) -> None:
+        """`places`: record, offset and stamp of each object. Rising records of each segment, which are new here."""
         records, offsets, stamps = places
         rows = self._objects.take(len(kinds))
         page_rows, fresh = self._table.put_many(pages)
@@ -250,17 +246,23 @@ class Index:
         of = self._objects.column
         of("record")[rows], of("offset")[rows] = records // RECORDS_AT, offsets // BLOCK_BYTES
         of("stamp")[rows] = stamps
-        of("segment")[rows], of("kind")[rows], of("page")[rows] = mine.number, kinds, page_rows
+        of("kind")[rows], of("page")[rows] = kinds, page_rows
         self._chain(rows, page_rows, kinds)
         np.maximum.at(self._pages.column("stamp"), page_rows, stamps.astype(np.uint32))
-        mine.add(records, rows)
         sizes = np.array([nbytes for _, nbytes in self._kinds], np.int64)[kinds]
-        held = int((-(-sizes // BLOCK_BYTES) * BLOCK_BYTES).sum())
-        mine.live += len(rows)
-        mine.held_bytes += held
+        held = np.concatenate([[0], np.cumsum(-(-sizes // BLOCK_BYTES) * BLOCK_BYTES)])
+        for segment, some in runs:
+            mine = self._segments.get(segment)
+            if mine is None:
+                mine = self._segments[segment] = SegmentRows(len(self.names))
+                self.names.append(segment)
+            of("segment")[rows[some]] = mine.number
+            mine.add(records[some], rows[some])
+            mine.live += some.stop - some.start
+            mine.held_bytes += int(held[some.stop] - held[some.start])
         self.holdings.objects += len(rows)
         self.holdings.payload_bytes += int(sizes.sum())
-        self.holdings.held_bytes += held
+        self.holdings.held_bytes += int(held[-1])
 
     def _new_pages(self, fresh: Rows) -> None:
         """Pages without objects, behind all others in the order of use."""
@@ -364,7 +366,10 @@ class Index:
         return rows[::-1]
 
     def _unlink(self, page: int) -> None:
-        before, after = self._pages.before[page], self._pages.after[page]
+        self._join(self._pages.before[page], self._pages.after[page])
+
+    def _join(self, before: int, after: int) -> None:
+        """Let two pages follow each other, of which one or both may be -1, an end."""
         if before >= 0:
             self._pages.after[before] = after
         else:
@@ -375,10 +380,14 @@ class Index:
             self._newest = before
 
     def _unlink_many(self, pages: Rows) -> None:
-        """As `_unlink`, of many: runs of them are jumped over in steps that double."""
+        """As `_unlink`, of many: a single run of them is jumped over as a whole, several in steps that double."""
         before, after = self._pages.column("before"), self._pages.column("after")
-        number = np.zeros(len(before), np.int32)
+        number = np.zeros(len(before) + 1, np.int32)  # the last one is asked for by -1
         number[pages] = np.arange(1, len(pages) + 1, dtype=np.int32)
+        first, last = pages[number[before[pages]] == 0], pages[number[after[pages]] == 0]
+        if len(first) == 1:
+            self._join(int(before[first[0]]), int(after[last[0]]))
+            return
 
         def nearest(links: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
             """Of each page the first beyond it that stays, or -1."""
@@ -402,12 +411,28 @@ class Index:
         self.remove_placed(self.placed_in(segment))
         self._segments.pop(segment, None)
 
+    def drop_some(self, segment: str, most: int) -> bool:
+        """As `drop`, a few objects; False once none were left, nor is the segment."""
+        mine = self._segments.get(segment)
+        rows = mine.take() if mine else np.zeros(0, np.int32)
+        if len(rows):
+            self.remove_placed(self._placed(rows[:most]))
+            return True
+        self._segments.pop(segment, None)
+        return False
+
     def stamped(self, each: StoredObject, stamp: int) -> None:
         """The header of an object says now that it was used at second `stamp`."""
         mine = self._segments.get(each.segment)
         place = mine.place(each.record) if mine else -1
         if mine and place >= 0:
             self._objects.stamp[mine.rows[place]] = stamp
+
+    def stamp(self, pages: Sequence[bytes], stamp: int) -> None:
+        """These were used at second `stamp`, by somebody who keeps no order."""
+        rows = self.pages_at(pages)
+        stamps = self._pages.column("stamp")
+        stamps[rows] = np.maximum(stamps[rows], stamp)
 
     def use(self, pages: Sequence[bytes], stamp: int) -> list[int]:
         """These were read or written at second `stamp`, in this order: the last to go now. If one went, so be it.
@@ -436,16 +461,8 @@ class Index:
     def stat(self, segments: int, held_bytes: int, head_bytes: int) -> Stat:
         """What a namespace holds whose engine counts the rest."""
         oldest_s, newest_s = self.span_s
-        return Stat(
-            pages=len(self),
-            objects=self.holdings.objects,
-            segments=segments,
-            payload_bytes=self.holdings.payload_bytes,
-            held_bytes=held_bytes,
-            head_bytes=head_bytes,
-            oldest_use_s=oldest_s,
-            newest_use_s=newest_s,
-        )
+        held = self.holdings
+        return Stat(len(self), held.objects, segments, held.payload_bytes, held_bytes, head_bytes, oldest_s, newest_s)
 
     def sort(self) -> None:
         """By stamps, which is all that is known of the order of pages found on opening."""
@@ -465,7 +482,7 @@ class Index:
         of = self._objects
         part, nbytes = self._kinds[of.kind[row]]
         page = self._table.key(of.page[row]) if page is None else page
-        name, stamp = self._names[of.segment[row]], of.stamp[row]
+        name, stamp = self.names[of.segment[row]], of.stamp[row]
         record, offset = of.record[row] * RECORDS_AT, of.offset[row] * BLOCK_BYTES
         return StoredObject(name, record, offset, nbytes, page, part, stamp)
 

@@ -55,6 +55,10 @@ class LentFiles:
                 for name in lent:
                     self._give_back(name)
 
+    def has(self, name: str) -> bool:
+        """Whether the file is open."""
+        return name in self._open
+
     def busy(self, name: str) -> bool:
         """Whether somebody is at work in the file. Under the lock."""
         return name in self._open and self._open[name].users > 0

@@ -42,6 +42,9 @@ class FoundPage(Protocol[NamedOut]):
         ...
 
 
+Plan = Callable[[tuple[PartKey, ...]], tuple[ObjectShare, ...] | None]
+
+
 class ObjectDraft(msgspec.Struct, frozen=True, gc=False):
     """An object to be put: of which page, and where its bytes lie, packed `head layer kv token dim`."""
 
@@ -147,6 +150,13 @@ class Objects(Protocol[Named]):
     def owe(self, objects: Sequence[Named]) -> None:
         """A put was answered by these objects: the next `flush` makes them as safe as what was put here."""
         ...
+
+    def sweep(self, part: PagePart, plan: Plan, pages: Sequence[bytes], addresses: Sequence[int]) -> Collection[int]:
+        """Read what needs no check: which of the pages are whole at their addresses now. Others are looked for.
+
+        `plan`: how the part is made of objects of some parts, None where one is missing.
+        """
+        return ()
 
     def read(self, part: PagePart, reads: Sequence[ObjectRead[Named]]) -> list[Failure[Named]]:
         """Read cells to their places and check each of them; what failed. Where a read failed there is garbage."""

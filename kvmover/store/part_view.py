@@ -65,9 +65,11 @@ class PartView:
         """Read pages. Where an object turns out bad and others cover for it, those are read instead."""
         self._check(pages, addresses)
         objects = self._objects
-        results: dict[int, GotResult] = {}
+        swept = objects.sweep(self.part, self._plan, pages, addresses)
+        objects.used([pages[item] for item in swept])
+        results = dict.fromkeys(swept, _READ)
         again: set[int] = set()
-        pending: Sequence[int] = range(len(pages))
+        pending = [item for item in range(len(pages)) if item not in results]
         for _ in range(_ROUNDS):
             if not pending:
                 break

@@ -303,9 +303,12 @@ def _whole_run(data: bytes, at: int, base: int) -> range:
     outer = np.ndarray(most, _CHECKED, data, at, nbytes)
     alike = (outer["magic"] == MAGIC) & (outer["bytes"] == nbytes)
     count = most if bool(alike.all()) else int(np.argmin(alike))
-    view, digest = memoryview(data), xxh3_64_intdigest
     places = range(at, at + count * nbytes, nbytes)
-    checks = np.array([digest(view[place + 24 : place + nbytes], base + place) for place in places], np.uint64)
+    # Without a line of Python for each: this is a quarter of what opening takes.
+    firsts = range(at + _OUTER.size, places.stop + _OUTER.size, nbytes)
+    inner = map(memoryview(data).__getitem__, map(slice, firsts, range(at + nbytes, places.stop + nbytes, nbytes)))
+    digests = map(xxh3_64_intdigest, inner, range(base + at, base + places.stop, nbytes))
+    checks = np.fromiter(digests, np.uint64, count)
     right = outer["check"][:count] == checks
     whole = count if bool(right.all()) else int(np.argmin(right))
     return places[:whole] if whole else nothing
@@ -317,6 +320,9 @@ _FEW = 4096
 
 def _fixed(data: bytes, starts: Column) -> npt.NDArray[np.void]:
     """The part of each record that all have, as fields."""
+    steps = np.diff(starts)
+    if len(steps) and bool((steps == steps[0]).all()):  # all but the last are of one length
+        return np.ndarray(len(starts), _FIELDS, data, int(starts[0]), int(steps[0])).copy()
     found = np.zeros(len(starts), _FIELDS)
     raw, rows = np.frombuffer(data, np.uint8), found.view(np.uint8).reshape(len(starts), FIXED_BYTES)
     for first in range(0, len(starts), _FEW):

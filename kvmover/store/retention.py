@@ -62,7 +62,6 @@ class Retention:
         self._read.update(pages)
 
     @off_lock
-    @off_lock
     def make_room(self, nbytes: int, keep: Collection[bytes] = ()) -> bool:
         """Evict until `nbytes` more fit the quota, but no page of `keep`; False where they never do. While writing."""
         quota = self.policy.quota_bytes
@@ -96,9 +95,9 @@ class Retention:
         freed = 0
         while True:
             with self.lock:
-                goal = self.catalog.held_bytes - held_bytes
-                kept = self.catalog.index.use(pages, 0)
-                step = self._evict_some(goal, kept) if goal > 0 and self.catalog.punches else None
+                goal, step = self.catalog.held_bytes - held_bytes, None
+                if goal > 0 and self.catalog.punches:
+                    step = self._evict_some(goal, self.catalog.index.use(pages, 0))
             self.catalog.sweep()
             if goal > 0 and step is None:
                 step = self._clean(goal, pages) or None
@@ -134,6 +133,8 @@ class Retention:
         index = self.catalog.index
         placed = index.placed(pages)
         alive, written = self.catalog.last_uses(placed)
+        if alive.all() and (written <= index.stamps_at(placed.pages)).all():
+            return pages, placed
         order = np.argsort(pages)
         owners = order[np.searchsorted(pages[order], placed.pages)]
         last = np.zeros(len(pages), np.int64)

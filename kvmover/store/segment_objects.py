@@ -288,8 +288,7 @@ class SegmentObjects(Retention, Objects[StoredObject]):
             try:
                 for segment in segments:
                     segment.unlink()
-                    with self.lock:
-                        self.catalog.forget(segment.name)
+                    self.catalog.forget(segment.name)
             except OSError as error:
                 raise StoreError(f"cannot clear {self.folder}: {error.strerror}") from error
             return pages

@@ -121,3 +121,12 @@ class Placed:
             (self.names[int(self.segments[first])], int(self.offsets[first]), int(ends[last] - self.offsets[first]))
             for first, last in zip(firsts, lasts, strict=True)
         ]
+
+
+@dataclass(slots=True, eq=False)
+class Holdings:
+    """What an index holds: objects, their payload, and the blocks that it takes."""
+
+    objects: int = 0
+    payload_bytes: int = 0
+    held_bytes: int = 0

@@ -141,6 +141,8 @@ class SegmentTakeover:
         headers its writer did not live to write. Raises OSError.
         """
         catalog = self._catalog
+        if segment.name in catalog.segments:
+            catalog.sizes.note(segment.name, size)
         segment.waiting = []
         if not segment.is_sealed:
             os.ftruncate(segment.head_fd, segment.parsed)

@@ -56,6 +56,7 @@ class Writer:
             segment = self._segment_for(padded(size))
             places.append(FileOffset(segment.name, self._end))
             self._end += padded(size)
+            self._catalog.sizes.note(segment.name, self._end)
             segment.awaited += 1
         return places
 
@@ -194,6 +195,7 @@ class Writer:
             if segment.awaited or segment.name in self._unsynced or segment.name not in self._catalog.segments:
                 return
             segment.seal()
+            self._catalog.sizes.drop(segment.name)
             self._catalog.discard(segment.name)
             self._named.discard(segment.name)
         self._catalog.sweep()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvmover.transfer.peers.processes import PeerProcess
     from kvmover.transfer.protocol.auth import Key, Keys
     from kvmover.transfer.protocol.handshake import Model, Place
-    from kvmover.transfer.result import Cause, Ending, Gate, Result, Transfer
+    from kvmover.transfer.result import Cause, Ending, Gate, Result, Service, Transfer
     from kvmover.transfer.threads.async_mover import AsyncMover, AsyncTransfer
     from kvmover.transfer.threads.progress import Progress
     from kvmover.transfer.threads.shared_mover import SharedMover
@@ -37,6 +37,7 @@ _HOME = {
     "Place": "protocol.handshake",
     "Progress": "threads.progress",
     "Result": "result",
+    "Service": "result",
     "SharedMover": "threads.shared_mover",
     "Transfer": "result",
 }
@@ -58,6 +59,7 @@ __all__ = [
     "Place",
     "Progress",
     "Result",
+    "Service",
     "SharedMover",
     "Transfer",
 ]

@@ -14,7 +14,7 @@ from kvmover.errors import KvmoverError, PeerLost, PeerUnknown
 from kvmover.layout.component import Component
 from kvmover.layout.pool import Pool
 from kvmover.regions import BoundMemory
-from kvmover.shared_memory import HostProcess
+from kvmover.shared_memory import HostProcess, MapMode
 from kvmover.transfer.arguments import least_chunk_bytes
 from kvmover.transfer.config import Exports, Integrity, MoverConfig
 from kvmover.transfer.events import Patience
@@ -22,7 +22,7 @@ from kvmover.transfer.memory.arena import slab_bytes
 from kvmover.transfer.memory.copier import Copier
 from kvmover.transfer.memory.descriptors import allocations
 from kvmover.transfer.memory.in_flight import InFlight
-from kvmover.transfer.memory.mapped import Mappings, exports, shares
+from kvmover.transfer.memory.mapped import Mapped, Mappings, exports, shares
 from kvmover.transfer.memory.programs import Compiler, OwnMemory, Rules
 from kvmover.transfer.memory.staging import Staging
 from kvmover.transfer.meter import Count, Meter, Stage
@@ -31,7 +31,7 @@ from kvmover.transfer.peers.listeners import own_listeners
 from kvmover.transfer.peers.liveness import Liveness
 from kvmover.transfer.peers.table import Peer, Peers
 from kvmover.transfer.protocol.auth import MessageAuth, NoAuth, authentication
-from kvmover.transfer.protocol.chunks import End
+from kvmover.transfer.protocol.chunks import End, related
 from kvmover.transfer.protocol.handshake import Place, Rank, interned, interned_pool
 from kvmover.transfer.protocol.wire import AnyMessage, encode, notes
 from kvmover.transfer.result import Ending, Result
@@ -104,10 +104,20 @@ class Core:
     def seat(self, peer: Peer) -> tuple[str, ...]:
         """Seat a peer that was admitted, and have its copies compiled; the names of those whose seats it took."""
         config = self.config
-        rules = Rules(config.replicas, config.sms, config.integrity is Integrity.DIGEST, config.engine)
-        memory = OwnMemory(self.bound, self.outgoing.bound, self.incoming.bound)
-        self.compiler.seated(peer.name, self.end, peer.end, memory, rules)
+        if self.compiler.compiles:
+            rules = Rules(config.replicas, config.sms, config.integrity is Integrity.DIGEST, config.engine)
+            memory = OwnMemory(self.bound, self.outgoing.bound, self.incoming.bound, self._mapped(peer))
+            self.compiler.seated(peer.name, self.end, peer.end, memory, rules)
         return self.peers.add(peer)
+
+    def _mapped(self, peer: Peer) -> Mapped:
+        """Pools of a peer that copies of ours may touch; empty where they do not, or cannot. Mapped here, in the thread
+        that copies: the kernels follow from where they lie.
+        """
+        own, theirs, replicas = self.end, peer.end, self.config.replicas
+        to = related(self.components, own.fleet, theirs.fleet, replicas).destinations_of(own.rank)
+        of = related(self.components, theirs.fleet, own.fleet, replicas).sources_of(own.rank)
+        return (self.mappings.pools(peer, MapMode.READ) or ()) if theirs.rank in to | of else ()
 
     @property
     def revocation(self) -> Revocation:

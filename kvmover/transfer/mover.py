@@ -50,7 +50,7 @@ from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.auth import MessageAuth, Unverified
 from kvmover.transfer.protocol.handshake import Model, Place
-from kvmover.transfer.result import Ending, Gate, Transfer
+from kvmover.transfer.result import Ending, Gate, Service, Transfer
 from kvmover.transfer.source.driver import SourceDriver
 from kvmover.transfer.source.writes import Writes
 from kvmover.transport.base import Event, Note, Transport
@@ -236,19 +236,19 @@ class Mover:
         gates: Sequence[Gate] | None = None,
         aux: bytes | None = None,
         deadline_s: float | None = None,
+        service: Service = Service.ONCE,
     ) -> Transfer:
         """Offer a request whose KV is in `pages`: one page table a component, ids in the order of the request.
 
         Ids are whole numbers, in lists, ranges, arrays or tensors on the host. Raises PlanError for others, for those
         that are not of this rank's pools, and for an empty table of a rank that must hold some of the request.
-
         Every destination rank that holds a part of ours may fetch it until the transfer ends. `gates`: what has to pass
         before more is read, for a request that is still being computed, of which `pages` may be the beginning, as empty
-        as may be (see `produced`); None: all of it is there.
-        `aux`: at most 64 KiB that go to every destination rank that asks this rank for them, exactly once. The pages
-        belong to the transfer until it has ended, and longer while `transfer.held`. Whoever asks for a request that has
-        ended is told how, at once, for an hour: send its name again before it is asked for again, or `reopen` it.
-        `deadline_s`: seconds from now at which it fails; None: as configured.
+        as may be (see `produced`); None: all of it is there. `aux`: at most 64 KiB that go to every destination rank
+        that asks this rank for them, exactly once. The pages belong to the transfer until it has ended, and longer
+        while `transfer.held`. Whoever asks for a request that has ended is told how, at once, for an hour: send its
+        name again before it is asked for again, or `reopen` it. `deadline_s`: seconds from now at which it fails;
+        None: as configured. `service`: to whom it is given.
         """
         self._check_thread()
         tables, gates = page_tables(pages), gates_of(gates)
@@ -258,7 +258,7 @@ class Mover:
         else:
             check_named(tables, self._core.pools)
         transfer = Transfer(request_name(request), self._core.clock())
-        self._source.send(transfer, tables, gates, aux, deadline_of(deadline_s, self._config.deadline_s))
+        self._source.send(transfer, tables, gates, aux, deadline_of(deadline_s, self._config.deadline_s), service)
         return transfer
 
     def produced(self, transfer: Transfer, gate: Gate, pages: Sequence[npt.ArrayLike] | None = None) -> None:
@@ -426,8 +426,7 @@ class Mover:
         try:
             messages = wire.split(payload)
         except ProtocolError as error:
-            self._malformed(note.peer, error)
-            return 1
+            return self._malformed(note.peer, error)
         for encoded in messages:
             try:
                 message = wire.decode(encoded)
@@ -437,9 +436,10 @@ class Mover:
                 self._told(note.peer, message)
         return max(1, len(messages))
 
-    def _malformed(self, name: str, error: ProtocolError) -> None:
+    def _malformed(self, name: str, error: ProtocolError) -> int:
         self.meter.add(Count.MALFORMED_MESSAGES)
         log.warning("dropped a message from %s: %s", name, error)
+        return 1
 
     def _told(self, name: str, message: wire.AnyMessage) -> None:
         """What goes wrong with a message ends its attempt, and no other."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import Literal, Protocol
 
 from kvmover.errors import PlanError, TransferFailed
@@ -27,6 +27,16 @@ class Cause(StrEnum):
     INTEGRITY = "integrity"
     PROTOCOL = "protocol"
     FAULT = "fault"
+
+
+class Service(Enum):
+    """To whom a request is given. ONCE: to every engine that asks before one has all it wants, which ends it. REPEATED:
+    to whoever asks, as often as that is, with what is there by then. It ends when an engine asks for nothing of it, or
+    `deadline_s` after it was sent or more of it was produced.
+    """
+
+    ONCE = "once"
+    REPEATED = "repeated"
 
 
 class Passed(Protocol):

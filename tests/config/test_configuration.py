@@ -44,6 +44,8 @@ OTHERS = {
     "progress.open_s": "0.015",
     "progress.idle_s": "0.5",
     "store.root": "/srv/kv pages",
+    "peers.address": "10.0.0.7:8400",
+    "peers.engines": "10.0.0.7:8400, [fd00::8]:8400",
     "hints.pin_share": "0.125",
     "logging.level": "debug",
     "logging.format": "json",
@@ -53,6 +55,13 @@ OTHERS = {
     "record.spans": "true",
     "security.shared_key_file": "/run/secrets/kv",
     "security.accepted_key_files": "/run/secrets/old:/run/secrets/older",
+}
+
+
+#: What a setting makes no sense without.
+NEEDS = {
+    "security.accepted_key_files": {"KVMOVER_SECURITY_SHARED_KEY_FILE": "/k"},
+    "peers.engines": {"KVMOVER_PEERS_ADDRESS": "10.0.0.7:8400"},
 }
 
 
@@ -83,8 +92,7 @@ def test_nothing_given_is_what_the_parts_do_without_a_configuration() -> None:
 @pytest.mark.parametrize("key", keys(), ids=lambda key: key.name)
 def test_every_setting_is_taken_from_its_variable_and_from_a_file(key: SettingKey, tmp_path: Path) -> None:
     default = value_of(Settings(), key)
-    extra = {"KVMOVER_SECURITY_SHARED_KEY_FILE": "/k"} if key.name == "security.accepted_key_files" else {}
-    found = load(environ={key.variable: other(key), **extra})
+    found = load(environ={key.variable: other(key), **NEEDS.get(key.name, {})})
     value = value_of(found.settings, key)
     assert value != default
     assert found.origins[key.name] == key.variable
@@ -202,6 +210,11 @@ def test_a_path_given_goes_before_the_one_in_the_environment(tmp_path: Path) -> 
         ("[metrics]\nport = 65536", "port = 65536"),
         ("[security]\naccepted_key_files = ['/a']", "accepted_key_files without shared_key_file"),
         ("[security]\naccepted_key_files = [1]", "expected list of paths"),
+        ("[peers]\nengines = ['a:1']", "peers has engines and no address"),
+        ("[peers]\nengines = 'a:1'\naddress = 'b:70000'", "an engine at 'b:70000'; an address is host:port"),
+        ("[peers]\nengines = ['a:1', 'a:1']\naddress = 'b:7'", "of which one is there twice"),
+        ("[peers]\nengines = [1]", "expected list of texts"),
+        ("[peers]\nask_s = 0", "peers has ask_s = 0.0; it must be a time above 0"),
         ("[mover\n", "kvmover.toml: "),
         ("\udcff", "kvmover.toml: "),
     ],

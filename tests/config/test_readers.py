@@ -19,9 +19,10 @@ import pytest
 import kvmover
 from kvmover import cli, config
 from kvmover.config import Loaded, Settings, keys, load
-from kvmover.engines.common import Upkeep, pin_limits
+from kvmover.engines.common import Cards, Neighbours, Upkeep, open_peer_tier, pin_limits
 from kvmover.engines.sglang.pd_exchange import Exchange
-from kvmover.layout import Component, Fleet, Pool, PoolSpec
+from kvmover.errors import TransportError
+from kvmover.layout import PACKED_ORDER, Component, Fleet, Pool, PoolSpec
 from kvmover.observe.checks import Status
 from kvmover.observe.host_checks import configuration
 from kvmover.observe.observers import Observers
@@ -90,6 +91,7 @@ def noted(tmp_path: Path) -> Noted:
         "KVMOVER_MOVER_SILENCE_S": "0.2",
         "KVMOVER_MOVER_PING_S": "0.05",
         "KVMOVER_MOVER_DRAIN_S": "0.05",
+        "KVMOVER_PEERS_ADDRESS": "127.0.0.1:1",
     }
     return Noted(load(environ=environ).settings)
 
@@ -163,8 +165,23 @@ def use_hints(settings: Settings) -> None:
     assert pin_limits(settings.hints).share
 
 
+def use_peers(settings: Settings) -> None:
+    """Nobody is where cards are looked for."""
+    spec = PoolSpec.dense(CACHE, Fleet(page_tokens=TOKENS).shard(CACHE, 0, TOKENS), 2, TOKENS, PACKED_ORDER)
+    pool = Pool.zeros(spec)
+    with closing(LoopbackTransport(LoopbackNetwork(), "p")) as wire:
+        tier = open_peer_tier(settings, "model", Fleet(page_tokens=TOKENS), 0, [pool], wire)
+        assert tier is not None
+        with closing(tier), closing(Neighbours([tier], settings.peers, nobody)) as neighbours:
+            assert not neighbours.connected()
+
+
+def nobody(host: str, port: int, timeout_s: float) -> Cards:
+    raise TransportError(f"nobody at {host}:{port}")
+
+
 def test_every_key_is_read_by_a_part_of_kvmover(noted: Noted) -> None:
-    for use in (use_movers, use_store, use_commands, use_observers, use_exchange, use_hints):
+    for use in (use_movers, use_store, use_commands, use_observers, use_exchange, use_peers, use_hints):
         use(noted.settings)
     assert sorted(noted.read & NAMES) == sorted(NAMES)
 
@@ -182,6 +199,7 @@ def test_what_a_section_does_with_its_own_fields_is_no_reading(noted: Noted) -> 
 HANDED = {
     "engines/sglang/linker.py": {"store"},
     "engines/sglang/pd.py": {"mover", "mover_config", "progress"},
+    "engines/common/neighbours.py": {"mover_config", "peers"},
     "engines/sglang/radix_tiers.py": {"hints"},
     "engines/sglang/storage.py": {"store"},
     "engines/vllm/connector.py": {"exchange", "hints", "mover", "mover_config", "progress", "store"},

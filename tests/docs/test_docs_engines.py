@@ -13,6 +13,7 @@ import pytest
 from kvmover.config import Settings, keys
 from kvmover.config.load import toml
 from kvmover.config.settings import value_of
+from kvmover.engines.common import ContentOptions
 from kvmover.engines.sglang import options as sglang
 from kvmover.engines.vllm import options as vllm
 
@@ -55,3 +56,10 @@ def test_the_page_of_vllm_names_every_option_of_its_tier() -> None:
     assert section
     fields = {field.name for field in msgspec.structs.fields(vllm.TierOptions)}
     assert {*vllm.STORE_KEYS, *fields} <= {*words(section[1])}
+
+
+def test_the_page_of_vllm_names_every_option_of_its_tier_of_peers() -> None:
+    section = re.search(r"^## Peers\n(.*?)^## ", (DOCS / "vllm.md").read_text(), re.M | re.S)
+    assert section
+    fields = {field.name for field in msgspec.structs.fields(ContentOptions)}
+    assert {*vllm.PEER_KEYS, *fields} <= {*words(section[1])}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from contextlib import closing
+import socket
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -310,6 +312,21 @@ def test_an_engine_that_has_started_again_at_an_address_is_another() -> None:
     finally:
         desk.close()
     assert not exchange.has_changed(address)
+
+
+def test_a_burst_of_ranks_is_let_in_while_the_desk_is_busy() -> None:
+    desk, busy = CardServer("127.0.0.1", 0), Event()
+    accept = desk._server.get_request
+
+    def late() -> Any:
+        busy.wait(60)
+        return accept()
+
+    with closing(desk), ExitStack() as clients:
+        desk._server.get_request = late
+        for _ in range(256):
+            clients.enter_context(socket.create_connection(("127.0.0.1", desk.port), timeout=5))
+        busy.set()
 
 
 def test_a_prefill_of_another_make_is_known_by_its_cards_and_sglangs_own_is_left_to_sglang() -> None:

@@ -13,7 +13,9 @@ pytest.importorskip("triton")
 
 from kvmover.kernels import bulk, bulk_ring, cuda_driver, reference  # noqa: E402
 from kvmover.kernels.bulk import CopyEngine  # noqa: E402
-from kvmover.kernels.region import Region, RegionError, Side  # noqa: E402
+from kvmover.kernels.bulk_ring import Pieces  # noqa: E402
+from kvmover.kernels.region import Region, RegionError, Side, merged  # noqa: E402
+from kvmover.kernels.tensor_maps import Boxes, boxes  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -111,6 +113,7 @@ RELAYOUT = (("NHD", "HND"), ("HND", "NHD"), ("NHD", "HND"))
 CASES = [Pages(row) for row in (16, 48, 256, 272, 2048, 2064, 4096, 4112, 16 << 10)]
 CASES += [Pages(row, tokens=2, pages=3, planes=2) for row in (40_000, 100_000, 1 << 20)]
 BUDGETS = [(CopyEngine.BULK, 1), (CopyEngine.BULK, 2), (CopyEngine.BULK, 4), (CopyEngine.ROWS, 1), (CopyEngine.ROWS, 4)]
+BUDGETS += [(CopyEngine.TENSOR, 1), (CopyEngine.TENSOR, 4)]
 BUDGETS += [(engine, 1) for engine in (CopyEngine.COPY, CopyEngine.BOXES, CopyEngine.LOOP, CopyEngine.GREEN)]
 
 
@@ -135,16 +138,73 @@ def test_the_chosen_engine_moves_rows_of_any_width(row_bytes: int, orders, strea
 @pytest.mark.parametrize(
     "shape", [bulk_ring.Ring(2, 1024, 1), bulk_ring.Ring(3, 16 << 10, 1), bulk_ring.Ring(7, 32 << 10, 3)], ids=str
 )
-def test_any_ring_moves_the_same_bytes(shape: bulk_ring.Ring) -> None:
-    _available(CopyEngine.BULK)
-    for row_bytes in (48, 2064, 40_000):
+@pytest.mark.parametrize("of", Pieces)
+def test_any_ring_moves_the_same_bytes(shape: bulk_ring.Ring, of: Pieces) -> None:
+    _available(CopyEngine.TENSOR if of is Pieces.BOXES else CopyEngine.BULK)
+    for row_bytes in (48, 256, 2064, 40_000):
         pages = Pages(row_bytes, pages=31)
         src, dst = _random(pages.nbytes, 1), _random(pages.nbytes, 2)
         on_gpu = src.cuda(), dst.cuda()
-        launch = bulk_ring.describe([pages.region(*on_gpu, RELAYOUT[0], 5)], shape)
+        launch = bulk_ring.describe([pages.region(*on_gpu, RELAYOUT[0], 5)], shape, of)
         bulk_ring.run(launch, torch.from_numpy(launch.table).cuda(), 3)
         reference.move([pages.region(src, dst, RELAYOUT[0], 5)])
         assert torch.equal(on_gpu[1].cpu(), dst)
+
+
+#: Head slices of pages, as boxes: of all widths that a row of a box may have, of more rows than a box may have, of more
+#: than a stage holds, and of more planes than a block has threads.
+SLICES = [Pages(row, tokens=64, heads=4) for row in (16, 112, 128, 256, 656, 1024, 2048)]
+SLICES += [Pages(16, tokens=1024, pages=5), Pages(256, tokens=40, planes=160, pages=4)]
+
+
+@pytest.mark.parametrize("sms", [1, 3, 64])
+@pytest.mark.parametrize("pages", SLICES, ids=str)
+def test_head_slices_move_as_boxes(pages: Pages, sms: int, stream) -> None:
+    for orders in RELAYOUT[:2]:
+        contents = [_random(pages.nbytes, seed) for seed in (1, 2)]
+        on_gpu = [content.cuda() for content in contents]
+        region = pages.region(*on_gpu, orders, 5)
+        assert isinstance(boxes(merged(region), bulk_ring.RING.stage_bytes), Boxes)
+        bulk.move([region], sms=sms, engine=_available(CopyEngine.TENSOR))
+        torch.cuda.synchronize()
+        reference.move([pages.region(*contents, orders, 5)])
+        assert torch.equal(on_gpu[1].cpu(), contents[1])
+
+
+def test_rows_at_a_pitch_on_both_sides_move_as_boxes(stream) -> None:
+    """A head of four, into the first of two."""
+    _available(CopyEngine.TENSOR)
+    src, dst = Pages(256, tokens=64, heads=4), Pages(256, tokens=64, heads=2)
+    contents = [_random(pages.nbytes, seed) for seed, pages in enumerate((src, dst))]
+    on_gpu = [content.cuda() for content in contents]
+
+    def region(memory) -> Region:
+        return Region(src.side(memory[0], "NHD", 1), dst.side(memory[1], "NHD", 2), 1, 64, 256)
+
+    bulk.move([region(on_gpu)], sms=2, engine=CopyEngine.TENSOR)
+    torch.cuda.synchronize()
+    reference.move([region(contents)])
+    assert torch.equal(on_gpu[1].cpu(), contents[1])
+
+
+def test_maps_that_take_the_place_of_others_are_the_ones_that_count() -> None:
+    """Tables of one size follow each other at one address, and what an SM knew of its maps is void each time."""
+    _available(CopyEngine.TENSOR)
+    pages, places = Pages(256, tokens=64, heads=4, planes=7), set[int]()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for seed in range(12):
+            contents = [_random(pages.nbytes, each) for each in (seed, 99)]
+            on_gpu = [content.cuda() for content in contents]
+            region = pages.region(*on_gpu, RELAYOUT[0], seed)
+            launch = bulk_ring.describe([region], of=Pieces.BOXES)
+            table = torch.from_numpy(launch.table).cuda()
+            places.add(table.data_ptr())
+            bulk_ring.run(launch, table, 4)
+            torch.cuda.synchronize()
+            reference.move([pages.region(*contents, RELAYOUT[0], seed)])
+            assert torch.equal(on_gpu[1].cpu(), contents[1])
+            del table
+    assert len(places) < 12
 
 
 def test_regions_of_all_engines_share_a_move(stream) -> None:
@@ -290,12 +350,13 @@ def test_memory_the_gpu_cannot_reach_is_refused() -> None:
     assert not on_gpu.any()
 
 
-def test_bulk_copies_refuse_rows_off_a_16_byte_border() -> None:
-    _available(CopyEngine.BULK)
+@pytest.mark.parametrize("ring", [CopyEngine.BULK, CopyEngine.TENSOR])
+def test_bulk_copies_refuse_rows_off_a_16_byte_border(ring: CopyEngine) -> None:
+    _available(ring)
     pages = Pages(4104, tokens=1, heads=1)
     memory = torch.zeros(pages.nbytes, dtype=torch.uint8, device="cuda")
-    with pytest.raises(RegionError, match="multiples of 16"):
-        bulk.move([pages.region(memory, memory.clone(), WHOLE[0], 1)], engine=CopyEngine.BULK)
+    with pytest.raises(bulk.EngineUnavailable, match="multiples of 16"):
+        bulk.move([pages.region(memory, memory.clone(), WHOLE[0], 1)], engine=ring)
 
 
 def test_pinned_memory_is_what_was_asked_for() -> None:

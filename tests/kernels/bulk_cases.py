@@ -4,46 +4,97 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import shutil
+import subprocess
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import strategies as st
 from row_moves import MOVES, NAMES, Move, PoolShape
 
 from kvmover.kernels import bulk_ring
-from kvmover.kernels.bulk_ring import Ring
+from kvmover.kernels.bulk_ring import Pieces, Ring
+from kvmover.kernels.cuda_driver import MAP_WORDS
 from kvmover.kernels.region import Region, Side, copies, merged
 
 SMALL = Ring(stages=3, stage_bytes=1024, lag=1)
 OPENED = [move.open().region for move in MOVES]
 ALIGNED = [move for move, region in zip(MOVES, OPENED, strict=True) if merged(region).alignment() == 16]
 
-Piece = tuple[int, int]
+#: Address and bytes; or coordinates, bytes, and the place of the map in which they count.
+Piece = tuple[int, int, int]
 Locate = Callable[[np.ndarray, int, int, int, int], Piece]
 AT = SimpleNamespace(**bulk_ring.words())
 
 
 def locate(table: np.ndarray, region: int, item: int, lane: int, side: int) -> Piece:
-    """Address and bytes of a lane's piece, in Python's integers: `locate` of bulk.cu."""
+    """A lane's piece, in Python's integers: `locate` of bulk.cu."""
     of, at = table[region:].tolist(), table[region + side :].tolist()
     number = (item - of[AT.FIRST_TILE]) * of[AT.PER_ITEM] + lane
     if lane >= of[AT.PER_ITEM] or number >= of[AT.COUNT]:
-        return 0, 0
+        return 0, 0, 0
     rest, piece = divmod(number, of[AT.PIECES])
     rest, token = divmod(rest, of[AT.TOKENS])
     rest, plane = divmod(rest, of[AT.PLANES])
     unit, head = divmod(rest, of[AT.HEADS])
     inside = piece * of[AT.PIECE_BYTES]
-    start = int(table[at[AT.ADDRESSES] + plane]) + int(table[at[AT.LIST] + unit])
-    start += head * at[AT.HEAD_STRIDE] + token * at[AT.TOKEN_STRIDE]
-    return start + inside, min(of[AT.RUN_BYTES] - inside, of[AT.PIECE_BYTES])
+    start = int(table[at[AT.LIST] + unit]) + head * at[AT.HEAD_STRIDE] + token * at[AT.TOKEN_STRIDE] + inside
+    nbytes = min(of[AT.RUN_BYTES] - inside, of[AT.PIECE_BYTES])
+    if of[AT.MAPPED] & (bulk_ring.SRC_MAPPED if side == AT.SRC else bulk_ring.DST_MAPPED):
+        return start, nbytes, at[AT.ADDRESSES] + plane * MAP_WORDS
+    return start + int(table[at[AT.ADDRESSES] + plane]), nbytes, 0
 
 
-def emulate(regions: Sequence[Region], how: Locate, shape: Ring = SMALL, blocks: int = 3) -> None:
+def locate_of_the_source(folder: Path) -> Locate:
+    """`locate` of bulk.cu itself, compiled for the host: it is plain C++ up to the first line of PTX."""
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler on this machine")
+    call = "*out = locate(table, table + region, item, lane, side);"
+    arguments = "const i64* table, i64 region, u32 item, u32 lane, int side, Piece* out"
+    (folder / "host.cpp").write_text(
+        f'#include "{bulk_ring.SOURCE}"\nextern "C" void piece({arguments}) {{ {call} }}\n'
+    )
+    command = [compiler, *bulk_ring.RING.options, "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o"]
+    subprocess.run([*command, folder / "host.so", folder / "host.cpp"], check=True)
+    library = ctypes.CDLL(str(folder / "host.so"))
+
+    class Out(ctypes.Structure):
+        _fields_ = (("address", ctypes.c_int64), ("map", ctypes.c_int64), ("bytes", ctypes.c_uint32))
+
+    def call_it(table: np.ndarray, region: int, item: int, lane: int, side: int) -> Piece:
+        out = Out()
+        library.piece(ctypes.c_void_p(table.ctypes.data), ctypes.c_int64(region), item, lane, side, ctypes.byref(out))
+        return out.address, out.bytes, out.map
+
+    return call_it
+
+
+def named(table: np.ndarray, piece: Piece) -> list[tuple[int, int]]:
+    """Addresses and sizes of the runs of a piece. Of a box, the rows that its map names, as tensor_maps.c keeps it."""
+    begin, nbytes, place = piece
+    if not place:
+        assert (begin % 16, nbytes % 16) == (0, 0)
+        return [(begin, nbytes)] if nbytes else []
+    assert place % 8 == 0, "a map begins at a multiple of 64 bytes"
+    address, width, height, pitch, box = table[place : place + 5].tolist()
+    columns, rows = box & 0xFFFFFFFF, box >> 32
+    row, word = begin >> 32, begin & 0xFFFFFFFF
+    assert nbytes == 8 * columns * rows, "what the barrier expects is what the copy brings"
+    assert word + columns <= width, "what is outside would be zeros"
+    assert 0 <= row <= height - rows, "what is outside would be zeros"
+    return [(address + (row + each) * pitch + 8 * word, 8 * columns) for each in range(rows)]
+
+
+def emulate(
+    regions: Sequence[Region], how: Locate, shape: Ring = SMALL, blocks: int = 3, of: Pieces = Pieces.RUNS
+) -> None:
     """Move CPU memory as the blocks of the kernel would, through a ring of their own."""
-    launch = bulk_ring.describe([region for region in regions if region.nbytes], shape)
+    launch = bulk_ring.describe([region for region in regions if region.nbytes], shape, of)
     for block in range(blocks):
         stage = np.zeros(shape.stage_bytes, np.uint8)
         region = 0
@@ -52,13 +103,14 @@ def emulate(regions: Sequence[Region], how: Locate, shape: Ring = SMALL, blocks:
                 region += AT.WORDS
             slot, loaded = int(launch.table[region + AT.PIECE_BYTES]), 0
             for side, lane in itertools.product((AT.SRC, AT.DST), range(bulk_ring.LANES)):
-                address, nbytes = how(launch.table, region, item, lane, side)
-                assert (address % 16, nbytes % 16) == (0, 0)
-                assert lane * slot + nbytes <= shape.stage_bytes or not nbytes
                 place = stage.ctypes.data + lane * slot
-                if nbytes:
+                runs = named(launch.table, how(launch.table, region, item, lane, side))
+                total = sum(nbytes for _, nbytes in runs)
+                assert not runs or (total <= slot and lane * slot + total <= shape.stage_bytes)
+                loaded += total if side == AT.SRC else -total
+                for address, nbytes in runs:
                     ctypes.memmove(*((place, address) if side == AT.SRC else (address, place)), nbytes)
-                loaded += nbytes if side == AT.SRC else -nbytes
+                    place += nbytes
             assert loaded == 0, "what a stage waits for is what is stored from it"
 
 

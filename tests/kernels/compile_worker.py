@@ -17,7 +17,7 @@ import triton
 
 from kvmover.kernels.launch import RowConfig, RowKind, choose
 from kvmover.kernels.region import Region, Side
-from kvmover.kernels.rows import RowShape
+from kvmover.kernels.rows import RowShape, first_rows, recut, rest_rows, units_in_tile
 from perf import machine_code
 
 CPU = torch.device("cpu")
@@ -31,6 +31,7 @@ FEW = {
     *("aligned-656B-gather", "aligned-256B-relayout-tokens", "aligned-1152B-relayout-units"),
     *("aligned-256B-scatter-units", "aligned-132B-contiguous", "aligned-256B-and-656B", "budgeted-2048B-gather"),
     *("budgeted-256B-whole-units-of-64", "budgeted-256B-rows-of-units-of-64"),
+    *("budgeted-1152B-whole-units-of-16-together", "budgeted-1152B-rows-of-units-of-16-together"),
     *("word8-256B-gather", "word4-256B-relayout-units", "word2-256B-gather", "word1-256B-relayout-units"),
 }
 
@@ -71,10 +72,14 @@ def cases() -> dict[str, list[Region]]:
 
 def budgeted() -> dict[str, list[Region]]:
     """The same kinds of tiles, as a program takes them that has an SM to itself, and tiles of whole units: of 64 tokens
-    or 16, and of 24, which do not fill them."""
+    or 16, of 24, which do not fill them, and of tokens that lie together, in powers of two and what is left: latents by
+    16 and 32, 18 and 36 KiB, and rows of V3.2 by 64, 41 KiB."""
     found = {f"budgeted-256B-whole-units-of-{tokens}": [region(256, tokens)] for tokens in (64, 16, 24)}
     found["budgeted-656B-whole-units-of-24"] = [region(656, 24, scattered=(True, True))]
     found["budgeted-256B-rows-of-units-of-64"] = [region(256, 64)]
+    for row, tokens in ((1152, 16), (1152, 32), (656, 64)):
+        for how in ("whole-units", "rows-of-units"):
+            found[f"budgeted-{row}B-{how}-of-{tokens}-together"] = [region(row, tokens, apart=1)]
     found |= {f"budgeted-{row}B-gather": [region(row, BUDGETED.block_bytes // row)] for row in (256, 2048)}
     found["budgeted-1152B-relayout-tokens"] = [region(1152, 1, scattered=(True, True))]
     found["budgeted-656B-relayout-units"] = [region(656, 3, scattered=(True, True))]
@@ -83,7 +88,7 @@ def budgeted() -> dict[str, list[Region]]:
 
 def report(name: str, regions: list[Region], config: RowConfig, architecture: int) -> dict[str, object]:
     """What the machine code of a launch says, and how many 16-byte accesses a thread should have in flight."""
-    own = RowShape.of(regions[0], config.block_bytes)
+    own = RowShape.of(recut(regions[0]), config.block_bytes)
     assert ("whole-units" in name) == (own.tokens > 0 and "rows-of-units" not in name)
     shapes = (own.of_any_units,) if "rows-of-units" in name else ()
     code = machine_code.of_rows(regions, config, architecture, shapes)
@@ -95,13 +100,16 @@ def report(name: str, regions: list[Region], config: RowConfig, architecture: in
         "opcodes": sorted(code.opcodes),
         "integers": code.integers,
         "in_flight": code.in_flight,
-        "accesses": _accesses(config),
+        "accesses": _accesses(config, shapes[0] if shapes else own),
     }
 
 
-def _accesses(config: RowConfig) -> int:
+def _accesses(config: RowConfig, own: RowShape) -> int:
     """Of 16 bytes, by each thread, for a tile."""
-    return config.block_bytes // (16 * 32 * config.warps)
+    nbytes, grain_bytes, rows = config.block_bytes, own.grain * own.word_bytes, own.tokens * own.grains
+    if rows:
+        nbytes = units_in_tile(rows, nbytes // grain_bytes) * (first_rows(rows) + rest_rows(rows)) * grain_bytes
+    return nbytes // (16 * 32 * config.warps)
 
 
 def main() -> None:

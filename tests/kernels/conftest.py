@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import bulk_cases
 import numpy as np
 import pytest
 import torch
 from ahead import Ahead
+from bulk_cases import Locate
 from compilers import Limited
 from row_moves import SPARSE_BYTES
 
@@ -24,6 +26,18 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
         pytest.skip(f"no sparse file of {SPARSE_BYTES >> 30} GiB here: {error}")
     path.unlink()  # gone with the mapping
     return torch.from_numpy(memory)
+
+
+@pytest.fixture(scope="session")
+def compiled_locate(tmp_path_factory: pytest.TempPathFactory) -> Locate:
+    """That of bulk.cu."""
+    return bulk_cases.locate_of_the_source(tmp_path_factory.mktemp("locate"))
+
+
+@pytest.fixture(params=["python", "bulk.cu"])
+def how(request: pytest.FixtureRequest) -> Locate:
+    """What finds a piece of the ring's."""
+    return bulk_cases.locate if request.param == "python" else request.getfixturevalue("compiled_locate")
 
 
 _AHEAD = pytest.StashKey[Ahead]()

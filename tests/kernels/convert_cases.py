@@ -268,7 +268,7 @@ def test_a_kernel_for_narrower_accesses_and_units_given_otherwise_writes_the_sam
 ) -> None:
     def narrowly(conversions: Sequence[Conversion]) -> None:
         own = convert.standing_program(conversions, kinds, None)
-        shapes = {replace(shape, src_vec=1, dst_vec=1) for shape in own.shapes}
+        shapes = {shape._replace(src_vec=1, dst_vec=1) for shape in own.shapes}
         launch = convert.prepare(conversions, using=replace(own, shapes=tuple(shapes)))
         assert launch is not None
         assert set(launch.program.shapes) == shapes

@@ -14,30 +14,28 @@ from dataclasses import asdict
 import numpy as np
 import triton
 from compile_worker import region
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from kvmover.kernels import digest
 from kvmover.kernels.digest import describe
-from kvmover.kernels.digest_reference import Logical
-from kvmover.kernels.launch import RULES, Kernel, RowConfig, constexpr
+from kvmover.kernels.digest_reference import End, Logical
+from kvmover.kernels.launch import RULES, Kernel, Program, RowConfig
 from kvmover.kernels.region import Region
 from perf import machine_code
 
 
-def cases() -> dict[str, tuple[Region, int, int]]:
-    """Region, heads in a row, and whether it copies, by name."""
+def cases() -> dict[str, tuple[Region, int, End | None]]:
+    """Region, heads in a row, and the end that is only read, by name."""
     both = (True, True)
     return {
-        "aligned-256B-gather": (region(256, 64), 1, 1),
-        "aligned-256B-tokens": (region(256, 1, scattered=both), 1, 1),
-        "aligned-1152B-gather": (region(1152, 64), 1, 1),
-        "aligned-656B-units": (region(656, 3, scattered=both), 1, 1),
-        "aligned-2048B-eight-heads": (region(2048, 16), 8, 1),
-        "aligned-132B-contiguous": (region(132, 64, apart=1), 1, 1),
-        "read-256B": (region(256, 64), 1, 0),
-        "word4-132B-gather": (region(132, 64), 1, 1),
-        "word1-82B-tokens": (region(82, 1, scattered=both), 1, 1),
+        "aligned-256B-gather": (region(256, 64), 1, None),
+        "aligned-256B-tokens": (region(256, 1, scattered=both), 1, None),
+        "aligned-1152B-gather": (region(1152, 64), 1, None),
+        "aligned-656B-units": (region(656, 3, scattered=both), 1, None),
+        "aligned-2048B-eight-heads": (region(2048, 16), 8, None),
+        "aligned-132B-contiguous": (region(132, 64, apart=1), 1, None),
+        "read-256B": (region(256, 64), 1, "src"),
+        "word4-132B-gather": (region(132, 64), 1, None),
+        "word1-82B-tokens": (region(82, 1, scattered=both), 1, None),
     }
 
 
@@ -45,16 +43,10 @@ def cases() -> dict[str, tuple[Region, int, int]]:
 CONFIG, BUDGETED = RULES[Kernel.DIGEST]
 
 
-def compiled(moved: Region, heads: int, copies: int, config: RowConfig, architecture: int) -> bytes:
-    """The cubin of a launch of one region."""
+def program(moved: Region, heads: int, reads: End | None, config: RowConfig) -> Program:
+    """The kernel of a launch of one region."""
     logical = Logical(np.arange(moved.planes), np.array([5, 1, 9, 3, 2, 7, 4]) * moved.tokens, heads_in_row=heads)
-    launch = describe([moved], [logical], [0], config.block_bytes)
-    constants = {"SHAPES": tuple(map(constexpr, launch.shapes)), "BLOCK": config.block_bytes, "COPY": copies}
-    counts = {"regions": "i32", "tiles": "i32"}
-    signature = {"table": "*i64", "out": "*i64", **counts, **dict.fromkeys(constants, "constexpr")}
-    source = ASTSource(digest.digest_kernel, signature, constants, {(0,): [["tt.divisibility", 16]]})
-    options = {"num_warps": config.warps}
-    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options).asm["cubin"]
+    return digest.program(describe([moved], [logical], [0], config.block_bytes).shapes, config, reads)
 
 
 def main() -> None:
@@ -64,7 +56,7 @@ def main() -> None:
     budgeted = {name: (case, BUDGETED) for name, case in list(cases().items())[:: 1 if wanted else 6]}
     launches |= {f"{name}-budgeted": each for name, each in budgeted.items()}
     for name, (case, config) in launches.items():
-        code = machine_code.read(compiled(*case, config, int(sys.argv[1])))
+        code = machine_code.of_program(program(*case, config), int(sys.argv[1]))
         results[name] = {
             **asdict(code),
             "opcodes": dict(code.opcodes),

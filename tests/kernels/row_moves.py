@@ -274,8 +274,9 @@ def _sizes() -> list[Move]:
 
 
 def _whole() -> list[Move]:
-    """Head slices of which a tile of 32 KiB takes whole units: units that fill their share of it or not, a last tile of
-    fewer, rows of one grain and of many, narrow words, and pages of one token."""
+    """What a tile of 32 KiB takes whole units of: head slices that fill their share of it or not, a last tile of fewer,
+    rows of one grain and of many, narrow words, pages of one token, and tokens that lie together, whose bytes are a
+    power of two and what is left."""
     rows = [(256, 64), (256, 16), (256, 24), (656, 24), (1024, 3), (8192, 1)]
     moves = [
         Move(PoolShape(NHD, tokens, 2), PoolShape(HND, tokens, 2), row, tokens, layers=1, kv=1, seed=row + tokens)
@@ -284,7 +285,11 @@ def _whole() -> list[Move]:
     ends = [("scattered", "even"), ("even", "scattered"), ("even", "backwards")]
     moves += [replace(moves[0], taken=taken, units=3, layers=2) for taken in ends]
     narrow = [replace(moves[1], src=replace(moves[1].src, misaligned=off), row_bytes=64 * off) for off in (4, 1)]
-    return [*moves, *narrow, replace(moves[1], units=19, heads=1), replace(moves[0], units=2)]
+    together = [
+        Move(PoolShape(HND, tokens, 1), PoolShape(HND, tokens, 1), row, tokens, heads=1, layers=1, kv=1, units=units)
+        for row, tokens, units in [(1152, 16, 5), (1152, 32, 3), (656, 64, 2)]
+    ]
+    return [*moves, *narrow, replace(moves[1], units=19, heads=1), replace(moves[0], units=2), *together]
 
 
 WHOLE = _whole()

@@ -126,6 +126,7 @@ def test_missing_engines_have_a_reason_and_a_replacement(monkeypatch: pytest.Mon
     runnable = bulk._runnable.__wrapped__
     assert {engine: runnable(engine, device) for engine in CopyEngine if runnable(engine, device) is not engine} == {
         CopyEngine.BULK: CopyEngine.ROWS,
+        CopyEngine.TENSOR: CopyEngine.ROWS,
         CopyEngine.COPY: CopyEngine.LOOP,
         CopyEngine.BOXES: CopyEngine.ROWS,
         CopyEngine.GREEN: CopyEngine.ROWS,
@@ -138,7 +139,7 @@ def test_an_engine_that_was_named_and_cannot_is_refused(monkeypatch: pytest.Monk
     with pytest.raises(bulk.EngineUnavailable, match="ring: rows aligned to 8 bytes; bulk copies take multiples of 16"):
         bulk.check_engine(CopyEngine.BULK, device, [between("meta", "meta", 4096), rows_of_24])
     for engine in CopyEngine:
-        bulk.check_engine(engine, device, [] if engine is CopyEngine.BULK else [rows_of_24])
+        bulk.check_engine(engine, device, [] if engine in bulk.RINGS else [rows_of_24])
     monkeypatch.setattr(bulk, "unavailable", lambda engine, device: "the driver is of 1999")
     with pytest.raises(bulk.EngineUnavailable, match="copy_3d: the driver is of 1999"):
         bulk.check_engine(CopyEngine.BOXES, device)

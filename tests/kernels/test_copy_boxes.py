@@ -7,20 +7,16 @@ brings, so a field at a wrong place moves wrong bytes here.
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import triton
 from bulk_cases import any_moves
-from compilers import OLDEST_PATH
+from fake_driver import HEADERS, fake_driver
 from hypothesis import given
 from row_moves import HND, MOVES, NHD, PACKED, Move, PoolShape, ids, run
 
@@ -30,22 +26,12 @@ from kvmover.kernels.copy_engine import CopyEngine
 from kvmover.kernels.region import Region
 from tests.proofs import searched
 
-HERE = Path(__file__).parent
 CUDA = torch.device("cuda", 0)
-INCLUDE = "backends/nvidia/include"
-HEADERS = {"newest": Path(triton.__file__).parent / INCLUDE, "oldest": OLDEST_PATH / "triton" / INCLUDE}
 
 
 @pytest.fixture(scope="module", params=HEADERS)
 def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """Of the CUDA of the newest supported Triton's header, and of the oldest's."""
-    compiler, include = shutil.which("cc"), HEADERS[request.param]
-    if compiler is None or not (include / "cuda.h").exists():
-        pytest.skip(f"no compiler, or no {include}/cuda.h")
-    library = tmp_path_factory.mktemp("driver") / "libfake.so"
-    command = [compiler, "-shared", "-fPIC", "-Wall", "-Werror", "-I", include, HERE / "copy_boxes.c", "-o", library]
-    subprocess.run(list(map(str, command)), check=True)
-    return ctypes.CDLL(str(library))
+    return fake_driver("copy_boxes.c", request.param, tmp_path_factory.mktemp("driver"))
 
 
 @pytest.fixture

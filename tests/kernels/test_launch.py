@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from itertools import accumulate
 from typing import Any
 
@@ -132,10 +131,24 @@ def side_of(launch: table.Launch, fields: list[int], name: str) -> tuple[np.ndar
 
 @pytest.mark.parametrize(
     ("row_bytes", "tokens", "whole"),
-    [(256, 64, 2), (256, 16, 8), (256, 24, 4), (256, 20, 0), (256, 8, 0), (656, 24, 2), (656, 16, 0), (8192, 1, 4)],
+    [
+        *[
+            (256, 64, 2),
+            (256, 16, 8),
+            (256, 24, 4),
+            (256, 20, 8),
+            (256, 8, 0),
+            (656, 24, 2),
+            (656, 16, 4),
+            (8192, 1, 4),
+            (1024, 3, 8),
+        ],
+        *[(2048, 9, 2), (2048, 18, 1), (1024, 41, 1), (2048, 22, 0), (2048, 11, 0), (256, 33, 4), (1024, 5, 8)],
+    ],
 )
 def test_a_tile_of_a_budget_takes_whole_units_where_they_fill_it(row_bytes: int, tokens: int, whole: int) -> None:
-    """A head slice of 64 tokens of 256 B is half of a tile. Units below 4 KiB, or that fill less of a power of two than
+    """A head slice of 64 tokens of 256 B is half of a tile; of latents by pages of 16, 18 KiB, a tile takes two, and of
+    pages of 32 one. Units below 4 KiB, above a tile and a third, or of which those that fit fill less of a tile than
     three quarters, are taken by the row, as ever."""
     pools = PoolShape(NHD, tokens, 2), PoolShape(NHD, tokens, 3)
     region = Move(*pools, row_bytes, tokens, layers=1, kv=1, units=9).open().region
@@ -291,6 +304,6 @@ def test_a_launch_uploads_one_offset_a_unit_of_the_pool_and_one_address_a_plane(
 @pytest.mark.parametrize(
     ("module", "shape"), [(rows, rows.RowShape), (digest, digest.DigestShape), (convert, convert.ColumnShape)]
 )
-def test_a_kernel_finds_each_field_of_a_shape_by_its_name(module: Any, shape: type) -> None:
+def test_a_kernel_finds_each_field_of_a_shape_by_its_name(module: Any, shape: Any) -> None:
     names = {name: at.value for name, at in vars(module).items() if name.startswith("OF_")}
-    assert names == {f"OF_{field.name.upper()}": at for at, field in enumerate(dataclasses.fields(shape))}
+    assert names == {f"OF_{field.upper()}": at for at, field in enumerate(shape._fields)}

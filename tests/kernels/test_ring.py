@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import shutil
-import subprocess
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from bulk_cases import ALIGNED, AT, MEMORY, OPENED, Locate, Piece, any_moves, emulate, line, locate
+from bulk_cases import ALIGNED, AT, MEMORY, OPENED, Locate, any_moves, emulate, line, locate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from row_moves import HND, NHD, TOGETHER, Move, PoolShape, ids, run
@@ -24,38 +22,6 @@ from perf.machine_code import CUOBJDUMP, MachineCode, read
 
 #: Shared memory of an SM on sm_90 and sm_100. A block takes 1 KiB of it for the system, which its size includes.
 SHARED_BYTES = 228 << 10
-
-
-@pytest.fixture(scope="module")
-def locate_of_the_source(tmp_path_factory: pytest.TempPathFactory) -> Locate:
-    """`locate` of bulk.cu itself, compiled for the host: it is plain C++ up to the first line of PTX."""
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("no C++ compiler on this machine")
-    folder = tmp_path_factory.mktemp("locate")
-    call = "*out = locate(table, table + region, item, lane, side);"
-    arguments = "const i64* table, i64 region, u32 item, u32 lane, int side, Piece* out"
-    (folder / "host.cpp").write_text(
-        f'#include "{bulk_ring.SOURCE}"\nextern "C" void piece({arguments}) {{ {call} }}\n'
-    )
-    command = [compiler, *RING.options, "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o"]
-    subprocess.run([*command, folder / "host.so", folder / "host.cpp"], check=True)
-    library = ctypes.CDLL(str(folder / "host.so"))
-
-    class Out(ctypes.Structure):
-        _fields_ = (("address", ctypes.c_int64), ("bytes", ctypes.c_uint32))
-
-    def call_it(table: np.ndarray, region: int, item: int, lane: int, side: int) -> Piece:
-        out = Out()
-        library.piece(ctypes.c_void_p(table.ctypes.data), ctypes.c_int64(region), item, lane, side, ctypes.byref(out))
-        return out.address, out.bytes
-
-    return call_it
-
-
-@pytest.fixture(params=["python", "bulk.cu"])
-def how(request: pytest.FixtureRequest) -> Locate:
-    return locate if request.param == "python" else request.getfixturevalue("locate_of_the_source")
 
 
 @pytest.mark.parametrize("move", ALIGNED, ids=ids(ALIGNED))
@@ -104,7 +70,7 @@ def test_a_run_is_cut_into_pieces_that_cover_it_once(run_bytes: int, units: int,
     assert slot % 128 == 0
     for side, apart in ((AT.SRC, 2), (AT.DST, 3)):
         pieces = [locate(launch.table, 0, item, lane, side) for item in range(launch.tiles) for lane in range(per_item)]
-        pieces = [(address - base, nbytes) for address, nbytes in pieces if nbytes]
+        pieces = [(address - base, nbytes) for address, nbytes, _ in pieces if nbytes]
         starts = [unit * apart * run_bytes for unit in range(units)]
         assert sum(nbytes for _, nbytes in pieces) == units * run_bytes
         ends = {address + nbytes for address, nbytes in pieces}
@@ -176,9 +142,10 @@ def machine_code(request: pytest.FixtureRequest) -> MachineCode:
     return read(compiled(library, request.param, RING.options))
 
 
-def test_the_payload_moves_by_bulk_copies_alone(machine_code: MachineCode) -> None:
+def test_the_payload_moves_by_bulk_and_tensor_copies_alone(machine_code: MachineCode) -> None:
     opcodes = machine_code.opcodes
     assert opcodes["UBLKCP.S.G"] == opcodes["UBLKCP.G.S"] == 1
+    assert opcodes["UTMALDG.2D"] == opcodes["UTMASTG.2D"] == 1
     kinds = {opcode.split(".")[0] for opcode in opcodes}
     assert not kinds & {"STG", "ST", "LDS", "STS", "LDSM"}, "payload through registers"
     assert "CALL" not in kinds

@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvmover.kernels import bulk, launch
+from kvmover.kernels import bulk, convert_reference, launch, reference
 from kvmover.kernels.copy_engine import CopyEngine
 from kvmover.kernels.launch import RowConfig, RowKind
 from kvmover.kernels.region import Region
-from perf import autotune, bench_kernels, compile_sweep, copy_engines, gpu_time
+from perf import autotune, bench_kernels, compile_sweep, conversions, copy_engines, gpu_time
 from perf.autotune import BUDGETS, candidates
-from perf.compile_sweep import compile_one
+from perf.cases import CASES
+from perf.compile_sweep import compile_one, convert_one
 
 
 @pytest.mark.parametrize("sms", BUDGETS, ids=lambda sms: f"sms-{sms}")
@@ -58,6 +59,9 @@ def test_engines_that_cannot_move_a_case_or_not_in_time_are_left_out_and_said(mo
     assert [copy_engines.copies_of(engine, region()) for engine in (CopyEngine.BOXES, CopyEngine.COPY)] == [4, 256]
     assert copy_engines.left_out(CopyEngine.BOXES, [region()], device) is None
     assert copy_engines.left_out(CopyEngine.BULK, [region(132)], device) is not None
+    assert copy_engines.left_out(CopyEngine.TENSOR, [region()], device) is None
+    of_one = "256 B a run: rows follow each other at both ends, or a unit has one"
+    assert copy_engines.left_out(CopyEngine.TENSOR, [compile_sweep.region(256, 1)], device) == of_one
     monkeypatch.setattr(copy_engines, "MOST_COPIES", 100)
     assert copy_engines.left_out(CopyEngine.COPY, [region()], device) == "256 copies"
 
@@ -70,3 +74,65 @@ def test_the_dry_run_says_what_is_wrong_with_a_candidate() -> None:
     line, good = compile_one((256, 64, RowConfig(262144, 32), 90))
     assert not good
     assert " 0 spills" not in line
+
+
+@pytest.mark.filterwarnings("ignore")  # Triton's own
+def test_the_dry_run_compiles_conversions_too() -> None:
+    line, good = convert_one((128, "to", RowConfig(4096, 4), 90))
+    assert good
+    assert line.startswith("sm_90   to 128 float8_e4m3fn")
+    assert "0 spills" in line
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_left_of_whole_units_may_be_narrower_than_the_rest() -> None:
+    line, good = compile_one((2048, 9, RowConfig(32768, 16), 90))
+    assert good
+    assert "[64, 128] bit" in line
+
+
+def test_a_conversion_is_the_gather_of_a_case_in_another_form_and_back() -> None:
+    plain, narrow = conversions.forms(128)
+    wide = compile_sweep.region(256, 64)
+    pool, packed = wide.src.memory[0], wide.dst.memory[0]
+    pool.copy_((torch.randn(len(pool) // 2) * 3).bfloat16().view(torch.uint8))
+    there = conversions.conversion(wide, 128)
+    convert_reference.convert([there])
+    reference.move([wide])
+    rows = packed.view(-1, 256)[: wide.units * 64]
+    assert torch.equal(
+        there.dst.memory[0].view(-1, 128)[: len(rows)],
+        convert_reference.encode(narrow, convert_reference.decode(plain, rows, []), [conversions.SCALE]).view(-1, 128),
+    )
+    convert_reference.convert([conversions.back(there)])
+    reference.move([wide])
+    assert torch.equal(
+        packed.view(-1, 256)[: len(rows)].view(torch.bfloat16).float(),
+        convert_reference.decode(narrow, there.dst.memory[0].view(-1, 128)[: len(rows)], [conversions.SCALE]),
+    )
+
+
+def test_an_entry_of_a_conversion_is_read_as_one_of_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interleaved(calls: Mapping[RowConfig, object], rounds: int) -> dict[RowConfig, SimpleNamespace]:
+        return {config: SimpleNamespace(median=1e-6 * config.warps) for config in calls}
+
+    compared: list[int] = []
+    monkeypatch.setattr(gpu_time, "interleaved", interleaved)
+    monkeypatch.setattr(copy_engines, "same_bytes", lambda regions, truth, calls: compared.append(len(calls)))
+    there = conversions.conversion(region(), 128)
+    for sms in BUDGETS:
+        entry = autotune.best_conversion([there], sms)
+        tried = {RowConfig(*line[:2]) for line in entry["table"]}  # pyright: ignore
+        assert launch.RULES[launch.Kernel.CONVERT][sms is not None] in tried
+        assert compared[-1] == len(tried) >= 10
+        read = launch._entry({"sms": sms, **json.loads(json.dumps(entry))})
+        assert (read.kernel, read.kind, read.budgeted) == (launch.Kernel.CONVERT, RowKind(256, 16384), sms is not None)
+        assert read.config.warps == min(config.warps for config in tried)
+
+
+def test_a_case_is_done_when_its_last_kernel_is() -> None:
+    llama, keys = CASES[0], CASES[-1]
+    digests = [{"case": case.text(), "kernel": "digest"} for case in (llama, keys)]
+    assert (autotune.is_converted(llama), autotune.is_converted(keys)) == (True, False)
+    assert (autotune.is_done(llama, digests), autotune.is_done(keys, digests)) == (False, True)
+    assert autotune.is_done(llama, [*digests, {"case": llama.text(), "kernel": "convert"}])

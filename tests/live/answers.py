@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
@@ -78,24 +78,34 @@ class Streamed:
     parts: tuple[Mapping[str, Any], ...]
 
 
-def stream(url: str, payload: Mapping[str, Any]) -> Streamed:
-    """Server-sent events, each JSON, up to `[DONE]`. Raises OSError for any other answer."""
+def events(url: str, payload: Mapping[str, Any]) -> Generator[Mapping[str, Any]]:
+    """Server-sent events, each JSON, up to `[DONE]`, as they come. Whoever closes this leaves: the server sees it.
+
+    Raises OSError for any other answer, and where the connection breaks.
+    """
     parts = urlsplit(url)
-    began = time.monotonic()
     connection = HTTPConnection(parts.hostname or "", parts.port, timeout=120)
     try:
         body = json.dumps({**payload, "stream": True})
         connection.request("POST", parts.path, body, {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        if answer.status != 200:
-            raise OSError(f"HTTP {answer.status}: {answer.read()[:300]!r}")
-        first_s, found = 0.0, list[Mapping[str, Any]]()
-        for line in answer:
-            if line.startswith(b"data: {"):
-                first_s = first_s or time.monotonic() - began
-                found.append(json.loads(line.removeprefix(b"data: ")))
+        with connection.getresponse() as answer:
+            if answer.status != 200:
+                raise OSError(f"HTTP {answer.status}: {answer.read()[:300]!r}")
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line.removeprefix(b"data: "))
+    except HTTPException as error:
+        raise OSError(f"{type(error).__name__} {error}") from error
     finally:
         connection.close()
+
+
+def stream(url: str, payload: Mapping[str, Any]) -> Streamed:
+    """All `events`, and when they came. Raises OSError as they do."""
+    began, first_s, found = time.monotonic(), 0.0, list[Mapping[str, Any]]()
+    for event in events(url, payload):
+        first_s = first_s or time.monotonic() - began
+        found.append(event)
     return Streamed(first_s, time.monotonic() - began, tuple(found))
 
 

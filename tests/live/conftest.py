@@ -15,6 +15,8 @@ import pytest
 
 from tests.live.server import ENVIRONMENTS, Command, Server
 from tests.live.table import Results, Row
+from tests.mooncake_home import NEEDED
+from tests.store.pool_processes import PoolProcesses
 
 HERE = Path(__file__).parent
 
@@ -101,6 +103,19 @@ def servers() -> Iterator[Servers]:
         yield started
     finally:
         started.stop()
+
+
+@pytest.fixture
+def pool() -> Iterator[PoolProcesses]:
+    """A pool of memory of the test's own, over TCP, with two donors that hold all that its prompts take."""
+    pytest.importorskip("mooncake.store", reason=NEEDED, exc_type=ImportError)
+    processes = PoolProcesses(patience_s=30)
+    try:
+        for _ in range(2):
+            processes.donate(256 << 20)
+        yield processes
+    finally:
+        processes.close()
 
 
 @pytest.fixture(scope="session")

@@ -99,7 +99,8 @@ class Server:
         pid = ground.start(command.module, command.arguments, command.environment, cls._log_of(command))
         return cls(command, pid, os.pidfd_open(pid))
 
-    def _ended(self, within_s: float = 0.0) -> bool:
+    def ended(self, within_s: float = 0.0) -> bool:
+        """Whether its first process is gone, waited for at most so long."""
         return bool(select.select([self._alive], [], [], within_s)[0])
 
     @staticmethod
@@ -126,7 +127,7 @@ class Server:
         """Wait until it answers. Raises ServerDied."""
         stop = time.monotonic() + _START_S
         while time.monotonic() < stop:
-            if self._ended():
+            if self.ended():
                 raise ServerDied(f"{self.name} ended:\n{self.log()[-6000:]}")
             try:
                 if self.get("/health")[0] == 200:
@@ -176,15 +177,15 @@ class Server:
 
     def stop(self) -> None:
         """As an operator stops it: a signal, and time to end."""
-        if not self._ended():
+        if not self.ended():
             os.kill(self.pid, signal.SIGINT if self.engine == "vllm" else signal.SIGTERM)
-            self._ended(_STOP_S)
+            self.ended(_STOP_S)
         self.kill()
 
     def kill(self) -> None:
         """`kill -9` of all its processes."""
         self._signal(signal.SIGKILL)
-        self._ended(_STOP_S)
+        self.ended(_STOP_S)
 
     def pause(self) -> None:
         self._signal(signal.SIGSTOP)

@@ -85,7 +85,7 @@ def of_tree(command: Command, tree: Path) -> Command:
     return replace(command, ground=Ground("sglang", (*_GROUND.modules, "kvmover"), own))
 
 
-def hicache(root: Path, layout: str, **options: Any) -> tuple[str, ...]:
+def hicache(root: Path | str, layout: str, **options: Any) -> tuple[str, ...]:
     """Pages go through host memory of this layout to kvmover's page store at `root`, and come back from there."""
     store = {"backend_name": "kvmover", "module_path": "kvmover.engines.sglang", "class_name": "KvmoverStore"}
     config = {**store, "interface_v1": 1, "root": str(root), "prefetch_threshold": 16, **options}
@@ -97,7 +97,7 @@ def hicache(root: Path, layout: str, **options: Any) -> tuple[str, ...]:
     )
 
 
-def linker(root: Path, **options: Any) -> tuple[str, ...]:
+def linker(root: Path | str, **options: Any) -> tuple[str, ...]:
     """Pages go from the cache to kvmover's page store at `root`, and back, past the host's memory."""
     config = {"linker": "KvmoverLinker", "linker_module_path": "kvmover.engines.sglang"}
     return (

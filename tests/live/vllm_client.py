@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.live.answers import Answer, Reply, Streamed, post, stream
+from tests.live.answers import Answer, Reply, Streamed, events, post, stream
 from tests.live.server import Server
 
 #: What a proxy says to a prefill: compute it for another engine.
@@ -56,6 +56,38 @@ def streamed_after(half: Answer, second: Server, prompt: Sequence[int], tokens: 
 
 def ask_streamed(server: Server, prompt: Sequence[int], tokens: int) -> Streamed:
     return stream(f"{server.url}/v1/completions", _payload(prompt, tokens, None))
+
+
+@dataclass(slots=True)
+class Stream:
+    """An answer as it comes: `tokens` so far, each with its log probability and when it came."""
+
+    server: Server
+    tokens: list[int]
+    logprobs: list[float]
+    came: list[float]
+    _events: Generator[Mapping[str, Any]]
+
+    @classmethod
+    def begin(cls, server: Server, prompt: Sequence[int], tokens: int, params: Mapping[str, Any] | None) -> Stream:
+        """Nothing is sent before the first token is asked for."""
+        return cls(server, [], [], [], events(f"{server.url}/v1/completions", _payload(prompt, tokens, params)))
+
+    def until(self, tokens: int) -> bool:
+        """Read on until there are so many tokens; whether there are. Raises OSError where the server breaks off."""
+        while len(self.tokens) < tokens:
+            event = next(self._events, None)
+            if event is None:
+                return False
+            for choice in event["choices"]:
+                self.tokens += choice.get("token_ids") or ()
+                self.logprobs += (choice.get("logprobs") or {}).get("token_logprobs") or ()
+            self.came += [time.monotonic()] * (len(self.tokens) - len(self.came))
+        return True
+
+    def leave(self) -> None:
+        """Close the connection: the server gives the request up."""
+        self._events.close()
 
 
 def tokens_of(streamed: Streamed) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,27 @@ def tiered(root: Path, **offloading: Any) -> dict[str, Any]:
             "spec_name": "TieringOffloadingSpec",
             "cpu_bytes_to_use": 64 << 20,
             "secondary_tiers": [tier],
+            **offloading,
+        },
+    }
+
+
+def sharing(own: str, engines: Sequence[str], *tiers: Mapping[str, Any], **offloading: Any) -> dict[str, Any]:
+    """`--kv-transfer-config` for vLLM's own offloading, whose memory is lent to `engines`, and theirs is read.
+
+    `tiers` are asked after them.
+    """
+    peers = {"type": "KvmoverPeerTier", "module_path": "kvmover.engines.vllm", "address": own, "engines": [*engines]}
+    return {
+        **ACCOUNTED,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": 64 << 20,
+            "canonical_layout": True,
+            "eviction_policy": "LendingPolicy",
+            "cache_policy_module_path": "kvmover.engines.vllm",
+            "secondary_tiers": [peers, *tiers],
             **offloading,
         },
     }

@@ -53,6 +53,16 @@ def test_posting_adds_to_the_wire_inline_and_hides_behind_it_ahead() -> None:
     assert (inline.direct_us(1000, 30), inline.direct_us(1000, 80)) == (160, 260)
 
 
+def test_a_core_that_posts_and_copies_gathers_and_writes_one_after_the_other() -> None:
+    ahead = Costs(1.0, 10.0, 5.0, 20.0, 3.0, 100)
+    inline = replace(ahead, posting=Posting.INLINE)
+    # Ahead: 20 for the first gather, 80 for four of them, 5 for the last scatter. Inline: 80 + 40 + 4 * 3, and 5.
+    assert (ahead.packed_us(400, 4), inline.packed_us(400, 4)) == (105, 137)
+    slow = replace(inline, scatter_rate=1.0)
+    # The other side's core is the slower: it begins when the first chunk is there, and scatters without a rest.
+    assert slow.packed_us(400, 4) == 20 + 10 + 400
+
+
 def test_processes_of_one_host_pack_sooner_because_the_same_core_posts_and_copies() -> None:
     ahead = replace(HOST, posting=Posting.AHEAD)
     nbytes, runs = 8 << 20, 750

@@ -237,11 +237,11 @@ class SimMappings:
     def pools(self, peer: Peer, access: MapMode) -> Mapped | None:
         if not self.ours:
             return None
-        pools = tuple(pool.tensors for pool in self.seats[peer.name].mover._core.pools)
+        pools = self.seats[peer.name].mover._core.bound
         if access is MapMode.WRITE:
             self.written.add(peer.name)
         else:
-            self.lent.update(tensor.data_ptr() for tensors in pools for tensor in tensors)
+            self.lent.update(tensor.data_ptr() for pool in pools for tensor in pool.tensors)
         return pools
 
     def maker(self, peer: Peer) -> SimProcess | None:

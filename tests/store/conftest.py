@@ -13,6 +13,8 @@ import pytest
 from bucket_stores import bucket_environment
 from pool_processes import PoolProcesses
 
+from tests.mooncake_home import NEEDED
+
 
 @pytest.fixture(scope="session")
 def bucket_endpoint() -> Iterator[str]:
@@ -41,8 +43,10 @@ def bucket(bucket_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[PoolProcesses]:
     """A pool of memory with one donor, over TCP."""
-    pytest.importorskip("mooncake.store", reason="needs kvmover[mooncake]", exc_type=ImportError)
+    pytest.importorskip("mooncake.store", reason=NEEDED, exc_type=ImportError)
     processes = PoolProcesses()
-    processes.donate()
-    yield processes
-    processes.close()
+    try:
+        processes.donate()
+        yield processes
+    finally:
+        processes.close()

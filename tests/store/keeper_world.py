@@ -9,7 +9,7 @@ from store_rank import GQA, PAGE, SPACE, pages_of
 from kvmover.layout import Fleet
 from kvmover.store import PagePart
 from kvmover.store.index import Index
-from kvmover.store.keeper.journal import JournalChange, decode_entries, slab_name
+from kvmover.store.keeper.journal import JournalChange, decode_entries, runs_of, slab_name, table_of
 from kvmover.store.keeper.machine import step
 from kvmover.store.keeper.messages import (
     VERSION,
@@ -31,7 +31,9 @@ from kvmover.store.keeper.messages import (
 from kvmover.store.keeper.rewriting import rewritten
 from kvmover.store.keeper.state import (
     AppendEntry,
+    CopyObjects,
     DropSlab,
+    FillGrant,
     KeeperEvent,
     KeeperState,
     KeeperTick,
@@ -42,9 +44,9 @@ from kvmover.store.keeper.state import (
     SessionOpened,
     SessionOver,
     SlabFailed,
-    SlabUse,
+    SlabProved,
 )
-from kvmover.store.record import DIGEST_BYTES, decode_table, encode_part
+from kvmover.store.record import DIGEST_BYTES, encode_part
 from kvmover.store.stored import padded
 
 PART = PagePart.held(GQA, Fleet(tp=4, page_tokens=PAGE), 0, PAGE)
@@ -75,6 +77,10 @@ class World:
                 case MakeSlab(slab, _):
                     assert slab not in self.made, "memory was used anew"
                     self.made.add(slab)
+                case CopyObjects(source, slab, moves):
+                    assert source in self.sealed - self.dropped
+                    assert slab in self.made - self.sealed - self.dropped
+                    assert moves
                 case SealSlab(slab, _):
                     assert slab in self.made - self.sealed - self.dropped
                     self.sealed.add(slab)
@@ -86,7 +92,7 @@ class World:
                 case Reply(_, answer, grant):
                     self.answers.append(answer)
                     if isinstance(answer, SlabToFill):
-                        assert getattr(grant, "use", None) is SlabUse.FILL
+                        assert grant == FillGrant(answer.slab)
                         assert answer.slab in self.made - self.sealed - self.dropped
         self.state.check()
         assert set(self.state.slabs) == self.made - self.dropped
@@ -95,20 +101,24 @@ class World:
 
     def _compare(self) -> None:
         """Who reads the journal knows what the keeper knows."""
-        index = Index()
+        index, proved = Index(), set[str]()
         for kept in self.state.namespaces.values():
             for entry in decode_entries(self.journal, kept.base):
                 name = slab_name(entry.slab)
                 match entry.change:
                     case JournalChange.ADDED:
-                        index.add_table(name, decode_table(entry.payload, entry.at), self.now)
+                        index.add_tables(runs_of([entry]), table_of([entry]), self.now)
                     case JournalChange.REMOVED:
-                        index.remove_at(name, memoryview(entry.payload).cast("Q").tolist())
+                        index.remove_at(name, entry.payload.cast("Q").tolist())
                     case JournalChange.DROPPED:
                         index.drop(name)
+                        proved.discard(name)
+                    case JournalChange.PROVED:
+                        proved.add(name)
                     case _:
                         pass
             assert contents(index) == contents(kept.index)
+        assert proved == {slab.name for slab in self.state.slabs.values() if slab.is_proved}
 
     def ask(self, session: int, request: Request) -> Answer | None:
         """The answer, of a session that is connected."""
@@ -174,13 +184,20 @@ class World:
         for slab in sorted(self.state.slabs)[-1:]:
             self.step(SlabFailed(slab))
 
+    def prove(self, bad: int) -> None:
+        """The oldest slab that is sealed was compared with its digests, and so many of its objects are bad."""
+        for slab in [slab for slab in self.state.slabs.values() if slab.writer is None and not slab.is_proved][:1]:
+            objects = self.state.namespaces[slab.namespace].index.objects(slab.name)
+            self.step(SlabProved(slab.number, frozenset(each.offset for each in objects[:bad])))
+
     def wait(self, _session: int) -> None:
         self.now += 11
         self.step(KeeperTick())
 
     def rewrite(self, _session: int) -> None:
+        proved = {slab.name for slab in self.state.slabs.values() if slab.is_proved}
         for kept in self.state.namespaces.values():
-            self.journal = rewritten(kept, self.journal, self.now)
+            self.journal = rewritten(kept, self.journal, self.now, proved)
         self.state.check()
         self._compare()
 
@@ -209,6 +226,7 @@ EVENTS: dict[str, tuple[Callable[[World, int], None], int]] = {
         World.clear: (1, 3),
         World.use: (1,),
         World.fail: (0,),
+        World.prove: (0, 1),
         World.wait: (0,),
         World.rewrite: (0,),
     }.items()

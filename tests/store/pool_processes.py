@@ -28,21 +28,24 @@ def free_port() -> int:
 
 
 class PoolProcesses:
-    """`location` is the pool's. A donor that is killed is gone for the master after three seconds."""
+    """`location` is the pool's. The master believes in a donor that is silent, and waits for the
+    end of a put, for `patience_s`.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: int = 3) -> None:
         found = importlib.util.find_spec("mooncake")
         assert found
         assert found.submodule_search_locations
         self._binary = Path(found.submodule_search_locations[0]) / "mooncake_master"
-        self.port = free_port()
+        self._patience_s, self.port = patience_s, free_port()
         self.location = f"mooncake://127.0.0.1:{self.port}"
         self.donors: list[subprocess.Popen[str]] = []
         self.start_master()
 
     def start_master(self) -> None:
-        flags = {"rpc_port": self.port, "metrics_port": free_port(), "rpc_thread_num": 2, "client_ttl": 3}
-        flags |= {"put_start_discard_timeout_sec": 2, "put_start_release_timeout_sec": 3}
+        flags = {"rpc_port": self.port, "metrics_port": free_port(), "rpc_thread_num": 2}
+        flags |= {"client_ttl": self._patience_s, "put_start_release_timeout_sec": self._patience_s}
+        flags |= {"put_start_discard_timeout_sec": self._patience_s - 1}
         flags |= {"rpc_address": "127.0.0.1", "metrics_host": "127.0.0.1", "enable_metric_reporting": "false"}
         words = [str(self._binary), *(f"--{name}={value}" for name, value in flags.items())]
         self.master = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -58,9 +61,9 @@ class PoolProcesses:
         words = [sys.executable, "-c", _DONOR, str(self.port), str(nbytes)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         donor = subprocess.Popen(words, text=True, **pipes)
+        self.donors.append(donor)
         assert donor.stdout
         assert donor.stdout.readline().strip() == "0"
-        self.donors.append(donor)
         return donor
 
     def close(self) -> None:

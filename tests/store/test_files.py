@@ -66,6 +66,22 @@ def test_runs_in_any_order_go_to_their_places_and_come_back(bench: Bench, unit: 
     assert bench.buffer[len(content) :] == b"\xa5" * (len(bench.buffer) - len(content))
 
 
+def test_groups_are_read_in_order_and_the_next_is_under_way_when_one_is_looked_at(bench: Bench) -> None:
+    bench.path.write_bytes(os.urandom(8 * BLOCK))
+    content, begun = bench.path.read_bytes(), list[int]()
+
+    def groups() -> Iterator[list[FileRun]]:
+        for n in range(8):
+            begun.append(n)
+            yield [bench.run(n * BLOCK, n * BLOCK, BLOCK)]
+
+    ahead = not isinstance(bench.files, OneCallFiles)
+    for n, reasons in enumerate(bench.files.read_ahead(groups())):
+        assert reasons == [""]
+        assert bench.buffer[n * BLOCK : (n + 1) * BLOCK] == content[n * BLOCK : (n + 1) * BLOCK]
+        assert len(begun) >= min(8, n + 1 + ahead)
+
+
 def test_a_run_past_the_end_fails_alone(bench: Bench) -> None:
     bench.path.write_bytes(b"x" * (3 * BLOCK + 100))
     reasons = bench.files.read([bench.run(n * BLOCK, n * BLOCK, BLOCK) for n in (4, 3, 0, 2, 1)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -107,6 +108,8 @@ def test_pages_leave_the_order_of_use_alike_one_by_one_and_many_at_once(monkeypa
     chance, orders = random.Random(3), list[list[bytes]]()
     removed = [chance.sample(range(200), count) for count in (0, 1, 40, 150, 199, 200)]
     removed += [list(range(50)), list(range(150, 200)), list(range(20, 180)), list(range(0, 200, 2))]
+    in_order = sorted(range(200), key=lambda number: (number % 7 == 0, number))  # of use, as below
+    removed += [in_order[:90], in_order[40:160], in_order[110:], in_order[:40] + in_order[90:130]]
     for few in (0, 1000):
         monkeypatch.setattr(index, "_FEW", few)
         for gone in removed:
@@ -134,6 +137,19 @@ def test_a_page_stays_while_one_of_its_objects_does() -> None:
     assert [page for page, _ in mine.pages()] == [key(number) for number in range(3, 100)]
     mine.drop("b")
     assert (len(mine), mine.held_bytes, mine.empty("b")) == (0, 0, True)
+
+
+def test_an_object_takes_150_bytes_and_nothing_of_pythons() -> None:
+    mine, count = Index(), 20_000
+    before = sys.getallocatedblocks()
+    for first in range(0, count, 1000):
+        mine.add(objects_of(list(range(first, first + 1000)), "a"))
+    assert sys.getallocatedblocks() - before < count / 10
+    numbers = [*mine._objects._columns.values(), *mine._pages._columns.values(), mine._table._hashes]
+    rows = mine._segments["a"]
+    nbytes = sum(each.numbers.nbytes for each in numbers) + mine._table._slots.said.nbytes
+    nbytes += sum(each.itemsize * len(each) for each in (rows.records, rows.rows))
+    assert count * 80 < nbytes < count * 150
 
 
 def test_no_put_evicts_long_however_large_the_quota() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from keeper_world import EVENTS, KEY, OBJECT_BYTES, PAGES, PART, SLAB_BYTES, World
 
+from kvmover.store.keeper.journal import page_and_digests
 from kvmover.store.keeper.messages import (
     VERSION,
     Agreed,
@@ -127,6 +128,27 @@ def test_eviction_takes_what_is_least_used_and_nothing_that_is_to_stay() -> None
     assert isinstance(answer, Refused)
     assert answer.refusal is KeeperRefusal.FULL
     assert PAGES[0] in index, "slab 1 was to stay"
+
+
+def test_an_eviction_carries_what_is_hot_and_the_digests_with_it() -> None:
+    world = run(("attach 3", *["allocate 3", "commit 3", "commit 3"] * 3))
+    world.now += 100
+    world.ask(3, NoteUses([PAGES[1], PAGES[3], PAGES[5]]))
+    assert isinstance(world.ask(3, AllocateSlab(SLAB_BYTES, SLAB_BYTES, None, [])), SlabToFill)
+    index = world.state.namespaces[SPACE.digest].index
+    assert [page in index for page in PAGES] == [False, True, False, True, True, True]
+    kept = world.state.namespaces[SPACE.digest]
+
+    def read(place: int, nbytes: int) -> bytes:
+        return world.journal[place - kept.base : place - kept.base + nbytes]
+
+    for _ in range(2):
+        held = index.get(PAGES[1])
+        assert held is not None
+        (each,) = held.objects
+        assert page_and_digests(read, each.record) == (PAGES[1], bytes(PART.box.cells * DIGEST_BYTES))
+        world.rewrite(3)
+        index = kept.index
 
 
 def test_a_writer_that_has_stopped_gives_up_its_room_when_others_need_it() -> None:

@@ -26,6 +26,7 @@ WHOLE = PagePart.whole(GQA, PAGE)
 __all__ = ["command"]
 
 
+@pytest.mark.proof
 def test_the_commands_work_on_a_pool_as_far_as_it_can_tell(command: Command, pool: PoolProcesses) -> None:
     location = f"{pool.location}/commands"
     for space, count in ((SPACE, 5), (OTHER, 3)):
@@ -45,6 +46,7 @@ def test_the_commands_work_on_a_pool_as_far_as_it_can_tell(command: Command, poo
             assert Rank(store, WHOLE, namespace=space).exists(pages_of(3)) == [there] * 3
 
 
+@pytest.mark.proof
 def test_engines_reach_a_pool_by_the_option_that_names_a_directory(
     pool: PoolProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from pool_peer import POINTS
 from pool_processes import PoolProcesses, free_port
+from pool_racer import PAGES as RACED
 from pool_stores import FaultyClient, open_over
 from store_rank import GQA, PAGE, SPACE, Rank, pages_of
 
@@ -22,19 +23,35 @@ from kvmover.store import Got, PagePart, PageStore, Put
 from kvmover.store.mooncake.address import PoolAddress
 from kvmover.store.mooncake.client import SILENT_MASTER, PoolClient
 
-PEER = Path(__file__).with_name("pool_peer.py")
+PEER, RACER = (Path(__file__).with_name(name) for name in ("pool_peer.py", "pool_racer.py"))
 ROOT = PEER.parents[2]
+PATHS = (str(ROOT), str(PEER.parent), *filter(None, [os.environ.get("PYTHONPATH")]))
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS)}
 WHOLE = PagePart.whole(GQA, PAGE)
 PAGES = pages_of(12)
 
 
-@pytest.fixture
-def mortal(pool: PoolProcesses) -> Iterator[PoolProcesses]:
+def processes_of(*donated_bytes: int) -> Iterator[PoolProcesses]:
     """A pool of the test's own, for what would disturb others."""
     processes = PoolProcesses()
-    processes.donate()
-    yield processes
-    processes.close()
+    try:
+        for nbytes in donated_bytes:
+            processes.donate(nbytes)
+        yield processes
+    finally:
+        processes.close()
+
+
+@pytest.fixture
+def mortal(pool: PoolProcesses) -> Iterator[PoolProcesses]:
+    """With one donor."""
+    yield from processes_of(64 << 20)
+
+
+@pytest.fixture
+def tight(pool: PoolProcesses) -> Iterator[PoolProcesses]:
+    """With two donors of little."""
+    yield from processes_of(16 << 20, 16 << 20)
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -47,10 +64,8 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 def test_a_writer_that_dies_anywhere_leaves_whole_objects_or_none(pool: PoolProcesses) -> None:
-    paths = (str(ROOT), str(PEER.parent), *filter(None, [os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, str(PEER), pool.location]
-    peers = [subprocess.Popen([*command, point], env=environment, stderr=subprocess.DEVNULL) for point in POINTS]
+    peers = [subprocess.Popen([*command, point], env=ENVIRONMENT, stderr=subprocess.DEVNULL) for point in POINTS]
     assert [peer.wait(60) for peer in peers] == [-signal.SIGKILL] * len(POINTS)
     joined = PoolClient.open(PoolAddress.parse(pool.location))
     client = FaultyClient(joined._client, joined._kept)
@@ -142,11 +157,31 @@ store.close()
 
 @pytest.mark.proof
 def test_a_process_ends_while_its_master_hangs(mortal: PoolProcesses) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
     words = [sys.executable, "-c", _LEAVES, mortal.location, str(mortal.master.pid)]
-    ended = subprocess.run(words, env=environment, stderr=subprocess.PIPE, timeout=25, check=False)
+    ended = subprocess.run(words, env=ENVIRONMENT, stderr=subprocess.PIPE, timeout=25, check=False)
     mortal.master.send_signal(signal.SIGCONT)
     assert ended.returncode == 0, ended.stderr[-2000:]
+
+
+@pytest.mark.proof
+def test_fleets_that_race_in_a_pool_without_room_read_no_other_bytes(tight: PoolProcesses) -> None:
+    """While its master evicts, one of two donors dies, and so does one of the fleets."""
+    doomed = tight.donors[0]
+    fleets = ("tp=1,page=16", "tp=4,page=16", "tp=2,pp=2,page=16", "tp=2,page=16", "tp=2,page=16")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    racers = [
+        subprocess.Popen([sys.executable, str(RACER), tight.location, fleet, str(seed)], env=ENVIRONMENT, **pipes)
+        for seed, fleet in enumerate(fleets)
+    ]
+    with PageStore.open(tight.location, SPACE) as store:
+        until(lambda: any(Rank(store, WHOLE, slots=len(RACED)).exists(RACED)))
+    doomed.kill()
+    racers[-1].kill()
+    ended = [racer.communicate(timeout=100) for racer in racers]
+    assert [racer.returncode for racer in racers] == [0] * 4 + [-signal.SIGKILL], [said[-1500:] for _, said in ended]
+    kept, lost = zip(*(map(int, said.split()) for said, _ in ended[:-1]), strict=True)
+    assert all(kept)
+    assert any(lost), "there was room for all"
 
 
 def test_nobody_at_the_location_is_an_error_that_names_it() -> None:

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 from store_rank import GQA, PAGE, SPACE, Rank, pages_of
 
+import kvmover.store.deletion_log as deletion_log
 from kvmover.errors import StoreError
 from kvmover.store import Got, Machine, PagePart, PageStore, Policy
 from kvmover.store.record import PREAMBLE_BYTES, Kind, Preamble, decode_all
-from kvmover.store.segment import DATA, HEAD
+from kvmover.store.segment import DATA, HEAD, Segment
 from tests.store.segments import segments_of
 
 WHOLE = PagePart.whole(GQA, PAGE)
@@ -275,6 +276,28 @@ def test_deletions_are_heard_and_if_not_heard_they_are_read(tmp_path: Path) -> N
         assert [r.outcome for r in rank.get(pages)] == [Got.EVICTED, Got.READ, Got.READ]
         assert rank.exists(pages) == [False, True, True]
         assert not one.counters.poisoned
+
+
+def test_news_that_are_begun_anew_are_heard_to_the_end_and_no_header_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deletion_log, "_LONG_BYTES", 1)
+    pages = pages_of(9)
+    with PageStore.open(tmp_path, SPACE) as one, PageStore.open(tmp_path, SPACE) as two:
+        rank = Rank(one, WHOLE)
+        rank.put(pages)
+        Rank(two, WHOLE).exists(pages)
+        news = segments_of(two).folder / "deleted.news"
+        for gone in (3, 6):
+            two.evict(2 * WHOLE.nbytes)
+            before = news.stat().st_ino
+            two.collect()
+            assert news.stat().st_ino != before
+            two.evict(WHOLE.nbytes)
+            with monkeypatch.context() as watched:
+                watched.setattr(Segment, "states", lambda *_: pytest.fail("headers were read"))
+                for _ in range(3):
+                    assert rank.exists(pages) == [False] * gone + [True] * (9 - gone)
 
 
 @pytest.mark.parametrize("spoil", [lambda news: news.write_bytes(b"junk" * 100), lambda news: news.unlink()])

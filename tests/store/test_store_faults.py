@@ -280,6 +280,53 @@ def test_names_are_made_safe_before_pages_are_called_so(tmp_path: Path, monkeypa
         assert [Path(step).suffix or step for step in steps] == [DATA, SPACE.folder, HEAD]
 
 
+def test_a_flush_marks_no_other_file_where_its_segment_goes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the disk is waited for another process clears, and the numbers of the segment's descriptors are others'."""
+    innocent, taken = tmp_path / "innocent", list[int]()
+    innocent.touch()
+    with PageStore.open(tmp_path, SPACE) as store:
+        Rank(store, WHOLE).put(pages_of(2))
+        catalog = segments_of(store).catalog
+        (segment,) = catalog.segments.values()
+        numbers = {segment.head_fd, segment.data_fd}
+
+        def sync(fd: int, real=os.fdatasync) -> None:
+            real(fd)
+            if not taken:
+                catalog.forget(segment.name)
+                taken.extend(os.open(innocent, os.O_RDWR) for _ in range(8))
+
+        monkeypatch.setattr(os, "fdatasync", sync)
+        store.flush()
+        assert numbers <= set(taken)
+        assert not innocent.read_bytes()
+        for fd in taken:
+            os.close(fd)
+
+
+def test_a_living_writer_keeps_its_segment_where_machines_do_not_share_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lustre's `localflock`, NFS's `nolock`: every lock is had. A head that was written lately is left alone."""
+    monkeypatch.setattr("kvmover.store.takeover.is_shared", lambda _: True)
+    pages = pages_of(6)
+    with PageStore.open(tmp_path, SPACE) as store, PageStore.open(tmp_path, SPACE, machine=OTHER_HOST) as other:
+        rank, seen = Rank(store, WHOLE), Rank(other, WHOLE)
+        rank.put(pages[:2])
+        store.flush()
+        monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+        assert other.collect().adopted_segments == 0
+        rank.put(pages[2:])
+        store.flush()
+        assert all(seen.exists(pages))
+        (head,) = segments_of(store).folder.glob(f"*{HEAD}")
+        os.utime(head, (1, 1))
+        assert other.collect().adopted_segments == 1, "of a writer that is silent"
+        assert all(r.ok for r in seen.get(pages))
+
+
 def test_a_flush_beside_a_clear_is_no_error(tmp_path: Path) -> None:
     policy = Policy(segment_bytes=WHOLE.nbytes)
     with PageStore.open(tmp_path, SPACE, policy) as one, PageStore.open(tmp_path, SPACE) as two:

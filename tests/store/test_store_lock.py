@@ -16,7 +16,8 @@ from kvmover.store import Machine, PagePart, PageStore, PartView, Policy, memory
 from kvmover.store.catalog import Catalog
 from kvmover.store.guard_lock import GuardLock
 from kvmover.store.index import Index
-from kvmover.store.segment import punch
+from kvmover.store.segment import Segment, punch
+from kvmover.store.stored import Placed
 from tests.store.segments import segments_of
 
 WHOLE = PagePart.whole(GQA, PAGE)
@@ -27,6 +28,8 @@ SLOW = ("punch", "fdatasync", "fsync", "preadv", "pwritev", "scandir", "listdir"
 #: What one call under the lock may move, and how many calls one hold may make: a slice of headers and a few more.
 CALLS = ("pread", "pwrite", "write", "open", "close", "fstat", "stat", "ftruncate")
 MOST_BYTES, MOST_CALLS, MOST_OBJECTS = 1 << 20, 600, 1100
+#: Objects that one hold may take out of the index.
+MOST_REMOVED = 2048
 
 
 def test_a_lock_knows_who_has_it() -> None:
@@ -94,6 +97,7 @@ class Watched:
         assert self.most["calls"] <= MOST_CALLS
         assert self.most["bytes"] <= MOST_BYTES
         assert self.most["objects"] <= MOST_OBJECTS
+        assert self.most["removed"] <= MOST_REMOVED
 
 
 @pytest.fixture
@@ -116,6 +120,13 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     monkeypatch.setattr(GuardLock, "__exit__", left)
     monkeypatch.setattr("kvmover.store.catalog.punch", watch.wrap("punch", punch))
     monkeypatch.setattr(Index, "_object", watch.wrap("_object", Index._object))
+    remove = Index.remove_placed
+
+    def removed(self: Index, gone: Placed) -> int:
+        watch.hold["removed"] += len(gone)
+        return remove(self, gone)
+
+    monkeypatch.setattr(Index, "remove_placed", removed)
     return watch
 
 
@@ -186,9 +197,88 @@ def test_one_hold_of_the_lock_does_a_little_however_much_there_is(tmp_path: Path
         for path in list(dead.glob("*.head")):
             path.with_name(f"0123456789abcdef-00000000{path.suffix}").write_bytes(path.read_bytes())
             path.with_name("0123456789abcdef-00000000.data").write_bytes(path.with_suffix(".data").read_bytes())
-    with PageStore.open(tmp_path, SPACE, machine=Machine(b"another machine.")) as later:
+    machine = Machine(b"another machine.")
+    with (
+        PageStore.open(tmp_path, SPACE, machine=machine) as later,
+        PageStore.open(tmp_path, SPACE, machine=machine) as beside,
+    ):
         assert later.stat().objects >= 15_000
         later.collect()
+        assert beside.stat().objects >= 15_000
         later.clear()
+        assert not later.stat().objects
+        assert not beside.stat().objects
     watched.check()
     assert watched.most["objects"] > 500
+    assert watched.most["removed"] > 1000
+
+
+def test_a_look_up_of_pages_that_are_all_too_old_deletes_a_few(tmp_path: Path) -> None:
+    hand = [1000]
+
+    class Clock(Machine):
+        def now(self) -> int:
+            return hand[0]
+
+    with PageStore.open(tmp_path, SPACE, Policy(ttl_s=60), machine=Clock(b"one machine.....")) as store:
+        view, pages = small_pages(store, 2000)
+        hand[0] += 100
+        assert not any(view.exists(pages[::20]))
+        assert 0 < store.counters.expired_pages <= 64
+        assert store.collect().expired_pages == 2000 - 64
+        assert not store.stat().objects
+
+
+def whole_files_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvmover.store.catalog.punch", lambda *_: False)
+
+
+def test_one_hold_does_a_little_where_whole_files_are_freed(
+    tmp_path: Path, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A segment of 5,000 pages goes, of which others have read every second one: those are carried forward."""
+    whole_files_only(monkeypatch)
+    with (
+        PageStore.open(tmp_path, SPACE, Policy(segment_bytes=5000 * 4096, stamp_s=0)) as store,
+        PageStore.open(tmp_path, SPACE, Policy(stamp_s=0)) as other,
+    ):
+        view, pages = small_pages(store, 10_000)
+        hot = pages[:5000:2]
+        with segments_of(store).lock:
+            segments_of(store).note_use(hot)
+        other.stat()
+        store.flush()
+        segments_of(store).catalog.punches = False
+        assert store.evict(2500 * 4096) > 0
+        assert sum(view.exists(hot)) >= 2499, "half of the segment is carried, the end of its last block apart"
+        assert not any(view.exists(pages[1:5000:2]))
+        assert all(view.exists(pages[5000:]))
+    watched.check()
+
+
+def test_room_is_made_without_asking_how_large_each_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where whole files are freed, beside nine other writers: a file is asked for when there is news of it."""
+    whole_files_only(monkeypatch)
+    asked, real = Counter[str](), Segment.data_bytes
+
+    def data_bytes(self: Segment) -> int:
+        asked[self.name] += 1
+        return real(self)
+
+    policy = Policy(quota_bytes=40 * WHOLE.nbytes, segment_bytes=4 * WHOLE.nbytes)
+    stores = [PageStore.open(tmp_path, SPACE, policy) for _ in range(10)]
+    try:
+        for number, store in enumerate(stores):
+            assert Rank(store, WHOLE).put(pages_of(1, f"of {number}"))[0].ok
+        rank = Rank(stores[0], WHOLE)
+        segments_of(stores[0]).catalog.punches = False
+        monkeypatch.setattr(Segment, "data_bytes", data_bytes)
+        for turn in range(30):
+            assert all(answer.ok for answer in rank.put(pages_of(4, f"turn {turn}")))
+        held, files = stores[0].stat().held_bytes, segments_of(stores[0]).folder.glob("*.data")
+        assert held == sum(path.stat().st_size for path in files)
+        assert len(asked) >= 9
+        assert set(asked.values()) <= {1, 2}
+    finally:
+        for store in stores:
+            store.close()

@@ -104,11 +104,11 @@ def test_what_is_written_into_a_mapped_pool_is_in_its_owners_and_nowhere_else(ki
         mappings = of_gpus()
         pools = mappings.pools(owner.peer, MapMode.WRITE)
         assert pools is not None
-        assert [[len(tensor) for tensor in pool] for pool in pools] == [[4096], [4096]]
-        assert all(bool((tensor == 7).all()) for pool in pools for tensor in pool)
-        pools[1][0].fill_(9)
+        assert [[len(tensor) for tensor in pool.tensors] for pool in pools] == [[4096], [4096]]
+        assert all(bool((tensor == 7).all()) for pool in pools for tensor in pool.tensors)
+        pools[1].tensors[0].fill_(9)
         assert owner.total() == 7 * (16384 - 4096) + 9 * 4096
-        assert bool((pools[0][0] == 7).all())
+        assert bool((pools[0].tensors[0] == 7).all())
         opened = {"plain": "cuIpcOpenMemHandle_v2", "fabric": "cuMemImportFromShareableHandle"}[kind]
         assert fake.calls.count(opened) == 1, "both pools lie in one allocation"
 
@@ -121,7 +121,7 @@ def test_a_mapping_is_undone_once_when_the_last_that_uses_it_is_gone(kind: str, 
         assert mappings.pools(owner.peer, MapMode.READ) is not None
         pools = mappings.pools(owner.peer, MapMode.READ)
         assert pools is not None
-        part, before = pools[0][0], list(fake.calls)
+        part, before = pools[0].tensors[0], list(fake.calls)
         mappings.forget("owner")
         del pools
         gc.collect()

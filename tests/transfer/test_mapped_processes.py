@@ -108,5 +108,5 @@ def test_a_destination_that_is_killed_leaves_its_memory_to_who_copies_into_it(he
     assert said.startswith(f"TransferFailed: doomed: {name} is lost")
     assert seconds < NOTICED_S
     for pool in mapped:
-        pool[0].fill_(7)
-        assert int(pool[0].sum(dtype=int)) == 7 * pool[0].numel()
+        pool.tensors[0].fill_(7)
+        assert int(pool.tensors[0].sum(dtype=int)) == 7 * pool.tensors[0].numel()

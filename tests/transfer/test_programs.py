@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import permutations
@@ -20,7 +22,7 @@ from kvmover.plan.cost import RDMA
 from kvmover.plan.legs import Replicas
 from kvmover.regions import BoundMemory
 from kvmover.transfer.memory.copier import Programs, Work, launches
-from kvmover.transfer.memory.descriptors import at_rest, packing
+from kvmover.transfer.memory.descriptors import at_rest, between, logical, packing
 from kvmover.transfer.memory.programs import Compiler, OwnMemory, Rules, Way, programs_between
 from kvmover.transfer.protocol.chunks import Cut, End, Lane, plans_between
 from tests.proofs import family
@@ -113,7 +115,7 @@ FLAGSHIPS = {
 }
 
 
-def memory_of(end: End, first: int) -> OwnMemory:
+def memory_of(end: End, first: int, mapped: tuple[BoundMemory, ...] = ()) -> OwnMemory:
     pools = tuple(
         BoundMemory(
             tuple(Addresses(spec.allocation_bytes, first + (64 * number + i << 36)) for i in range(spec.allocations))
@@ -121,7 +123,15 @@ def memory_of(end: End, first: int) -> OwnMemory:
         for number, spec in enumerate(end.pools, 1)
     )
     arenas = (BoundMemory((Addresses(ARENA_BYTES, first + at),)) for at in (0, ARENA_BYTES))  # pyright: ignore
-    return OwnMemory(pools, *arenas)
+    return OwnMemory(pools, *arenas, mapped)
+
+
+def memories_of(shape: Shape) -> tuple[OwnMemory, OwnMemory]:
+    """Of both ranks, each of which has mapped the other's pools."""
+    ends = shape.ends()
+    alone = [memory_of(end, side << 50) for side, end in enumerate(ends, 1)]
+    source, target = (replace(own, mapped=other.pools) for own, other in zip(alone, reversed(alone), strict=True))
+    return source, target
 
 
 @dataclass(frozen=True)
@@ -134,17 +144,18 @@ class Copy:
     def programs(self, known: Programs) -> Iterator[Program]:
         """The kernels that it runs; and what reads its pages where they lie, as the direct route does."""
         total = torch.zeros(1, dtype=torch.int64) if self.work.logicals is not None else None
-        works = [self.work] if total is None or known.convert else [self.work, at_rest(self.work)]
+        rests = total is not None and not known.convert and self.way in (Way.GATHER, Way.SCATTER)
+        works = [self.work, at_rest(self.work)] if rests else [self.work]
         for work in works:
             for launch in launches(work.using(known), RULES.sms, total):
                 yield launch.program
 
 
 def copies(shape: Shape, requests: int, seed: int) -> Iterator[Copy]:
-    """All chunks of random requests, half of them with a digest. Most requests have a prefix already."""
+    """All chunks of random requests by every route, half of them with a digest. Most requests have a prefix already."""
     random = np.random.default_rng(seed)
     src, dst = shape.ends()
-    source, target = memory_of(src, 1 << 50), memory_of(dst, 2 << 50)
+    source, target = memories_of(shape)
     components = tuple(pool.component for pool in src.pools)
     for _ in range(requests):
         total = int(random.integers(50, 9000))
@@ -162,14 +173,17 @@ def copies(shape: Shape, requests: int, seed: int) -> Iterator[Copy]:
             packed = target.incoming.window(at, chunk.span_bytes)
             scattered = [(box, packed, target.pools[c]) for c, box in lane.scatter_boxes(number, ids[1])]
             yield Copy(Way.SCATTER, packing(scattered, marks, "dst"))
+            if not lane.converts:
+                boxes = lane.direct_boxes(number, *ids)
+                written = between(boxes, source.pools, source.mapped)
+                yield Copy(Way.WRITE, Work(written, None if marks is None else list(map(logical, marks, written))))
+                yield Copy(Way.READ, Work(between(boxes, target.mapped, target.pools)))
 
 
 def known_of(shape: Shape) -> dict[Way, Programs]:
-    src, dst = shape.ends()
-    found = {
-        Way.GATHER: programs_between(Way.GATHER, src, dst, memory_of(src, 1 << 50), RULES),
-        Way.SCATTER: programs_between(Way.SCATTER, src, dst, memory_of(dst, 2 << 50), RULES),
-    }
+    ends, (source, target) = shape.ends(), memories_of(shape)
+    memory = {Way.GATHER: source, Way.SCATTER: target, Way.WRITE: source, Way.READ: target}
+    found = {way: programs_between(way, *ends, memory[way], RULES) for way in Way}
     return {way: programs for way, programs in found.items() if programs is not None}
 
 
@@ -342,26 +356,74 @@ def test_what_is_compiled_when_a_peer_is_seated_is_what_its_copies_launch(name: 
     def hook(**told: Any) -> None:
         seen.append(json.loads(told["compile"]["specialization_data"]))
 
-    src, dst = shape.ends()
+    ends, (memory, _) = shape.ends(), memories_of(shape)
     compiler, rules = Compiler(GPU), replace(RULES, digests=False)
     triton.knobs.runtime.jit_post_compile_hook = hook
     try:
         for peer in ("decode-0", "decode-1"):  # the second is as the first: nothing more is compiled
-            compiler.seated(peer, src, dst, memory_of(src, 1 << 50), rules)
-        gather = compiler.programs("decode-1", Way.GATHER)
-        scatter = compiler.programs("decode-1", Way.SCATTER)
+            compiler.seated(peer, *ends, memory, rules)
+        known = {way: found for way in Way if (found := compiler.programs("decode-1", way)) is not None}
     finally:
         triton.knobs.runtime.jit_post_compile_hook = None
         compiler.close()
-    assert gather is not None
-    assert scatter is not None
-    assert len(seen) == compiled_kernels() == len({*gather.all(), *scatter.all()})
+    assert len(seen) == compiled_kernels() == len({program for each in known.values() for program in each.all()})
     for copy in copies(shape, 2, 3):
-        if copy.way is Way.GATHER:
-            for launch in launches(replace(copy.work, logicals=None).using(gather), RULES.sms, None):
+        if copy.way in (Way.GATHER, Way.WRITE):
+            for launch in launches(replace(copy.work, logicals=None).using(known[copy.way]), RULES.sms, None):
                 counts, options = (launch.launch.regions, launch.launch.tiles), launch.program.options
                 launch.program.kernel.warmup(torch.int64, *counts, grid=(8,), **options)
     assert compiled_kernels() == len(seen)
+
+
+def newest(compiler: Compiler, peer: str, way: Way) -> Programs | None:
+    """What is compiled for a peer, once all is that was begun."""
+    deadline = time.monotonic() + 20
+    while not compiler.is_ready(peer, *Way):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return compiler.programs(peer, way)
+
+
+def test_a_peer_that_greets_again_has_nothing_compiled_anew_and_keeps_its_digests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled: list[Program] = []
+    monkeypatch.setattr(Program, "compile", lambda self, device: compiled.append(self))
+    shape, compiler, rules = FLAGSHIPS["MLA 16 to 64"], Compiler(GPU), replace(RULES, digests=False)
+    ends, (memory, _) = shape.ends(), memories_of(FLAGSHIPS["MLA 16 to 64"])
+    compiler.seated("decode-0", *ends, memory, rules)
+    compiler.digested("decode-0")
+    known = {way: newest(compiler, "decode-0", way) for way in Way}
+    before = len(compiled)
+    compiler.seated("decode-0", *ends, replace(memory), rules)
+    assert compiler.is_ready("decode-0", *Way)
+    assert all(compiler.programs("decode-0", way) is known[way] for way in Way)
+    assert len(compiled) == before
+    write = known[Way.WRITE]
+    assert write is not None
+    assert write.digest is not None
+    compiler.close()
+
+
+def test_copies_go_on_while_digests_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests without digests that are under way when another one asks for them."""
+    gate = threading.Event()
+    gate.set()
+    monkeypatch.setattr(Program, "compile", lambda self, device: gate.wait(20))
+    compiler, shape = Compiler(GPU), FLAGSHIPS["MLA 16 to 64"]
+    compiler.seated("decode-0", *shape.ends(), memories_of(shape)[0], replace(RULES, digests=False))
+    plain = newest(compiler, "decode-0", Way.WRITE)
+    gate.clear()
+    compiler.digested("decode-0")
+    assert not compiler.is_ready("decode-0", Way.WRITE)
+    assert compiler.programs("decode-0", Way.WRITE) is plain
+    gate.set()
+    after = newest(compiler, "decode-0", Way.WRITE)
+    assert plain is not None
+    assert after is not None
+    assert plain == replace(after, digest=None)
+    assert after.digest is not None
+    compiler.close()
 
 
 def test_digests_that_a_peer_asks_for_are_compiled_when_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,7 +436,7 @@ def test_digests_that_a_peer_asks_for_are_compiled_when_it_does(monkeypatch: pyt
     plain = compiler.programs("decode-0", Way.GATHER)
     for _ in range(2):
         compiler.digested("decode-0")
-    gather, scatter = (compiler.programs("decode-0", way) for way in Way)
+    gather, scatter = (newest(compiler, "decode-0", way) for way in (Way.GATHER, Way.SCATTER))
     assert plain is not None
     assert gather is not None
     assert scatter is not None

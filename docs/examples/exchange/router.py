@@ -123,7 +123,12 @@ class Router:
         first.close()
 
 
-def serve(router: Router, port: int) -> ThreadingHTTPServer:
+class Server(ThreadingHTTPServer):
+    request_queue_size = 1024  # of the default 5 a burst of clients has connections reset
+    daemon_threads = True
+
+
+def serve(router: Router, port: int) -> Server:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -139,9 +144,7 @@ def serve(router: Router, port: int) -> ThreadingHTTPServer:
             while part := said.read1(1 << 16):  # a stream goes on as it comes
                 self.wfile.write(part)
 
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    server.daemon_threads = True
-    return server
+    return Server(("127.0.0.1", port), Handler)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
@@ -52,6 +52,25 @@ class PinHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"
     token_ids: _Tokens | None = None
 
 
+class LeaseHint(PinHint, frozen=True, forbid_unknown_fields=True):
+    """As a pin, said as `kv.retain` with a time, in the words of Dynamo's policies: a `priority` that lasts so long.
+
+    What is kept while others go needs no rank among them, so the priority changes nothing. `block_hashes` are Dynamo's,
+    of all requests of a session: the request's own prefix is kept, and no other. `execute_at` is when that is done.
+    """
+
+    priority: Annotated[int, msgspec.Meta(ge=0)] = 0
+    execute_at: Literal["request_completion"] = "request_completion"
+    include_current_request: bool = True
+    block_hashes: Annotated[tuple[str | int, ...], msgspec.Meta(max_length=MOST_TOKENS)] = ()
+
+    def __post_init__(self) -> None:
+        if not self.ttl_s:
+            raise ValueError("ttl_seconds must be more than 0; a pin of 0 seconds ends one")
+        if not self.include_current_request:
+            raise ValueError("include_current_request must be true: blocks of other requests are not found by hashes")
+
+
 class RetainHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Let pages of lower priority go before those of the prefix."""
 
@@ -75,6 +94,7 @@ KINDS: Mapping[str, type[Hint]] = {
     "kv.retain": RetainHint,
     "kv.demote": DemoteHint,
 }
+_KIND_OF = {made: kind.removeprefix("kv.") for kind, made in KINDS.items()} | {LeaseHint: "retain"}
 
 
 class HintRefusal(StrEnum):
@@ -122,7 +142,7 @@ class HintAction:
     @property
     def kind(self) -> str:
         """The type of its action, without the `kv.` before it."""
-        return next(kind for kind, made in KINDS.items() if made is type(self.hint)).removeprefix("kv.")
+        return _KIND_OF[type(self.hint)]
 
     @property
     def is_due_at_once(self) -> bool:
@@ -187,6 +207,8 @@ def _read(said: object) -> HintAction | Declined:
     if action.action_version.partition(".")[0] != "1":
         words = f"{action.action_id}: {action.action_type} of version {action.action_version!r}; known is 1"
         return Declined(kind, HintRefused(HintRefusal.UNKNOWN, words))
+    if made is RetainHint and "ttl_seconds" in action.payload:
+        made = LeaseHint
     try:
         hint: Hint = msgspec.convert(action.payload, made)
     except msgspec.ValidationError as error:

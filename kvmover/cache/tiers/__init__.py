@@ -5,7 +5,7 @@ from kvmover.cache.tiers.agreement import Consensus, Grouped, LocalConsensus
 from kvmover.cache.tiers.allocator import DevicePages, FreeList
 from kvmover.cache.tiers.controller import Controller, ControllerConfig
 from kvmover.cache.tiers.gated_loads import GatedLoad, GatedLoads
-from kvmover.cache.tiers.host_memory import SOLE, Share, host_pool, unlink
+from kvmover.cache.tiers.host_memory import SOLE, Reach, Share, host_pool, unlink
 from kvmover.cache.tiers.metrics import TierCollector, TierCount, TierGauge, TierMeter, TierSnapshot, TierStage
 from kvmover.cache.tiers.pipelined import Pipelined
 from kvmover.cache.tiers.policy import (
@@ -48,6 +48,7 @@ __all__ = [
     "Pipelined",
     "Prefetch",
     "Rate",
+    "Reach",
     "Restore",
     "RestorePhase",
     "Rule",

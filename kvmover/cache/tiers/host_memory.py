@@ -18,6 +18,7 @@ import platform
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -123,7 +124,14 @@ class Share:
 SOLE = Share()
 
 
-def host_pool(spec: PoolSpec, share: Share = SOLE, near: torch.device | None = None) -> Pool:
+class Reach(Enum):
+    """Who may map a pool on the host that no other rank shares: nobody else, or peers, which then copy from it."""
+
+    OWN = "own"
+    PEERS = "peers"
+
+
+def host_pool(spec: PoolSpec, share: Share = SOLE, near: torch.device | None = None, reach: Reach = Reach.OWN) -> Pool:
     """A pool on the host, zeroed; page-locked where a GPU can read it. Raises TierError where it cannot be had.
 
     It lies on the NUMA node of the GPU `near`, if there are several; what many processes share lies where the one that
@@ -134,17 +142,29 @@ def host_pool(spec: PoolSpec, share: Share = SOLE, near: torch.device | None = N
 
     size = spec.allocation_bytes
     pinned = torch.cuda.is_available()
-    if share.path is None:
-        pci = pci_of(near) if near is not None else None
-        with preferring(node_of(pci) if pci else None):
+    if share.path is not None:
+        whole = _mapped(share.path, size * spec.allocations)
+        _lock(whole, pinned, str(share.path))
+        return Pool(spec, tuple(whole[i * size : (i + 1) * size] for i in range(spec.allocations)))
+    pci = pci_of(near) if near is not None else None
+    with preferring(node_of(pci) if pci else None):
+        if reach is Reach.OWN:
             return Pool(spec, tuple(_zeros(size, pinned) for _ in range(spec.allocations)))
-    whole = _mapped(share.path, size * spec.allocations)
-    if pinned:
-        runtime = cast(Any, torch.cuda.cudart())  # pyright: ignore[reportUnknownMemberType]
-        status = int(runtime.cudaHostRegister(whole.data_ptr(), whole.numel(), 0))
-        if status:
-            raise TierError(f"{share.path} of {whole.numel()} bytes cannot be page-locked: CUDA error {status}")
-    return Pool(spec, tuple(whole[i * size : (i + 1) * size] for i in range(spec.allocations)))
+        pool = Pool.shared(spec)
+        for tensor in pool.tensors:
+            _lock(tensor.zero_(), pinned, "shared memory")  # what is touched here lies here
+        return pool
+
+
+def _lock(memory: torch.Tensor, pinned: bool, name: str) -> None:
+    import torch
+
+    if not pinned:
+        return
+    runtime = cast(Any, torch.cuda.cudart())  # pyright: ignore[reportUnknownMemberType]
+    status = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    if status:
+        raise TierError(f"{name} of {memory.numel()} bytes cannot be page-locked: CUDA error {status}")
 
 
 def unlink(share: Share) -> None:

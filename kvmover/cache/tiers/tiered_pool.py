@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmover.cache.prefix import ALL_PAGES, FULL, LAST_PAGE, Rule
-from kvmover.cache.tiers.host_memory import SOLE, Share, host_pool
+from kvmover.cache.tiers.host_memory import SOLE, Reach, Share, host_pool
 from kvmover.errors import TierError
+from kvmover.fields import settle
 from kvmover.layout import PACKED_ORDER, Component, Fleet, Pool, PoolSpec
 from kvmover.layout.fleet import CpOrder, Shard
 from kvmover.store import PagePart
@@ -36,12 +37,16 @@ def part_of(component: Component, fleet: Fleet, rank: int) -> PagePart:
 @dataclass(frozen=True, slots=True)
 class HostTier:
     """What a component gets on the host: `pages`, whose axes nest in `order`; only the packed order goes to storage as
-    it lies. `share`: who else holds the same pages.
+    it lies. `share`: who else holds the same pages. `reach`: who may map those of this rank alone.
     """
 
     pages: int
     order: str = PACKED_ORDER
     share: Share = SOLE
+    reach: Reach = Reach.OWN
+
+    def __post_init__(self) -> None:
+        settle(self, "host tier", TierError, reach=Reach)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,7 +101,8 @@ class TieredPool:
         box = part.box
         shard = Shard(box.layers, box.heads, box.tokens)
         spec = PoolSpec.dense(part.component, shard, host.pages, box.tokens.tokens, host.order)
-        return cls(name, part, device, host_pool(spec, host.share, device.tensors[0].device), rule, host.share)
+        pool = host_pool(spec, host.share, device.tensors[0].device, host.reach)
+        return cls(name, part, device, pool, rule, host.share)
 
     @property
     def packed(self) -> bool:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from kvmover.engines.common.exchange import EXCHANGED_DTYPES, exchanged
     from kvmover.engines.common.first_token import FirstToken, ToldLogprobs, told_logprobs
     from kvmover.engines.common.hinted_requests import HINTS_KEY, HintedRequests, outcome_of, pin_limits
+    from kvmover.engines.common.neighbours import Neighbours, open_peer_tier
     from kvmover.engines.common.options import STORE_KEYS, ContentOptions, read_options
     from kvmover.engines.common.pages import (
         BounceBuffer,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
         page_ids,
     )
     from kvmover.engines.common.parallel_rank import ParallelRank, layers_of
-    from kvmover.engines.common.release import EngineUnsupported, Tested
+    from kvmover.engines.common.release import EngineUnsupported, Tested, odd_ones
     from kvmover.engines.common.routing_hints import RoutingHints, TenantGroups, hints_of
     from kvmover.engines.common.store import StoreWorker, Upkeep, open_store
 
@@ -53,6 +54,10 @@ _HOMES = {
         "outcome_of",
         "pin_limits",
     ),
+    "neighbours": (
+        "Neighbours",
+        "open_peer_tier",
+    ),
     "options": (
         "STORE_KEYS",
         "ContentOptions",
@@ -78,6 +83,7 @@ _HOMES = {
     "release": (
         "EngineUnsupported",
         "Tested",
+        "odd_ones",
     ),
     "routing_hints": (
         "RoutingHints",
@@ -108,6 +114,7 @@ __all__ = [
     "FirstToken",
     "HintedRequests",
     "InPlaceBackend",
+    "Neighbours",
     "Numbers",
     "PackedBackend",
     "ParallelRank",
@@ -124,7 +131,9 @@ __all__ = [
     "fetch_cards",
     "hints_of",
     "layers_of",
+    "odd_ones",
     "of_all",
+    "open_peer_tier",
     "open_store",
     "outcome_of",
     "page_ids",

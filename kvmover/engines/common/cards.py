@@ -46,6 +46,14 @@ class Cards(msgspec.Struct, frozen=True):
 _decode = msgspec.msgpack.Decoder(Cards).decode
 
 
+class _Desk(ThreadingHTTPServer):
+    """All ranks of a fleet may come at once, to a process that has no time for them: who finds no room here would wait
+    a second and then be reset."""
+
+    request_queue_size = 1024
+    daemon_threads = True
+
+
 class CardServer:
     """Answers every GET with the cards, until it is closed. Whoever can reach the port can read them."""
 
@@ -66,8 +74,7 @@ class CardServer:
             def log_message(self, format: str, *args: object) -> None:
                 """An engine's log is not for every caller."""
 
-        self._server = ThreadingHTTPServer((host, port), Handler)
-        self._server.daemon_threads = True
+        self._server = _Desk((host, port), Handler)
         self.port: int = self._server.server_address[1]
         self._thread = Thread(target=self._server.serve_forever, args=(0.05,), daemon=True, name="kvmover-cards")
         self._thread.start()

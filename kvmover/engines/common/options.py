@@ -24,6 +24,15 @@ class ContentOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weights: str = ""
     tenant: str = ""
 
+    @property
+    def name(self) -> str:
+        """All of it in a line, as peers compare it.
+
+        >>> ContentOptions("llama", tenant="blue").name
+        'llama of blue'
+        """
+        return " ".join(each for each in (self.model, self.weights, self.tenant and f"of {self.tenant}") if each)
+
 
 def read_options(
     said: Mapping[str, Any], kind: type[T], keys: Mapping[str, str], where: str, defaults: Settings | None = None

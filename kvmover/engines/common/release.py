@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -10,6 +11,15 @@ from kvmover.errors import KvmoverError
 
 class EngineUnsupported(KvmoverError):
     """An engine that is not there, or a release of it or a setting of it that an adapter was not made for."""
+
+
+def odd_ones(odd: Mapping[str, bool]) -> str:
+    """What is so, of settings by their words; empty for none.
+
+    >>> odd_ones({"pipeline stages": False, "windows": True, "states": True})
+    'windows, states'
+    """
+    return ", ".join(name for name, is_odd in odd.items() if is_odd)
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,8 @@ def _alone(
     """Buffers in which a row is a whole by itself: a latent of a token, or the index keys or the state of a page."""
     if any(buffer.shape[1:] != group[0].shape[1:] or buffer.dtype != group[0].dtype for buffer in group):
         raise EngineUnsupported(f"device pool {name} has layers of different shapes")
-    by_page = entry._row_span == 1
+    # Of pages of one token a row is both, and the main pool's is a token.
+    by_page = entry._row_span == 1 and not (entry.page_size == 1 and name == MAIN)
     latent = not by_page
     dim = group[0][0].numel() if latent else group[0][0].numel() * group[0].element_size()
     dtype = _dtype(group[0]) if latent else "uint8"

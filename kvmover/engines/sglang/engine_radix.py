@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from kvmover.cache.prefix import FIFO, LFU, LRU, PRIORITY, SLRU, EvictionPolicy
-from kvmover.engines.common import EngineUnsupported, ParallelRank
+from kvmover.engines.common import EngineUnsupported, ParallelRank, odd_ones
 from kvmover.engines.sglang.options import StorageFlags, TierFlags
 from kvmover.layout import CpOrder
 
@@ -127,6 +127,12 @@ def place() -> ParallelRank:
     )
 
 
+def data_parallel_groups() -> int:
+    """How many fleets of one server serve requests of their own."""
+    parallel = _context.get_parallel()
+    return parallel.dp_size * parallel.attn_dp_size
+
+
 def fleet_group(place: ParallelRank, params: Any) -> dist.ProcessGroup | None:
     """All processes that serve a request together, stage by stage, on CPU memory; None where there is one.
 
@@ -156,7 +162,7 @@ def odd_windows(context: Any) -> str:
         "windows that are computed again": params.decoder_swa_bounded_replay,
         "a prompt's whole windows kept": getattr(context.tp_worker.model_runner, "prefill_aware_swa", False),
     }
-    return ", ".join(name for name, is_odd in odd.items() if is_odd)
+    return odd_ones(odd)
 
 
 def odd_states(context: Any) -> str:
@@ -173,7 +179,7 @@ def odd_states(context: Any) -> str:
             params.page_size > 1 and not params.enable_mamba_extra_buffer
         ),
     }
-    return ", ".join(name for name, is_odd in odd.items() if is_odd)
+    return odd_ones(odd)
 
 
 def asked_beside() -> str:
@@ -258,7 +264,7 @@ def odd_pools(context: Any) -> str:
         and (params.attn_cp_size > 1 or parallel.dcp_enabled),
         "windows beside tokens that ranks divide (--dcp-size)": hasattr(pool, "swa_kv_pool") and parallel.dcp_enabled,
     }
-    return ", ".join(name for name, is_odd in odd.items() if is_odd)
+    return odd_ones(odd)
 
 
 def fences(context: Any) -> tuple[torch.cuda.Stream, ...]:

@@ -49,11 +49,12 @@ class StoreOptions(ContentOptions, frozen=True, forbid_unknown_fields=True):
 def parse(extra_config: Mapping[str, Any] | None) -> tuple[StoreOptions, Settings]:
     """The store's options, and the settings of this process with those of `STORE_KEYS` over them.
 
-    Raises ConfigError that names the key which is missing, unknown or out of range.
+    There may be peers and no store. Raises ConfigError that names the key which is missing, unknown or out of range.
     """
     said = {key: value for key, value in (extra_config or {}).items() if key not in _ENGINE_KEYS}
     options, settings = read_options(said, StoreOptions, STORE_KEYS, "the options of kvmover's page store in SGLang")
-    settings.store.location()
+    if settings.peers.address is None:
+        settings.store.location()
     return options, settings
 
 

@@ -74,10 +74,12 @@ def radix_cache(context: Any) -> Any:
     engine.refuse(context)
     if context.enable_hierarchical_cache:
         return _module("radix_tiers").open_radix_cache(context)
+    settings = load().settings
+    _module("tier_peers").refuse_unasked(settings, "no --enable-hierarchical-cache")
     accounts = _module("radix_accounts").accounts_of()
     place = engine.place()
     group = engine.fleet_group(place, context.params) if place.pp_size == 1 else None
-    terms = _module("radix_hints").HintTerms.of(load().settings.hints, place, group)
+    terms = _module("radix_hints").HintTerms.of(settings.hints, place, group)
     return _module("radix_cache").KvmoverRadixCache(context.params, accounts, terms=terms)
 
 

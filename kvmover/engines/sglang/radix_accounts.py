@@ -106,7 +106,7 @@ class RadixAccounts:
         attempt = self._attempts.get(request)
         if attempt is None or attempt.prefix_tokens is not None:
             return
-        prefix = attempt.prefix_tokens = credit.device_tokens + credit.host_tokens + credit.storage_tokens
+        prefix = attempt.prefix_tokens = credit.tokens
         lookup = attempt.lookup
         lost = Counter({Loss.LAST_TOKEN: lookup.last_page_tokens, why: lookup.found_tokens - prefix})
         lost.update(lookup.left)

@@ -79,12 +79,17 @@ class TieredRadixCache(KvmoverRadixCache):
         """The host pools and the store of `tiers` are this cache's from here on."""
         super().__init__(params, accounts, flags.tiers(), terms)
         self._tiers = tiers
-        self._controller = Controller(self._tree, tiers.tiered_pools, tiers.storage, tiers.config, self._device_pages())
+        lent = tiers.peers.tier if tiers.peers is not None else None
+        self._controller = Controller(
+            self._tree, tiers.tiered_pools, tiers.storage, tiers.config, self._device_pages(), lent
+        )
         self._hints.reach(self._controller)
         self.token_to_kv_pool_host = HostRoom(self._controller.allocator.host[ATTENTION], self.page_size)
         self.gates = LayerGates(self._controller.loads, tiers.depths)
         #: By request: what it waits for from storage, and where that begins.
         self.ongoing_prefetch: dict[Any, Restore] = {}
+        #: By request: up to where its prompt was read from a peer.
+        self._lent: dict[str, int] = {}
         #: By request: what storage has of its prompt and did not bring.
         self._left: dict[str, Mapping[Loss, int]] = {}
         #: Requests whose host copies found no room on the device.
@@ -109,7 +114,7 @@ class TieredRadixCache(KvmoverRadixCache):
         cache_salt: str | None = None,
         **_options: Any,
     ) -> bool:
-        """Begin to bring to the host what storage has of a prompt. Whether the request has something to wait for."""
+        """Begin to bring to the host what peers or storage have of a prompt. Whether there is something to wait for."""
         if handle in self.ongoing_prefetch or not self.enable_storage:
             return False
         tokens = np.concatenate([np.asarray(matched_prefix_tokens, np.int64), np.asarray(new_input_tokens, np.int64)])
@@ -127,14 +132,19 @@ class TieredRadixCache(KvmoverRadixCache):
         return restore.done
 
     def pop_prefetch_loaded_span(self, handle: Any) -> tuple[int, int | None]:
-        """How many tokens came from storage, and where they begin. The request is matched next."""
+        """How many tokens came from peers or storage, and where they begin. The request is matched next."""
         restore = self.ongoing_prefetch.pop(handle, None)
         if restore is None:
             return 0, None
         self._controller.release(restore)
         first = restore.state.best_tokens
         came = max(0, self._tree.look(restore.key).best_tokens - first)
+        lent = min(came, max(0, restore.state.peer_tokens - first))
+        if self._tiers.storage is None:  # the rest is what other requests have brought or computed since
+            came = lent
         self._left[handle.rid] = restore.state.reasons
+        if lent:
+            self._lent[handle.rid] = restore.state.peer_tokens
         return came, first
 
     def init_load_back(self, params: Any) -> tuple[int, int]:
@@ -163,7 +173,9 @@ class TieredRadixCache(KvmoverRadixCache):
         """SGLang has just given the request pages."""
         if self._accounts is not None:
             why = Loss.DEVICE_CAPACITY if req.rid in self._no_room else Loss.THRESHOLD
-            self._accounts.admitted(req.rid, Credit(*engine_radix.tokens_by_tier(req)), why)
+            device, host, stored = engine_radix.tokens_by_tier(req)
+            lent = min(stored, max(0, self._lent.get(req.rid, 0) - (req.storage_hit_start or 0)))
+            self._accounts.admitted(req.rid, Credit(device, host, stored - lent, lent), why)
         self._forget(req.rid)
 
     def release_aborted_request(self, handle: Any) -> None:
@@ -174,7 +186,14 @@ class TieredRadixCache(KvmoverRadixCache):
         elif restore is not None:
             self._controller.abort(restore)
         self._forget(handle.rid)
+        self._lent.pop(handle.rid, None)
         super().release_aborted_request(handle)
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        """As of the device alone. What a request found counts again where it is admitted again."""
+        super().on_release(req, checkpointed=checkpointed)
+        if req.finished():
+            self._lent.pop(req.rid, None)
 
     # Steps of the scheduler
 
@@ -209,19 +228,16 @@ class TieredRadixCache(KvmoverRadixCache):
         return self.attach_storage_backend()
 
     def release_host_resources(self) -> None:
-        """End the storage's thread, and close the store. What waits to be written is not."""
+        """End the storage's thread, close the store and part from peers. What waits to be written is not."""
         self._controller.close()
-        if self._tiers.upkeep is not None:
-            self._tiers.upkeep.close()
-        if self._tiers.store is not None:
-            self._tiers.store.close()
+        self._tiers.close()
 
     # What SGLang asks before it waits, flushes or sleeps
 
     @property
     def enable_storage(self) -> bool:
-        """Whether there is a page store."""
-        return self._tiers.storage is not None
+        """Whether there is a page store, or peers to read from as from one."""
+        return self._tiers.storage is not None or self._tiers.peers is not None
 
     @property
     def ongoing_load_back(self) -> Collection[Any]:

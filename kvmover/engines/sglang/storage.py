@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from hashlib import sha256
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from kvmover.engines.common import EmptyBackend, EngineUnsupported, Numbers, ParallelRank, PoolBackend, Upkeep
@@ -95,8 +96,12 @@ class KvmoverStore(engine.HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: Any = None,
     ) -> Any:
-        """Every restorable prefix. Block groups never gate one, so nothing is said of them."""
-        found, trailing = {MAIN: self._found(MAIN, keys)}, {MAIN: ALL_PAGES}
+        """Every restorable prefix. Block groups never gate one, so nothing is said of them.
+
+        Side pools are asked for as many pages as the main pool has.
+        """
+        found, trailing = {MAIN: list(takewhile(bool, self._found(MAIN, keys)))}, {MAIN: ALL_PAGES}
+        keys = keys[: len(found[MAIN])]
         for transfer in pool_transfers or ():
             if transfer.hit_policy is not engine.BLOCK_GROUPS:
                 name = str(transfer.name)

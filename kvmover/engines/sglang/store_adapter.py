@@ -80,7 +80,7 @@ class StoreAdapter:
         placement = self._placement_of(pool)
         rows = hostpool.rows_of(pool, name, buffer, str(tensor.dtype).removeprefix("torch."), placement)
         part = part_of_rows(rows, self.rank.place, self._model_of(pool, name), self.page_tokens)
-        writes = None if placement is TpPlacement.REPLICATED else self.election(part.component)
+        writes = self._of_copies() if placement is TpPlacement.REPLICATED else self.election(part.component)
         view = self.view(part, writes)
         spec = buffer.spec(part.component)
         if spec.is_packed:
@@ -103,8 +103,9 @@ class StoreAdapter:
         called = hostpool.own_name(pool, name, sizes)
         if self.rank.model.kv_dtype:
             called += f", {self.rank.model.kv_dtype}"
+        writes = self._of_copies() if placement is TpPlacement.REPLICATED else None
         views = tuple(
-            self.view(native_part(f"{called}, run {run}", nbytes, self.rank.place, placement))
+            self.view(native_part(f"{called}, run {run}", nbytes, self.rank.place, placement), writes)
             for run, nbytes in enumerate(sizes)
         )
         self.register(hostpool.memory_of_pool(pool))
@@ -127,6 +128,10 @@ class StoreAdapter:
         """Who writes a page whose heads several ranks hold. None where nobody else does."""
         place = self.rank.place.in_stage
         return election(component, place.fleet(self.page_tokens), place.rank)
+
+    def _of_copies(self) -> Election | None:
+        """Who writes a pool that all ranks have copies of: rank 0 alone, as in the engine's own backends."""
+        return _nothing if self.rank.place.tp else None
 
     def register(self, tensors: list[torch.Tensor]) -> None:
         """Kept as long as the store may touch it. Pools that share an allocation are registered once."""
@@ -158,6 +163,10 @@ class Batches:
             taken = self.pages, self.gb_s
             self.pages, self.gb_s = [], []
             return taken
+
+
+def _nothing(page: bytes) -> bool:
+    return False
 
 
 def _at(tokens: Numbers, count: int, page_tokens: int, first: int, stride: int) -> list[int]:

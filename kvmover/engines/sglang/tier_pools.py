@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -27,7 +27,8 @@ from kvmover.cache.tiers import (
     TieredPool,
     TierError,
 )
-from kvmover.engines.common import ParallelRank, Upkeep, as_bytes
+from kvmover.config import load
+from kvmover.engines.common import ContentOptions, ParallelRank, Upkeep, as_bytes
 from kvmover.engines.sglang import engine, engine_linker
 from kvmover.engines.sglang.device_indices import DeviceIndices
 from kvmover.engines.sglang.devicepool import Strand, part_of_strand, placement_of, strands_of
@@ -35,6 +36,7 @@ from kvmover.engines.sglang.options import PoolSize, StorageFlags, TierFlags, pa
 from kvmover.engines.sglang.page_parts import TpPlacement
 from kvmover.engines.sglang.radix_components import STATE, WINDOW
 from kvmover.engines.sglang.store_adapter import ServedRank, StoreAdapter
+from kvmover.engines.sglang.tier_peers import EnginePeers, open_peers, refuse_unasked
 from kvmover.layout import Pool
 from kvmover.store import PagePart, PageStore
 
@@ -62,6 +64,16 @@ class EngineTiers:
     storage: Storage | None = None
     store: PageStore | None = None
     upkeep: Upkeep | None = None
+    peers: EnginePeers | None = None
+
+    def close(self) -> None:
+        """End what looks after the store and after peers, and close both."""
+        if self.peers is not None:
+            self.peers.close()
+        if self.upkeep is not None:
+            self.upkeep.close()
+        if self.store is not None:
+            self.store.close()
 
 
 def open_tiers(
@@ -100,10 +112,36 @@ def open_tiers(
         for layer, own in each.strand.layers.items():
             depths[layer] = max(depths.get(layer, 0), *own)
     if flags.storage is None:
+        refuse_unasked(load().settings, "no storage")
         return EngineTiers(tiered_pools, depths, config)
     replicated = all(each.strand.rows.placement is TpPlacement.REPLICATED for each in found)
-    stored = _stored(tiered_pools, flags.storage, place, params.page_size, replicated)
-    return EngineTiers(tiered_pools, depths, config, *stored)
+    placement = TpPlacement.REPLICATED if replicated else TpPlacement.SHARDED
+    tiers = EngineTiers(tiered_pools, depths, config)
+    return _behind(tiers, flags, flags.storage, place, placement, params.page_size, group)
+
+
+def _behind(
+    tiers: EngineTiers,
+    flags: TierFlags,
+    storage: StorageFlags,
+    place: ParallelRank,
+    placement: TpPlacement,
+    page_tokens: int,
+    group: dist.ProcessGroup | None,
+) -> EngineTiers:
+    """With peers and the store, of which either may be absent."""
+    storage.check()
+    options, settings = parse(storage.options)
+    if flags.write == "write_back":
+        refuse_unasked(settings, "--hicache-write-policy write_back")
+    facts = said(options, served())
+    rank = ServedRank(facts.name(options, engine.served_name()), facts, place, placement)
+    content = ContentOptions(rank.name, facts.weights, options.tenant)
+    tiers = replace(tiers, peers=open_peers(settings, content, tiers.tiered_pools, place, page_tokens, group))
+    if settings.store.root is None:
+        return tiers
+    storage_of, store, upkeep = _stored(tiers.tiered_pools, StoreAdapter(options, settings.store, rank, page_tokens))
+    return replace(tiers, storage=storage_of, store=store, upkeep=upkeep)
 
 
 def _consensus(place: ParallelRank, group: dist.ProcessGroup | None) -> Consensus:
@@ -144,19 +182,11 @@ def _sizes(found: Sequence[_PoolPart], params: Any) -> dict[str, PoolSize]:
     return sizes
 
 
-def _stored(
-    tiered_pools: tuple[TieredPool, ...], flags: StorageFlags, place: ParallelRank, page_tokens: int, replicated: bool
-) -> tuple[Storage, PageStore, Upkeep]:
-    flags.check()
-    options, settings = parse(flags.options)
-    placement = TpPlacement.REPLICATED if replicated else TpPlacement.SHARDED
-    facts = said(options, served())
-    rank = ServedRank(facts.name(options, engine.served_name()), facts, place, placement)
-    adapter = StoreAdapter(options, settings.store, rank, page_tokens)
-    own = place.in_stage
-    fleet = own.fleet(page_tokens // own.cp_size)
+def _stored(tiered_pools: tuple[TieredPool, ...], adapter: StoreAdapter) -> tuple[Storage, PageStore, Upkeep]:
+    own = adapter.rank.place.in_stage
+    fleet = own.fleet(adapter.page_tokens // own.cp_size)
     storage = Storage(adapter.store, adapter.space, tiered_pools, fleet, own.rank, own.writes)
-    return storage, adapter.store, Upkeep(adapter.store, settings.store)
+    return storage, adapter.store, Upkeep(adapter.store, adapter.settings)
 
 
 class EnginePages:

@@ -13,6 +13,7 @@ from kvmover.engines.common import Tested
 if TYPE_CHECKING:
     from kvmover.engines.vllm.connector import KvmoverConnector
     from kvmover.engines.vllm.offloading import KvmoverOffloadingConnector, KvmoverTier
+    from kvmover.engines.vllm.peer_offloading import KvmoverPeerTier, LendingPolicy
 
 #: The releases of vLLM that the adapters were tested with: vLLM calls the interfaces experimental itself.
 VLLM = Tested("vLLM", "vllm", ("0.33.0",), "kvmover.engines.vllm")
@@ -21,9 +22,11 @@ _HOMES = {
     "KvmoverConnector": "connector",
     "KvmoverOffloadingConnector": "offloading",
     "KvmoverTier": "offloading",
+    "KvmoverPeerTier": "peer_offloading",
+    "LendingPolicy": "peer_offloading",
 }
 
-__all__ = ["KvmoverConnector", "KvmoverOffloadingConnector", "KvmoverTier"]
+__all__ = ["KvmoverConnector", "KvmoverOffloadingConnector", "KvmoverPeerTier", "KvmoverTier", "LendingPolicy"]
 
 
 def __getattr__(name: str) -> object:

@@ -48,6 +48,7 @@ COUNTS = {
     "sent_failures": "Requests whose KV was not fetched to the end, from one rank or more.",
     "sent_bytes": "Bytes of KV that other engines fetched, from all ranks together.",
     "sent_microseconds": "Microseconds from offering a request to its end on the slowest rank.",
+    "moved_requests": "Requests that were decoded here, and that another engine took and goes on with.",
     "received_requests": "Requests whose KV came from another engine, to every rank.",
     "received_failures": "Requests whose KV did not come, or not all of it, to one rank or more.",
     "received_bytes": "Bytes of KV that came from other engines, to all ranks together.",
@@ -167,8 +168,9 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             may |= Role.TAKES if transfer.is_kv_consumer else Role(0)
             left = max(1 if self._late else 0, engine.unread_tokens(vllm_config))
             keep_s = self._options.decoder_kv_blocks_ttl if self._options.bidirectional_kv_xfer else None
+            fewest, move_s = self._options.kv_recompute_threshold, self._options.movable_s or None
             self._scheduler = ConnectorScheduler(
-                self._groups[0].block_tokens, may, self._late, left, keep_s, self._options.kv_recompute_threshold
+                self._groups[0].block_tokens, may, self._late, left, keep_s, fewest, move_s
             )
             if self._settings.exchange.model:
                 self._scheduler.page_names = token_hashes
@@ -391,7 +393,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request has blocks; the last `num_external_tokens` of its computed tokens are to be fetched into them."""
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
-        if self._scheduler.is_next_turn(request):
+        if self._scheduler.is_of_peer(request):
             external = ExternalTokens(peer=num_external_tokens)
         else:
             external = engine.external_of(self.get_external_cache_hit_sources(request, num_external_tokens))

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvmover.engines.vllm.handshake import Remote
+from kvmover.transfer.result import Service
 
 #: Block ids of a request, one table a cache group, from the request's beginning.
 Tables = tuple[list[int], ...]
@@ -19,7 +20,7 @@ Tables = tuple[list[int], ...]
 class SendSpec:
     """Offer a request, or the beginning of one that is prefilled in chunks. `computed` positions are in its pages
     before this step, those below `stop` after it (None: all of it); `computed` None: all of it is there. `keep_s`: for
-    how long; None: as configured."""
+    how long; None: as configured. `service`: REPEATED of a request that is decoded here, and may move."""
 
     request: str
     transfer: str
@@ -27,6 +28,7 @@ class SendSpec:
     computed: int | None
     stop: int | None = None
     keep_s: float | None = None
+    service: Service = Service.ONCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,8 @@ class KvmoverConnectorMetadata:
 
 @dataclass(frozen=True, slots=True)
 class RankEnding:
-    """How one rank's part of a request ended. `way`: "sent" or "received". `microseconds`: of one that landed."""
+    """How one rank's part of a request ended. `way`: "sent", "received" or "moved", of one that was decoded here and
+    which another engine has taken if it landed. `microseconds`: of one that landed."""
 
     way: str
     request: str
@@ -151,7 +154,9 @@ class Tally:
         return taken
 
     def _count(self, way: str, parts: list[RankEnding]) -> None:
-        if all(part.landed for part in parts):
+        if way == "moved":
+            self._counts["moved_requests"] += all(part.landed for part in parts)
+        elif all(part.landed for part in parts):
             self._counts[f"{way}_requests"] += 1
             self._counts[f"{way}_microseconds"] += max(part.microseconds for part in parts)
         else:

@@ -357,7 +357,8 @@ def per_engine(metric: Any, labels: Mapping[int, Sequence[object]]) -> Any:
     return import_module("vllm.v1.metrics.utils").create_metric_per_engine(metric, labels)
 
 
-def external_of(sources: Mapping[Any, int]) -> ExternalTokens:
-    """What a connector brings, by vLLM's sources of hits."""
+def external_of(sources: Mapping[Any, int], lenders: frozenset[Any] = frozenset()) -> ExternalTokens:
+    """What a connector brings, by vLLM's sources of hits. `lenders`: those that are other engines' host memory."""
     host, storage = sources.get(HOST, 0), sources.get(DISK, 0)
-    return ExternalTokens(host, storage, sum(sources.values()) - host - storage)
+    peer = sum(tokens for source, tokens in sources.items() if source in lenders)
+    return ExternalTokens(host, storage, sum(sources.values()) - host - storage - peer, peer)

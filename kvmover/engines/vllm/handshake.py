@@ -54,6 +54,16 @@ class Serve:
     last: LastTurn | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A request that was begun elsewhere, and whose first `tokens` positions are there. `goes_on`: it stays there, and
+    this is a copy of what it has by now; else it goes on here, and there nobody needs it any more."""
+
+    remote: Remote
+    tokens: int
+    goes_on: bool = False
+
+
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 
 
@@ -75,6 +85,8 @@ class _Params(msgspec.Struct, frozen=True):
     bootstrap_port: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)] | None = None
     bootstrap_room: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] | None = None
     kvmover_tokens_digest: _Name | None = None
+    kvmover_movable: _Name | None = None
+    kvmover_copy: bool | None = None
 
     @property
     def room(self) -> str | None:
@@ -92,24 +104,41 @@ class _Params(msgspec.Struct, frozen=True):
         return LastTurn(remote, self.remote_num_tokens, self.kvmover_tokens_digest)
 
 
-def asked(params: Mapping[str, Any] | None, request: str) -> Serve | Remote | None:
-    """What a request's parameters ask of this engine. None for a request that concerns nobody else.
+@dataclass(frozen=True, slots=True)
+class RequestAsk:
+    """What the parameters of a request ask of this engine. `whole`: of a prompt that is computed in two halves, or of a
+    request that moves; None: nothing. `movable`: another engine may ask for what is here of it, by this name."""
+
+    whole: Serve | Remote | Running | None = None
+    movable: str | None = None
+
+
+def asked(params: Mapping[str, Any] | None, request: str) -> RequestAsk:
+    """What a request's parameters ask of this engine.
 
     A proxy that starts both halves at once gives both the same `transfer_id`; otherwise a prefill's is its request id
     here, and comes back to the proxy in the answer. A router between engines of unlike make gives both halves SGLang's
-    words, `bootstrap_room` and, to decode, `bootstrap_host` and `bootstrap_port` of the prefill. Raises ValueError for
-    parameters that lack something or make no sense, and names them.
+    words, `bootstrap_room` and, to decode, `bootstrap_host` and `bootstrap_port` of the prefill. A request that moves
+    here while it is decoded elsewhere names what is there, `remote_num_tokens`. Raises ValueError for parameters that
+    lack something or make no sense, and names them.
     """
     if not params:
-        return None
+        return RequestAsk()
     try:
         said = msgspec.convert(params, _Params, strict=False)
     except msgspec.ValidationError as error:
         raise ValueError(f"kv_transfer_params of {request}: {error}") from None
     if said.do_remote_decode:
-        return Serve(said.transfer_id or said.room or request, said.last)
+        return RequestAsk(Serve(said.transfer_id or said.room or request, said.last))
     if not said.do_remote_prefill:
-        return None
+        return RequestAsk(movable=said.kvmover_movable)
+    remote = _remote_of(said, request)
+    if said.remote_num_tokens:
+        return RequestAsk(Running(remote, said.remote_num_tokens, bool(said.kvmover_copy)), said.kvmover_movable)
+    return RequestAsk(remote, said.kvmover_movable)
+
+
+def _remote_of(said: _Params, request: str) -> Remote:
     if said.room and said.bootstrap_host and said.bootstrap_port:
         return Remote("", said.room, said.bootstrap_host, said.bootstrap_port)
     transfer = said.remote_request_id or said.transfer_id

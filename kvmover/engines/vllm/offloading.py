@@ -23,6 +23,7 @@ from kvmover.engines.vllm import engine
 from kvmover.engines.vllm.chunk_store import DROPPED, ChunkJob, ChunkStore, ChunkVerb, EndedJob
 from kvmover.engines.vllm.options import parse_tier
 from kvmover.engines.vllm.request_accounts import RequestAccounts
+from kvmover.engines.vllm.served_model import PEER_TIER, ServedModel
 from kvmover.observe.logs import Guest
 from kvmover.observe.observers import Observers, begin_logs
 from kvmover.store import Got, Namespace, Put
@@ -261,14 +262,24 @@ class KvmoverOffloadingConnector(OffloadingConnector):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         """Raises ConfigError or KvmoverError for kvmover's configuration, and what vLLM's own raises."""
-        OffloadingConnector.__init__(self, vllm_config, role, kv_cache_config)
+        self._served = ServedModel(vllm_config, kv_cache_config)
+        with self._served:
+            OffloadingConnector.__init__(self, vllm_config, role, kv_cache_config)
         if role is engine.SCHEDULER:
+            tiers = self._kv_transfer_config.kv_connector_extra_config.get("secondary_tiers", ())
+            asks_peers = any(tier.get("type") == PEER_TIER for tier in tiers)
+            self._lenders = frozenset((engine.P2P,) if asks_peers else ())
             ranks = vllm_config.parallel_config.world_size
             self._observers = Observers(load().settings, self._kv_transfer_config.engine_id, ranks)
             self._accounts = RequestAccounts(
                 AccountGroup(model=vllm_config.model_config.model), self._observers.account
             )
             self._observers.serve(self._accounts)
+
+    def on_new_request(self, request: Any) -> None:
+        """As vLLM's."""
+        self._served.seen(request)
+        OffloadingConnector.on_new_request(self, request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """As vLLM's."""
@@ -281,7 +292,7 @@ class KvmoverOffloadingConnector(OffloadingConnector):
         OffloadingConnector.update_state_after_alloc(self, request, blocks, num_external_tokens)
         if num_external_tokens:
             sources = self.get_external_cache_hit_sources(request, num_external_tokens)
-            self._accounts.allocated(request, engine.external_of(sources))
+            self._accounts.allocated(request, engine.external_of(sources, self._lenders))
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """As vLLM's."""

@@ -41,6 +41,8 @@ class ConnectorOptions(ContentOptions, frozen=True, forbid_unknown_fields=True):
     Words of vLLM's own connector, with its defaults: `bidirectional_kv_xfer`: a decode keeps what it has for a prefill
     of the next turn, `decoder_kv_blocks_ttl` seconds long; `kv_recompute_threshold`: fewer tokens than these are
     computed by such a prefill, not fetched.
+
+    `movable_s`: for how long the blocks of a request that may move are kept when its client has left; 0: none may.
     """
 
     host: str = ""
@@ -48,6 +50,7 @@ class ConnectorOptions(ContentOptions, frozen=True, forbid_unknown_fields=True):
     bidirectional_kv_xfer: bool = False
     decoder_kv_blocks_ttl: Annotated[float, msgspec.Meta(gt=0)] = 480.0
     kv_recompute_threshold: _Natural = 64
+    movable_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
 def parse(extra_config: Mapping[str, Any] | None) -> tuple[ConnectorOptions, Settings]:
@@ -56,6 +59,10 @@ def parse(extra_config: Mapping[str, Any] | None) -> tuple[ConnectorOptions, Set
     Raises ConfigError that names the key which is unknown or out of range.
     """
     return read_options(extra_config or {}, ConnectorOptions, KEYS, "the options of kvmover's vLLM connector", DEFAULTS)
+
+
+#: Options of the tier of peers that stand for a setting.
+PEER_KEYS: Mapping[str, str] = {name: f"peers.{name}" for name in ("address", "engines")}
 
 
 class TierOptions(ContentOptions, frozen=True, forbid_unknown_fields=True):
@@ -72,3 +79,8 @@ class TierOptions(ContentOptions, frozen=True, forbid_unknown_fields=True):
 def parse_tier(said: Mapping[str, Any]) -> tuple[TierOptions, Settings]:
     """As `parse`, of the options that stand beside the tier's `type` in `secondary_tiers`."""
     return read_options(said, TierOptions, STORE_KEYS, "the options of kvmover's vLLM tier")
+
+
+def parse_peer_tier(said: Mapping[str, Any]) -> tuple[ContentOptions, Settings]:
+    """As `parse`, of the options that stand beside the tier of peers' `type` in `secondary_tiers`."""
+    return read_options(said, ContentOptions, PEER_KEYS, "the options of kvmover's vLLM tier of peers")

@@ -27,7 +27,18 @@ from kvmover.engines.vllm.connector_metadata import (
     SendSpec,
     Tables,
 )
-from kvmover.engines.vllm.handshake import LastTurn, Remote, Serve, answer, answer_of_turn, asked, digest_of
+from kvmover.engines.vllm.handshake import (
+    LastTurn,
+    Remote,
+    RequestAsk,
+    Running,
+    Serve,
+    answer,
+    answer_of_turn,
+    asked,
+    digest_of,
+)
+from kvmover.transfer.result import Service
 
 log = logging.getLogger(__name__)
 
@@ -112,15 +123,17 @@ class Live:
 
     `offered`: positions that its transfer was told to wait for, in `named` blocks of each group; 0 before it was
     ordered. `begun`: its fetch was, or needs none. `fetching`: pages are being written.
-    `source`: who has a part of it: the first `stop` positions are fetched from there.
+    `source`: who has a part of it: the first `stop` positions are fetched from there. `movable`: the name by which
+    other engines may ask for what is here of it while it is decoded.
     `hashes`: of its whole blocks, as engines of any make name them. `saved`: blocks ordered to be stored. `first`: the
     block from which on the store was asked. `looked`: after which preemption it was read, once: what could not be read
     then is computed.
     """
 
     request: Any
-    ask: Serve | Remote | None
+    ask: Serve | Remote | Running | None
     preemptions: int
+    movable: str | None = None
     source: Remote | None = None
     stop: int = 0
     offered: int = 0
@@ -141,7 +154,7 @@ def vllm_hashes(known: Live, _: int) -> Sequence[bytes]:
 def token_hashes(known: Live, block_tokens: int) -> Sequence[bytes]:
     """Hashes that engines of any make take of the same tokens, SGLang's among them. A request of which other things
     than tokens make its KV has none."""
-    if not _is_tokens_alone(known.request):
+    if not is_tokens_alone(known.request):
         return ()
     done, tokens = len(known.hashes), known.request.all_token_ids
     if (whole := len(tokens) // block_tokens) > done:
@@ -159,7 +172,7 @@ class ConnectorScheduler:
     ended. `left_tokens`: so many at the end of a prompt are left to the decode engine. Of a window that would otherwise
     need one position more than a prefill keeps, and a state cannot be taken back by the token that decode computes.
     `keep_s`: for how long a decode keeps a request for its next turn, of which `fewest` tokens are worth a fetch; None:
-    it does not.
+    it does not. `move_s`: for how long it keeps one that may move, after its client has left; None: none may.
     """
 
     block_tokens: int
@@ -168,6 +181,7 @@ class ConnectorScheduler:
     left_tokens: int = 0
     keep_s: float | None = None
     fewest: int = 0
+    move_s: float | None = None
     leading: Leading | None = None
     home: Home | None = None
     page_names: Callable[[Live, int], Sequence[bytes]] = vllm_hashes
@@ -209,7 +223,7 @@ class ConnectorScheduler:
                     ReceiveSpec(request.request_id, known.source, first, known.stop, _copied(tables))
                 )
             else:
-                self.metadata.releases.append(ReleaseSpec(known.source, request.num_prompt_tokens))
+                self._release(known)
         elif external:
             known.looked, known.fetching = request.num_preemptions, True
             blocks = slice(known.first, known.first + external // self.block_tokens)
@@ -231,6 +245,8 @@ class ConnectorScheduler:
             tables = state.get_block_ids(name) if offers or saves else None  # a copy, as long as the request
             if tables is not None and offers:
                 self._offer(known, before, before + count, tables)
+            if known.movable:
+                self._give(known, before, count, state)
             if tables is not None and saves:
                 self._save(known, saves, tables)
         metadata, self.metadata = self.metadata, KvmoverConnectorMetadata()
@@ -241,6 +257,8 @@ class ConnectorScheduler:
         for name in finished.finished_recving or ():
             if name in self.live:
                 self.live[name].fetching = False
+                if isinstance(self.live[name].ask, Running):
+                    self._release(self.live[name])
             if self.live.get(name) and self.live[name].request.is_finished():
                 del self.live[name]
 
@@ -250,9 +268,15 @@ class ConnectorScheduler:
         known = self._live(request)
         if known.preemptions != request.num_preemptions:
             self._preempted(name, known)
-        if known.source and not known.begun:
-            self.metadata.releases.append(ReleaseSpec(known.source, request.num_prompt_tokens))
+        if known.source and not known.begun and not isinstance(known.ask, Running):
+            self._release(known)
         keep = known.saved > 0
+        if known.movable and known.offered:
+            keep, written = True, min(request.num_computed_tokens, request.num_tokens)
+            if outcome is RequestOutcome.DELIVERED:
+                self.metadata.aborts.append(AbortSpec(name, "it was answered where it was"))
+            elif written > known.offered:  # steps that had been ordered ahead of their tokens
+                self.metadata.growths.append(GrowSpec(name, tuple([] for _ in known.named), written))
         if isinstance(known.ask, Serve):
             keep = self._served(known, known.ask, tables, outcome) or keep
         if known.fetching:  # the scheduler keeps the pages until every rank says that it has received
@@ -270,56 +294,68 @@ class ConnectorScheduler:
 
     def _kept(self, known: Live, outcome: RequestOutcome) -> LastTurn | None:
         """What is here of a request that another engine prefilled, for its next turn: all but the last token's."""
-        request, has_fetched = known.request, isinstance(known.ask, Remote)
-        may = self.keep_s is not None and Role.GIVES in self.role and not self.late and _is_tokens_alone(request)
+        request, has_fetched = known.request, isinstance(known.ask, Remote | Running)
+        may = self.keep_s is not None and Role.GIVES in self.role and not self.late and not known.offered
+        may = may and is_tokens_alone(request)
         if not (may and has_fetched and self.home and outcome is RequestOutcome.DELIVERED):
             return None
         tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         remote = Remote(self.home.engine, request.request_id, self.home.host, self.home.port)
         return LastTurn(remote, tokens, digest_of(request.all_token_ids[:tokens]))
 
-    def _answer(self, ask: Serve | Remote | None) -> dict[str, Any] | None:
+    def _answer(self, ask: Serve | Remote | Running | None) -> dict[str, Any] | None:
         if not isinstance(ask, Serve) or self.home is None:
             return None
         return answer(Remote(self.home.engine, ask.transfer, self.home.host, self.home.port))
 
-    def is_next_turn(self, request: Any) -> bool:
-        """Whether a part of a request that is computed here is fetched from who answered the turn before."""
+    def is_of_peer(self, request: Any) -> bool:
+        """Whether a part of a request is fetched from who answered the turn before, or from where it was decoded."""
         known = self.live.get(request.request_id)
-        return known is not None and known.source is not None and isinstance(known.ask, Serve)
+        return known is not None and known.source is not None and not isinstance(known.ask, Remote)
 
     def _live(self, request: Any) -> Live:
         name = request.request_id
         if name not in self.live:
-            known = self.live[name] = Live(request, self._ask(request), request.num_preemptions)
-            known.source, known.stop = self._source(request, known.ask)
+            said = self._ask(request)
+            known = self.live[name] = Live(request, said.whole, request.num_preemptions)
+            known.source, known.stop = self._source(request, said.whole)
+            if said.movable and self.move_s is not None and Role.GIVES in self.role and not self.late:
+                known.movable = said.movable
         return self.live[name]
 
-    def _source(self, request: Any, ask: Serve | Remote | None) -> tuple[Remote | None, int]:
-        """Who has a part of a request, and how many positions are fetched: of a prefill, or of the turn before."""
+    def _source(self, request: Any, ask: Serve | Remote | Running | None) -> tuple[Remote | None, int]:
+        """Who has a part of a request, and how many positions are fetched: of a prefill, of the turn before, or of who
+        decoded it until now."""
         tokens: int = request.num_prompt_tokens
         wanted = tokens - self.left_tokens if tokens > self.left_tokens else tokens
         if isinstance(ask, Remote):
             return ask, wanted
+        if isinstance(ask, Running):
+            return ask.remote, min(ask.tokens, wanted)
         last = ask.last if ask else None
         if last is None:
             return None, 0
-        use = Role.TAKES in self.role and not self.late and _is_tokens_alone(request)
+        use = Role.TAKES in self.role and not self.late and is_tokens_alone(request)
         use = use and last.is_prefix_of(request.all_token_ids)
         return last.remote, min(last.tokens, wanted) if use else 0
 
-    def _ask(self, request: Any) -> Serve | Remote | None:
+    def _ask(self, request: Any) -> RequestAsk:
         try:
-            ask = asked(request.kv_transfer_params, request.request_id)
+            said = asked(request.kv_transfer_params, request.request_id)
         except ValueError as error:
             log.warning("%s; it is computed here", error)
-            return None
-        if (isinstance(ask, Serve) and Role.GIVES not in self.role) or (
-            isinstance(ask, Remote) and Role.TAKES not in self.role
+            return RequestAsk()
+        if (isinstance(said.whole, Serve) and Role.GIVES not in self.role) or (
+            isinstance(said.whole, Remote | Running) and Role.TAKES not in self.role
         ):
             log.warning("%s is for an engine of another kv_role; it is computed here", request.request_id)
-            return None
-        return ask
+            return RequestAsk()
+        return said
+
+    def _release(self, known: Live) -> None:
+        """Nobody here needs a request's KV any more, where it is; of a copy somebody will."""
+        if known.source is not None and not (isinstance(known.ask, Running) and known.ask.goes_on):
+            self.metadata.releases.append(ReleaseSpec(known.source, known.request.num_prompt_tokens))
 
     def _offers(self, known: Live) -> bool:
         """Whether this step computes tokens of a prompt that others fetch: a chunk of it, or the last."""
@@ -336,6 +372,27 @@ class ConnectorScheduler:
         else:
             self.metadata.sends.append(SendSpec(request.request_id, known.ask.transfer, _copied(tables), before, stop))
         known.offered, known.named = after, tuple(map(len, tables))
+
+    def _give(self, known: Live, before: int, count: int, state: Any) -> None:
+        """Offer a request that may move, to whoever asks; a token later, what that token has added. Guessed tokens are
+        not its own, until they are found right."""
+        request = known.request
+        stop = min(before + count, request.num_tokens)
+        if not known.offered:
+            assert known.movable is not None
+            tables = _copied(state.get_block_ids(request.request_id))
+            name, computed = request.request_id, min(before, stop)
+            send = SendSpec(name, known.movable, tables, computed, stop, self.move_s, Service.REPEATED)
+            self.metadata.sends.append(send)
+            known.named = tuple(map(len, tables))
+        else:
+            more = tuple([] for _ in known.named)
+            if count > 1 or before % self.block_tokens == 0 or len(known.named) > 1:  # the token may begin a block
+                tables = state.get_block_ids(request.request_id)
+                more = tuple(table[named:] for table, named in zip(tables, known.named, strict=True))
+                known.named = tuple(map(len, tables))
+            self.metadata.growths.append(GrowSpec(request.request_id, more, stop))
+        known.offered = max(1, stop)
 
     def _saves(self, known: Live, after: int) -> range:
         """Blocks that are whole after this step and were not ordered to be stored."""
@@ -369,7 +426,8 @@ class ConnectorScheduler:
     def _preempted(self, name: str, known: Live) -> None:
         """Its pages are somebody else's. What was stored of it stays; what was offered is computed again."""
         if known.offered:
-            self.metadata.aborts.append(AbortSpec(name, "the prefill was preempted"))
+            reason = "it was preempted" if known.movable else "the prefill was preempted"
+            self.metadata.aborts.append(AbortSpec(name, reason))
         if known.offered or known.saved:
             self.metadata.preempted.add(name)
         known.preemptions, known.offered, known.saved = known.request.num_preemptions, 0, 0
@@ -379,7 +437,7 @@ def _copied(tables: Tables) -> Tables:
     return tuple(list(table) for table in tables)
 
 
-def _is_tokens_alone(request: Any) -> bool:
+def is_tokens_alone(request: Any) -> bool:
     """Whether token ids say all of what a request's KV is of: no images, adapters, embeddings or salt beside them."""
     beside = (getattr(request, name, None) for name in ("mm_features", "lora_request", "cache_salt"))
     return not any(beside) and getattr(request, "prompt_embeds", None) is None

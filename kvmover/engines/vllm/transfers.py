@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover.engines.common import Cards
-from kvmover.engines.vllm.connector_metadata import ReceiveSpec, ReleaseSpec
+from kvmover.engines.vllm.connector_metadata import ReceiveSpec, ReleaseSpec, SendSpec
 from kvmover.engines.vllm.handshake import Remote
 from kvmover.errors import KvmoverError, PeerUnknown, TransportError
 from kvmover.transfer import Mover, Progress, Result, Transfer
@@ -69,12 +69,13 @@ class RequestTransfers:
         default_factory=lambda: ThreadPoolExecutor(_CALLERS, thread_name_prefix="kvmover-call")
     )
 
-    def send(
-        self, request: str, transfer: str, pages: Pages, gates: Sequence[Gate] | None, keep_s: float | None = None
-    ) -> None:
-        """Offer a request, under the name by which the other engine asks for it. `keep_s`: None: as configured."""
+    def send(self, spec: SendSpec, pages: Pages, gates: Sequence[Gate] | None) -> None:
+        """Offer a request, under the name by which the other engine asks for it."""
         tables = [np.asarray(table, np.int64) for table in pages]
-        self._sends[request] = self._started(lambda mover: mover.send(transfer, tables, gates, deadline_s=keep_s))
+        keep_s, service = spec.keep_s, spec.service
+        self._sends[spec.request] = self._started(
+            lambda mover: mover.send(spec.transfer, tables, gates, deadline_s=keep_s, service=service)
+        )
 
     def produced(self, request: str, gate: Gate, pages: Pages | None) -> None:
         """One more event to wait for, and pages that come behind those named before. Nothing of a request whose

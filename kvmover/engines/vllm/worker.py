@@ -13,7 +13,7 @@ from kvmover.engines.vllm.caches import ComponentCache
 from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, RankEnding, ReceiveSpec, SendSpec, Tables
 from kvmover.engines.vllm.transfers import Over, RequestTransfers
 from kvmover.layout import Fleet
-from kvmover.transfer.result import ALL, Cause, Gate
+from kvmover.transfer.result import ALL, Cause, Gate, Service
 
 if TYPE_CHECKING:
     import torch
@@ -90,6 +90,7 @@ class ConnectorWorker:
     _fetching: dict[str, ReceiveSpec] = field(default_factory=dict[str, ReceiveSpec])
     _delayed: set[str] = field(default_factory=set[str])
     _held: set[str] = field(default_factory=set[str])
+    _movable: set[str] = field(default_factory=set[str])
     _endings: list[RankEnding] = field(default_factory=list[RankEnding])
 
     def before(self, metadata: KvmoverConnectorMetadata) -> None:
@@ -188,7 +189,9 @@ class ConnectorWorker:
         if send.computed is not None:
             self._computing.append(Computing(send.request, _positions(send.stop)))
             gates = [Gate(self.mark(), ALL, send.computed)] if send.computed else []
-        self.transfers.send(send.request, send.transfer, self._pages(send.tables), gates, send.keep_s)
+        if send.service is Service.REPEATED:
+            self._movable.add(send.request)
+        self.transfers.send(send, self._pages(send.tables), gates)
 
     def _produced(self, layers: int) -> None:
         """Once what is launched has been computed, layers below `layers` of this step's chunks are in their pages."""
@@ -232,6 +235,9 @@ class ConnectorWorker:
             ended.failed.add(request)
 
     def _count(self, way: str, over: Over) -> None:
+        if way == "sent" and over.request in self._movable:
+            self._given(over)
+            return
         if over.reason is not None:
             self.told(way, over)
         landed = over.result if over.reason is None else None
@@ -239,6 +245,16 @@ class ConnectorWorker:
         self._endings.append(RankEnding(way, over.request, landed is not None, microseconds))
         if landed and landed.nbytes:
             self.counts[f"{way}_bytes"] += landed.nbytes
+
+    def _given(self, over: Over) -> None:
+        """A request that might have moved. That nobody took it is no failure, and copies of it have landed."""
+        self._movable.remove(over.request)
+        stayed = over.result is not None and over.result.cause in (Cause.ABORTED, Cause.DEADLINE)
+        if over.reason is not None and not stayed:
+            self.told("sent", over)
+        self._endings.append(RankEnding("moved", over.request, over.reason is None, 0))
+        if over.result is not None:
+            self.counts["sent_bytes"] += over.result.nbytes
 
 
 def _positions(stop: int | None) -> int:

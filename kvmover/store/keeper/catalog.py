@@ -5,6 +5,7 @@ The journal is a file in memory that grows: `fstat` says whether there is more. 
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,24 +16,33 @@ from pathlib import Path
 from threading import RLock
 from weakref import WeakSet
 
+import numpy as np
+
 from kvmover.store.files import FileRun, OpenFile, PlainFiles, ahead, reason_of
 from kvmover.store.guard_lock import GuardLock
 from kvmover.store.index import Index
-from kvmover.store.keeper.journal import JournalChange, JournalEntry, decode_entries, slab_name, slab_number
+from kvmover.store.keeper.journal import (
+    JournalChange,
+    JournalEntry,
+    decode_entries,
+    page_and_digests,
+    runs_of,
+    slab_name,
+    slab_number,
+    table_of,
+)
 from kvmover.store.keeper.link import FollowedJournal, KeeperLink, StoreFenced
-from kvmover.store.keeper.messages import OpenSlab, SlabToRead
+from kvmover.store.keeper.messages import OPENED, OpenSlabs, SlabsToRead
+from kvmover.store.keeper.sweep import Sweep
 from kvmover.store.lent_files import LentFiles
-from kvmover.store.objects import DIGEST, Verdict, Watcher
-from kvmover.store.record import DIGEST_BYTES, FIXED_BYTES, decode, decode_all, decode_table, holds
+from kvmover.store.objects import DIGEST, Plan, Verdict, Watcher
+from kvmover.store.part import PagePart
+from kvmover.store.record import holds
 from kvmover.store.second_look import MISSING
 from kvmover.store.stored import StoredObject
 
 #: Threads that copy out of slabs, beside the one that compares digests.
 _COPIERS = 2
-
-
-#: Records of fewer bytes are decoded one by one: columns pay for more of them.
-_FEW_BYTES = 8 << 10
 
 
 class KeeperFiles(PlainFiles):
@@ -41,14 +51,35 @@ class KeeperFiles(PlainFiles):
     def __init__(self, link: KeeperLink) -> None:
         super().__init__()
         self._link = link
+        self._ahead_fds: dict[str, int] = {}
 
     @property
     def name(self) -> str:
         return f"keeper {self._link.path}"
 
     def open(self, path: Path) -> OpenFile:
-        _, fd = self._link.ask(OpenSlab(slab_number(path.stem)), SlabToRead)
+        fd = self._ahead_fds.pop(path.stem, -1)
+        if fd < 0:
+            said, fd = self._link.ask(OpenSlabs([slab_number(path.stem)]), SlabsToRead)
+            if not said.slabs:
+                raise FileNotFoundError(errno.ENOENT, "evicted")
         return OpenFile.of_descriptor(fd, path)
+
+    def open_ahead(self, names: Sequence[str]) -> None:
+        """Ask for slabs that will be opened next, all at once. Raises OSError, or StoreFenced."""
+        for first in range(0, len(names), OPENED):
+            numbers = [slab_number(name) for name in names[first : first + OPENED]]
+            said, fds = self._link.ask_for_many(OpenSlabs(numbers), SlabsToRead)
+            for number, fd in zip(said.slabs, fds, strict=True):
+                if (before := self._ahead_fds.pop(slab_name(number), -1)) >= 0:
+                    os.close(before)
+                self._ahead_fds[slab_name(number)] = fd
+
+    def close(self) -> None:
+        for fd in self._ahead_fds.values():
+            os.close(fd)
+        self._ahead_fds.clear()
+        super().close()
 
     @cached_property
     def pool(self) -> ThreadPoolExecutor:
@@ -66,8 +97,9 @@ class KeeperCatalog:
         self.link, self.files = link, KeeperFiles(link)
         self.lock = RLock()
         self.index = Index()
-        #: Those that have objects.
-        self.slabs: set[str] = set()
+        #: Those that have objects, and those of them that need no look at their digests: nobody can write to them, and
+        #: the keeper has compared all that they have since.
+        self.slabs, self.proved = set[str](), set[str]()
         self.lagged: Counter[str] = Counter()
         self._lent = LentFiles(Path("/keeper"), self.files, GuardLock())
         self._journal: FollowedJournal | None = None
@@ -95,9 +127,29 @@ class KeeperCatalog:
         ahead_bytes = os.fstat(journal.fd).st_size - (self._at - journal.base)
         if ahead_bytes <= 0:
             return
-        for entry in decode_entries(os.pread(journal.fd, ahead_bytes, self._at - journal.base), self._at):
-            self._apply(entry)
-            self._at = entry.at + len(entry.payload)
+        added, end = list[JournalEntry](), self._at
+        try:
+            for entry in decode_entries(os.pread(journal.fd, ahead_bytes, self._at - journal.base), self._at):
+                if entry.change is JournalChange.ADDED:
+                    added.append(entry)
+                elif entry.change is JournalChange.PROVED:
+                    self.proved.add(slab_name(entry.slab))  # which says nothing of what is added meanwhile
+                else:
+                    self._add(added)
+                    added.clear()
+                    self._apply(entry)
+                end = entry.end
+        finally:
+            self._add(added)
+            self._at = max(self._at, end)
+
+    def _add(self, entries: Sequence[JournalEntry]) -> None:
+        """What many entries add, at once: an attach reads all of a journal."""
+        if not entries:
+            return
+        runs = runs_of(entries)
+        self.slabs.update(name for name, _ in runs)
+        self.index.add_tables(runs, table_of(entries), max(entry.stamp for entry in entries))
 
     def sync(self) -> None:
         """As `refresh`, of the journal that is written now, and of a keeper that is there now.
@@ -131,6 +183,7 @@ class KeeperCatalog:
         self._at = journal.base if journal else 0
         self.index = Index()
         self.slabs.clear()
+        self.proved.clear()
         with suppress(OSError, ValueError):  # what cannot be read now is read on from there
             if journal:
                 self._read_on(journal)
@@ -144,21 +197,18 @@ class KeeperCatalog:
     def _apply(self, entry: JournalEntry) -> None:
         name = slab_name(entry.slab)
         match entry.change:
-            case JournalChange.ADDED:
-                self.slabs.add(name)
-                if len(entry.payload) > _FEW_BYTES:
-                    self.index.add_table(name, decode_table(entry.payload, entry.at), entry.stamp)
-                else:
-                    self.index.add(_objects(name, entry))
+            case JournalChange.ADDED | JournalChange.PROVED:
+                raise AssertionError(f"{entry.change.name} is taken in with others")
             case JournalChange.REMOVED:
-                self.index.remove_at(name, memoryview(entry.payload).cast("Q").tolist())
+                self.index.remove_at(name, entry.payload.cast("Q").tolist())
             case JournalChange.DROPPED:
                 self.slabs.discard(name)
+                self.proved.discard(name)
                 self.index.drop(name)
                 self._lent.end(name)
             case JournalChange.USED:
-                pages = [entry.payload[at : at + 32] for at in range(0, len(entry.payload), 32)]
-                self.index.use(pages, entry.stamp)
+                pages = [bytes(entry.payload[at : at + 32]) for at in range(0, len(entry.payload), 32)]
+                self.index.stamp(pages, entry.stamp)
             case JournalChange.ENDED:
                 self._has_ended = True
 
@@ -178,23 +228,36 @@ class KeeperCatalog:
         """Slabs as open files, for the length of a block; evicted ones are left out. Raises OSError."""
         return self._lent.lend(names)
 
+    def sweep(self, part: PagePart, plan: Plan, pages: Sequence[bytes], addresses: Sequence[int]) -> list[int]:
+        """Read what lies in proved slabs, whole; which of the pages came. Raises OSError, or StoreFenced."""
+        swept, places = Sweep(part), np.array(addresses, np.int64)
+        with self.lock:
+            names = self.index.names
+            proved = np.array([name in self.proved for name in names])
+            for alike in self.index.alike(pages):
+                swept.plan(alike, plan, places, proved)
+            slabs = swept.sort(names)
+        self.files.open_ahead([name for name in slabs if not self._lent.has(name)])
+        with self.lend(slabs) as files:
+            fds = np.array([files[name].fd if name in files else -1 for name in names], np.int64)
+            return swept.read(fds, self.files.pool)
+
     def digests(self, objects: Sequence[StoredObject]) -> list[bytes]:
         """The digests that the journal has of objects, b"" of one that it has no more. Raises OSError."""
         with self.lock:
             journal = self._journal
         if journal is None:
             return [b""] * len(objects)
-        places = ((each.record - journal.base + FIXED_BYTES, each.cells * DIGEST_BYTES) for each in objects)
-        return [os.pread(journal.fd, nbytes, at) if at >= FIXED_BYTES else b"" for at, nbytes in places]
+        return [page_and_digests(journal.read, each.record)[1] for each in objects]
 
     def look_again(self, each: StoredObject) -> tuple[Verdict, str]:
         """A second opinion on an object, by a fresh descriptor. Raises OSError where the keeper does not say."""
         with suppress(StoreFenced):
             self.sync()
-        if (raw := self._record(each)) is None:
+        if (said := self._said(each)) is None:
             return Verdict.GONE, "evicted"
-        header = decode(raw, each.record, each.record)
-        if header is None or header.page != each.page:
+        page, digests = said
+        if page != each.page:
             return Verdict.BAD, "damaged header"
         try:
             file = self.files.open(Path(each.segment))
@@ -208,18 +271,14 @@ class KeeperCatalog:
         if got < each.nbytes:
             with self.lock:
                 self.refresh()
-            return (Verdict.GONE, "evicted") if self._record(each) is None else (Verdict.BAD, MISSING)
-        return (
-            (Verdict.WELL, "") if holds(memoryview(payload), each.cells, header.digests, 0) else (Verdict.BAD, DIGEST)
-        )
+            return (Verdict.GONE, "evicted") if self._said(each) is None else (Verdict.BAD, MISSING)
+        return (Verdict.WELL, "") if holds(memoryview(payload), each.cells, digests, 0) else (Verdict.BAD, DIGEST)
 
-    def _record(self, each: StoredObject) -> bytes | None:
-        """The record of an object that is there."""
+    def _said(self, each: StoredObject) -> tuple[bytes, bytes] | None:
+        """Page and digests of an object that is there."""
         with self.lock:
             journal, found = self._journal, self.index.at(each.segment, each.record)
-        if journal is None or found is None:
-            return None
-        return os.pread(journal.fd, FIXED_BYTES + each.cells * DIGEST_BYTES, each.record - journal.base)
+        return None if journal is None or found is None else page_and_digests(journal.read, each.record)
 
     def close(self) -> None:
         """Give everything back."""
@@ -228,12 +287,3 @@ class KeeperCatalog:
             self._journal = None
         self._lent.close()
         self.files.close()
-
-
-def _objects(slab: str, entry: JournalEntry) -> list[StoredObject]:
-    """What a few records say."""
-    return [
-        StoredObject(slab, each.at, each.offset, each.nbytes, each.page, each.part, each.stamp)
-        for each in decode_all(entry.payload, entry.at)
-        if each.part is not None
-    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import signal
 from pathlib import Path
+from threading import Event
 
 from kvmover.store.keeper.server import KeeperServer
 
@@ -16,11 +17,16 @@ def serve_keeper(path: Path, capacity_bytes: int) -> None:
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a slab is a descriptor
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    server = KeeperServer(path, capacity_bytes)
+    server, is_over = KeeperServer(path, capacity_bytes), Event()
+
+    def end(*_: object) -> None:
+        """Raises nothing, wherever it comes between."""
+        is_over.set()
+        server.wake()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
     try:
-        server.serve()
-    except KeyboardInterrupt:
-        pass
+        server.serve(is_over.is_set)
     finally:
         server.close()

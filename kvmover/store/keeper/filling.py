@@ -98,9 +98,9 @@ class SlabWriter:
         return self._slab
 
     def _slabs_of(self, pages: Collection[bytes]) -> list[int]:
+        index = self._catalog.index
         with self._catalog.lock:
-            found = self._catalog.index.get_many(list(pages))
-        return sorted({slab_number(each.segment) for page in found if page for each in page.objects})
+            return sorted({slab_number(name) for name, _ in index.placed(index.pages_at(list(pages))).by_segment()})
 
     def _put_some(self, slab: _FilledSlab, part: PagePart, key: PartKey, drafts: Sequence[ObjectDraft]) -> None:
         """Payloads a few at a time, while they are in the cache for their digests, and one commit. Raises OSError."""

@@ -18,14 +18,19 @@ from typing import TypeVar
 
 from kvmover.errors import StoreError
 from kvmover.store.keeper.messages import (
+    GRANTS,
+    OPENED,
     PACKET_BYTES,
     Answer,
     Attach,
     FollowJournal,
     JournalToFollow,
     KeeperRefusal,
+    NoteUses,
+    OpenSlabs,
     Refused,
     Request,
+    SlabsToRead,
     Welcome,
     decode_answer,
     encode,
@@ -57,6 +62,10 @@ class FollowedJournal:
         self.fd, self.base = fd, base
         weakref.finalize(self, os.close, fd).atexit = False
 
+    def read(self, place: int, nbytes: int) -> bytes:
+        """Bytes from a place on, as many as there are. Raises OSError."""
+        return os.pread(self.fd, nbytes, place - self.base) if place >= self.base else b""
+
 
 class KeeperLink:
     """One connection at a time to the keeper of `path`, attached as `hello` says, or as nobody without it."""
@@ -67,7 +76,6 @@ class KeeperLink:
         self._socket: socket.socket | None = None
         self._failed_s = -_AGAIN_S
         self._closed = False
-        self._poll = select.poll()
         #: Of the connection that there is; another object with each new one.
         self.journal: FollowedJournal | None = None
         self.slab_bytes = 0
@@ -98,25 +106,47 @@ class KeeperLink:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._socket.settimeout(_ANSWER_S)
         self._socket.connect(str(self.path))
-        self._poll = select.poll()
-        self._poll.register(self._socket, select.POLLIN)
         if self._hello is None:
             return
         try:
-            welcome, fd = self._exchange(self._hello, Welcome)
+            welcome, fds = self._exchange(self._hello, Welcome)
         except KeeperRefused as error:
             if error.refusal is KeeperRefusal.FENCED:
                 self.fenced = error
                 raise StoreFenced(f"{self.path}: {error.strerror}") from error
             raise
-        self.slab_bytes, self.journal = welcome.slab_bytes, FollowedJournal(fd, welcome.base)
+        self.slab_bytes, self.journal = welcome.slab_bytes, FollowedJournal(fds[0], welcome.base)
 
     def is_over(self) -> bool:
-        """Whether there is no connection, or its keeper has ended. Asks nobody."""
-        return self._socket is None or bool(self._poll.poll(0))
+        """Whether there is no connection, or its keeper has ended. Asks nobody, beside whoever waits for an answer."""
+        near = self._socket
+        if near is None:
+            return True
+        poll = select.poll()  # one that two threads used at once would raise
+        try:
+            poll.register(near, select.POLLRDHUP)
+        except ValueError:  # it has just been closed
+            return True
+        return bool(poll.poll(0))
 
     def ask(self, request: Request, expected: type[Expected]) -> tuple[Expected, int]:
-        """The answer, and a descriptor that the caller closes, or -1.
+        """The answer, and a descriptor that the caller closes, or -1. Raises as `ask_for_many`."""
+        answer, fds = self.ask_for_many(request, expected)
+        return answer, fds[0] if fds else -1
+
+    def tell(self, said: NoteUses) -> None:
+        """Say what nobody answers. Raises OSError, or StoreFenced."""
+        with self._lock:
+            self.connect()
+            assert self._socket is not None
+            self._socket.send(encode(said))
+
+    def settle(self) -> None:
+        """Wait until the keeper has heard all that it was told. Raises OSError, or StoreFenced."""
+        self.ask(OpenSlabs([]), SlabsToRead)
+
+    def ask_for_many(self, request: Request, expected: type[Expected]) -> tuple[Expected, list[int]]:
+        """The answer, and descriptors that the caller closes.
 
         Raises KeeperRefused; OSError where the keeper does not answer; StoreFenced where it answers another.
         """
@@ -140,25 +170,26 @@ class KeeperLink:
             self.journal = FollowedJournal(fd, answer.base)
             return self.journal
 
-    def _exchange(self, request: Request, expected: type[Expected]) -> tuple[Expected, int]:
+    def _exchange(self, request: Request, expected: type[Expected]) -> tuple[Expected, list[int]]:
         assert self._socket is not None
         packet = encode(request)
         if len(packet) > PACKET_BYTES:
             raise OSError(errno.EMSGSIZE, f"{len(packet)} bytes are more than a packet")
         self._socket.send(packet)
         fds = array.array("i")
-        answer, ancillary, _, _ = self._socket.recvmsg(PACKET_BYTES, socket.CMSG_SPACE(fds.itemsize))
+        answer, ancillary, flags, _ = self._socket.recvmsg(PACKET_BYTES, socket.CMSG_SPACE(OPENED * fds.itemsize))
         for level, kind, data in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
         said = decode_answer(answer)
-        if isinstance(said, expected):
-            return said, fds[0] if fds else -1
+        lacks = flags & socket.MSG_CTRUNC or (isinstance(said, GRANTS) and not fds)
+        if isinstance(said, expected) and not lacks:
+            return said, fds.tolist()
         for fd in fds:
             os.close(fd)
         if isinstance(said, Refused):
             raise KeeperRefused(said)
-        raise OSError(errno.EPROTO, "the keeper does not answer")
+        raise OSError(errno.EMFILE if lacks else errno.EPROTO, "the keeper does not answer")
 
     def _disconnect(self) -> None:
         if self._socket is not None:

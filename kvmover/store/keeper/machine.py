@@ -9,11 +9,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from itertools import islice, takewhile
+from itertools import accumulate, islice, takewhile
 
 import numpy as np
 
-from kvmover.store.keeper.journal import ENTRY_BYTES, JournalChange, encode_entry, slab_number
+from kvmover.store.keeper.journal import (
+    ROW_BYTES,
+    AddedObject,
+    JournalChange,
+    encode_added,
+    encode_entry,
+    places_of,
+    slab_number,
+)
 from kvmover.store.keeper.messages import (
     LISTED,
     VERSION,
@@ -30,19 +38,21 @@ from kvmover.store.keeper.messages import (
     Listed,
     ListNamespaces,
     NoteUses,
-    OpenSlab,
+    OpenSlabs,
     Refused,
     RemoveObjects,
     Request,
+    SlabsToRead,
     SlabToFill,
-    SlabToRead,
     Trimmed,
     TrimNamespace,
     Welcome,
 )
 from kvmover.store.keeper.state import (
     AppendEntry,
+    CopyObjects,
     DropSlab,
+    FillGrant,
     JournalGrant,
     KeeperAction,
     KeeperEvent,
@@ -51,6 +61,7 @@ from kvmover.store.keeper.state import (
     KeeperTick,
     KeptNamespace,
     MakeSlab,
+    ReadGrant,
     Reply,
     SealSlab,
     SessionHeard,
@@ -58,11 +69,10 @@ from kvmover.store.keeper.state import (
     SessionOver,
     Slab,
     SlabFailed,
-    SlabGrant,
-    SlabUse,
+    SlabProved,
 )
 from kvmover.store.part import PartKey
-from kvmover.store.record import BLOCK_BYTES, DIGEST_BYTES, LIVE, RecordTable, decode_part, encode_object
+from kvmover.store.record import BLOCK_BYTES, DIGEST_BYTES, LIVE, RecordTable, decode_part
 from kvmover.store.stored import padded
 
 #: What a keeper remembers at most, whoever asks.
@@ -73,6 +83,9 @@ IDLE_S = 10
 
 #: Uses of a page are told to others when they are so much later than the last.
 _TOLD_S = 30
+
+#: At most this share of a slab is carried to another when it goes: beyond it, carrying costs more than it frees.
+_CARRIED_SHARE = 1 / 2
 
 #: An eviction looks at so many of the least recently used pages.
 _LOOKED_AT = 1024
@@ -95,6 +108,8 @@ def step(state: KeeperState, event: KeeperEvent, now: int) -> Actions:
             return actions
         case SlabFailed(number):
             return _drop(state, state.slabs[number], now) if number in state.slabs else []
+        case SlabProved(number, bad):
+            return _prove(state, state.slabs[number], bad, now) if number in state.slabs else []
         case KeeperTick():
             return []
 
@@ -110,7 +125,7 @@ def _heard(state: KeeperState, session: KeeperSession, request: Request | None, 
             return _refuse(session, KeeperRefusal.INVALID, "nothing that a keeper understands")
         case _ if session.namespace is None:
             return _refuse(session, KeeperRefusal.INVALID, "nobody has attached here")
-        case OpenSlab() | FollowJournal() | NoteUses():
+        case OpenSlabs() | FollowJournal() | NoteUses():
             return _serve(state, session, session.namespace, request, now)
         case _ if session.fenced_by is not None:
             return _refuse_fenced(session, session.fenced_by)
@@ -119,20 +134,18 @@ def _heard(state: KeeperState, session: KeeperSession, request: Request | None, 
 
 
 def _serve(
-    state: KeeperState, session: KeeperSession, namespace: bytes, asked: OpenSlab | FollowJournal | NoteUses, now: int
+    state: KeeperState, session: KeeperSession, namespace: bytes, asked: OpenSlabs | FollowJournal | NoteUses, now: int
 ) -> Actions:
     """What everybody may ask who has attached, fenced or not."""
     kept = state.namespaces[namespace]
     match asked:
-        case OpenSlab(number):
-            slab = state.slabs.get(number)
-            if slab is None or slab.namespace != namespace:
-                return _refuse(session, KeeperRefusal.GONE, "evicted")
-            return [Reply(session.number, SlabToRead(), SlabGrant(number, SlabUse.READ))]
+        case OpenSlabs(numbers):
+            there = [n for n in numbers if n in state.slabs and state.slabs[n].namespace == namespace]
+            return [Reply(session.number, SlabsToRead(there), ReadGrant(there))]
         case FollowJournal():
             return [Reply(session.number, JournalToFollow(kept.base), JournalGrant(namespace))]
         case NoteUses(pages):
-            return [*_use(namespace, kept, pages, now), Reply(session.number, Agreed())]
+            return _use(namespace, kept, pages, now)
 
 
 def _change(
@@ -214,7 +227,7 @@ def _allocate(state: KeeperState, session: KeeperSession, asked: AllocateSlab, n
     slab = Slab(state.next_slab, session.namespace, wanted, session.number, now)
     state.next_slab += 1
     state.slabs[slab.number], session.slab = slab, slab.number
-    reply = Reply(session.number, SlabToFill(slab.number, wanted), SlabGrant(slab.number, SlabUse.FILL))
+    reply = Reply(session.number, SlabToFill(slab.number, wanted), FillGrant(slab.number))
     return [*sealed, *evicted, MakeSlab(slab.number, wanted), reply]
 
 
@@ -249,36 +262,37 @@ def _is_there(kept: KeptNamespace, page: bytes, part: PartKey) -> bool:
 
 def _add(slab: Slab, kept: KeptNamespace, fresh: list[tuple[CommittedObject, PartKey]], now: int) -> Actions:
     """Objects become part of the index and of the journal."""
-    seen = set[tuple[bytes, PartKey]]()
-    rows: list[tuple[int, CommittedObject, PartKey]] = []
-    records: list[bytes] = []
-    at = kept.end + ENTRY_BYTES
+    first: dict[tuple[bytes, PartKey], CommittedObject] = {}
     for each, part in fresh:
-        if (each.page, part) in seen:
-            continue
-        seen.add((each.page, part))
-        rows.append((at, each, part))
-        records.append(encode_object(at, now, (each.offset, each.nbytes), each.page, part, each.digests))
-        at += len(records[-1])
-    if not rows:
+        first.setdefault((each.page, part), each)
+    return _added(slab, kept, [_object(each, part, now) for (_, part), each in first.items()], now)
+
+
+def _object(each: CommittedObject, part: PartKey, now: int) -> AddedObject:
+    return AddedObject(each.offset, each.nbytes, each.page, part, now, each.digests)
+
+
+def _added(slab: Slab, kept: KeptNamespace, objects: list[AddedObject], now: int) -> Actions:
+    """Objects of a slab, in the order of their offsets, each of which is new."""
+    if not objects:
         return []
-    kept.index.add_table(slab.name, _table(rows, now, at), now)
-    kept.index.use([each.page for _, each, _ in rows], now)
-    payload = b"".join(records)
-    kept.added += len(rows)
-    kept.added_bytes += len(payload)
-    return [_append(slab.namespace, kept, encode_entry(JournalChange.ADDED, now, slab.number, payload))]
+    entry = encode_added(objects, kept.end, now, slab.number)
+    kept.index.add_table(slab.name, _table(objects, kept.end), now)
+    kept.index.use([each.page for each in objects], now)
+    kept.added += len(objects)
+    kept.added_bytes += len(entry)
+    return [_append(slab.namespace, kept, entry)]
 
 
-def _table(rows: list[tuple[int, CommittedObject, PartKey]], now: int, end: int) -> RecordTable:
-    """What records say, without reading them again."""
-    parts = list(dict.fromkeys(part for _, _, part in rows))
+def _table(objects: list[AddedObject], at: int) -> RecordTable:
+    """What rows say, without reading them again."""
+    parts = list(dict.fromkeys(each.part for each in objects))
     numbers = {part: number for number, part in enumerate(parts)}
-    columns = [(at, each.offset, each.nbytes, numbers[part]) for at, each, part in rows]
-    at, offset, nbytes, part = np.array(columns, np.int64).T
-    pages = np.frombuffer(b"".join(each.page for _, each, _ in rows), np.uint8).reshape(len(rows), -1)
-    alike = np.ones(len(rows), np.int64)
-    return RecordTable(at, alike * LIVE, alike * now, offset, nbytes, pages, part, tuple(parts), end)
+    columns = [(each.offset, each.nbytes, numbers[each.part], each.stamp) for each in objects]
+    offset, nbytes, part, stamp = np.array(columns, np.int64).T
+    pages = np.frombuffer(b"".join(each.page for each in objects), np.uint8).reshape(len(objects), -1)
+    places, alike = places_of(at, len(objects)), np.full(len(objects), LIVE)
+    return RecordTable(places, alike, stamp, offset, nbytes, pages, part, tuple(parts), int(places[-1]) + ROW_BYTES)
 
 
 def _append(namespace: bytes, kept: KeptNamespace, entry: bytes) -> AppendEntry:
@@ -293,7 +307,7 @@ def _use(namespace: bytes, kept: KeptNamespace, pages: list[bytes], now: int) ->
     kept.index.use(pages, now)
     if not told:
         return []
-    return [_append(namespace, kept, encode_entry(JournalChange.USED, now, 0, b"".join(told)))]
+    return [_append(namespace, kept, encode_entry(JournalChange.USED, kept.end, now, 0, b"".join(told)))]
 
 
 # What goes
@@ -313,6 +327,19 @@ def _seal(state: KeeperState, number: int | None, now: int) -> Actions:
     return [SealSlab(slab.number, slab.end)]
 
 
+def _prove(state: KeeperState, slab: Slab, bad: Collection[int], now: int) -> Actions:
+    """What a sealed slab has is right, and stays so: who reads it need not look. What is bad goes first."""
+    assert slab.writer is None, "a slab that may still change"
+    kept = state.namespaces[slab.namespace]
+    places = [each.record for each in kept.index.objects(slab.name) if each.offset in bad]
+    removed = _remove(state, slab, places, now)
+    if slab.number not in state.slabs:
+        return removed
+    slab.is_proved = True
+    proved = encode_entry(JournalChange.PROVED, kept.end, now, slab.number)
+    return [*removed, _append(slab.namespace, kept, proved)]
+
+
 def _drop(state: KeeperState, slab: Slab, now: int) -> Actions:
     """A slab goes, with all that is in it."""
     if slab.writer is not None:
@@ -320,8 +347,10 @@ def _drop(state: KeeperState, slab: Slab, now: int) -> Actions:
     kept = state.namespaces[slab.namespace]
     del state.slabs[slab.number]
     dropped: Actions = [DropSlab(slab.number)]
-    if not kept.index.empty(slab.name):
-        dropped.insert(0, _append(slab.namespace, kept, encode_entry(JournalChange.DROPPED, now, slab.number)))
+    if slab.end:  # the journal has named it
+        dropped.insert(
+            0, _append(slab.namespace, kept, encode_entry(JournalChange.DROPPED, kept.end, now, slab.number))
+        )
     kept.index.drop(slab.name)
     return dropped
 
@@ -332,7 +361,8 @@ def _remove(state: KeeperState, slab: Slab, records: Collection[int], now: int) 
     if not kept.index.remove_at(slab.name, records):
         return []
     places = np.array(sorted(records), "<u8").tobytes()
-    removed: Actions = [_append(slab.namespace, kept, encode_entry(JournalChange.REMOVED, now, slab.number, places))]
+    entry = encode_entry(JournalChange.REMOVED, kept.end, now, slab.number, places)
+    removed: Actions = [_append(slab.namespace, kept, entry)]
     if slab.writer is None and kept.index.empty(slab.name):
         removed += _drop(state, slab, now)
     return removed
@@ -367,20 +397,53 @@ def _evict(state: KeeperState, among: Sequence[bytes], keep: Collection[int], no
     if not able:
         return []
     oldest = min((state.namespaces[slab.namespace].index.span_s[0], slab.namespace) for slab in able)[1]
-    return _drop(state, _victim(state, [slab for slab in able if slab.namespace == oldest]), now)
+    slab, cold = _victim(state, [slab for slab in able if slab.namespace == oldest])
+    carried = _carry(state, slab, cold, now) if len(state.slabs) < SLABS else []
+    return [*carried, *_drop(state, slab, now)]
 
 
-def _victim(state: KeeperState, able: Sequence[Slab]) -> Slab:
-    """The slab with the smallest share of hot bytes, which are all but those of the least recently used pages."""
+def _victim(state: KeeperState, able: Sequence[Slab]) -> tuple[Slab, set[bytes]]:
+    """The slab with the smallest share of hot bytes, those of all but the least recently used pages; and these."""
     index, cold = state.namespaces[able[0].namespace].index, Counter[str]()
-    for _, page in islice(index.pages(), _LOOKED_AT):
+    pages = set[bytes]()
+    for name, page in islice(index.pages(), _LOOKED_AT):
+        pages.add(name)
         for each in page.objects:
             cold[each.segment] += each.held_bytes
         if cold.total() >= state.slab_bytes:
             break
     order = {name: number for number, name in enumerate(cold)}
     hot = {slab.name: (index.live_bytes(slab.name) - cold[slab.name]) / slab.nbytes for slab in able}
-    return min(able, key=lambda slab: (hot[slab.name], order.get(slab.name, len(order)), slab.number))
+    return min(able, key=lambda slab: (hot[slab.name], order.get(slab.name, len(order)), slab.number)), pages
+
+
+def _carry(state: KeeperState, old: Slab, cold: Collection[bytes], now: int) -> Actions:
+    """What is hot in a slab that goes is copied to one of its own, the most recently used first."""
+    kept = state.namespaces[old.namespace]
+    hot = [each for each in kept.index.objects(old.name) if each.page not in cold]
+    stamps = kept.index.stamps_of([each.page for each in hot])
+    hottest = [each for _, each in sorted(zip(stamps, hot, strict=True), key=lambda pair: -pair[0])]
+    ends = accumulate(each.held_bytes for each in hottest)
+    taken = [each for each, end in zip(hottest, ends, strict=True) if end <= old.nbytes * _CARRIED_SHARE]
+    if not taken:
+        return []
+    starts = [0, *accumulate(each.held_bytes for each in taken)]
+    slab = Slab(state.next_slab, old.namespace, starts[-1], None, now, starts[-1])
+    state.next_slab += 1
+    state.slabs[slab.number] = slab
+    rows = [
+        AddedObject(start, each.nbytes, each.page, each.part, max(1, stamp), each.record)
+        for start, each, stamp in zip(starts, taken, kept.index.stamps_of([each.page for each in taken]), strict=False)
+    ]
+    entry = encode_added(rows, kept.end, now, slab.number)
+    kept.index.add_table(slab.name, _table(rows, kept.end), now)
+    moves = [(each.offset, start, each.nbytes) for each, start in zip(taken, starts, strict=False)]
+    return [
+        MakeSlab(slab.number, slab.nbytes),
+        CopyObjects(old.number, slab.number, moves),
+        _append(slab.namespace, kept, entry),
+        SealSlab(slab.number, slab.nbytes),
+    ]
 
 
 def _trim(state: KeeperState, session: int, namespace: bytes, asked: TrimNamespace, now: int) -> Actions:

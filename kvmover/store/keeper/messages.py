@@ -1,7 +1,7 @@
 """What a client and a keeper say to each other: one question, one answer, each a packet of a unix socket. Pure.
 
-An answer that grants memory carries one descriptor: to write, of a slab that the client is to fill; to read, of any
-other slab, and of the journal of a namespace.
+An answer that grants memory carries descriptors: to write, of a slab that the client is to fill; to read, of any other
+slabs, and of the journal of a namespace.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from msgspec import Meta
 from kvmover.store.namespace import HASH_BYTES
 
 #: A change of meaning raises it; a keeper refuses who speaks another.
-VERSION = 1
+VERSION = 2
 
 #: No packet is longer: it fits the send buffer of a unix socket as Linux makes it.
 PACKET_BYTES = 128 << 10
 
 #: Namespaces that one answer names.
 LISTED = 16
+
+#: Slabs that one answer opens; Linux lets no packet have more than 253 descriptors.
+OPENED = 128
 
 Bytes = Annotated[int, Meta(ge=0, lt=1 << 43)]
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -86,10 +89,10 @@ class CommitObjects(KeeperPacket, frozen=True):
     objects: list[CommittedObject]
 
 
-class OpenSlab(KeeperPacket, frozen=True):
-    """A slab to read."""
+class OpenSlabs(KeeperPacket, frozen=True):
+    """Slabs to read."""
 
-    slab: Number
+    slabs: Annotated[list[Number], Meta(max_length=OPENED)]
 
 
 class FollowJournal(KeeperPacket, frozen=True):
@@ -104,7 +107,7 @@ class RemoveObjects(KeeperPacket, frozen=True):
 
 
 class NoteUses(KeeperPacket, frozen=True):
-    """Pages were read, in this order."""
+    """Pages were read, in this order. Nothing is answered."""
 
     pages: list[PageHash]
 
@@ -143,8 +146,10 @@ class SlabToFill(KeeperPacket, frozen=True):
     nbytes: Bytes
 
 
-class SlabToRead(KeeperPacket, frozen=True):
-    """With the slab, to read."""
+class SlabsToRead(KeeperPacket, frozen=True):
+    """With those of the slabs that are there, in this order, to read."""
+
+    slabs: list[Number]
 
 
 class JournalToFollow(KeeperPacket, frozen=True):
@@ -188,7 +193,7 @@ Request: TypeAlias = (
     Attach
     | AllocateSlab
     | CommitObjects
-    | OpenSlab
+    | OpenSlabs
     | FollowJournal
     | RemoveObjects
     | NoteUses
@@ -196,7 +201,10 @@ Request: TypeAlias = (
     | ClearNamespace
     | ListNamespaces
 )
-Answer: TypeAlias = Welcome | SlabToFill | SlabToRead | JournalToFollow | Agreed | Trimmed | Cleared | Listed | Refused
+Answer: TypeAlias = Welcome | SlabToFill | SlabsToRead | JournalToFollow | Agreed | Trimmed | Cleared | Listed | Refused
+
+#: Answers that always bring a descriptor.
+GRANTS = (Welcome, SlabToFill, JournalToFollow)
 
 _REQUESTS, _ANSWERS = msgspec.msgpack.Decoder(Request), msgspec.msgpack.Decoder(Answer)
 

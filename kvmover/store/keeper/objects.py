@@ -31,7 +31,7 @@ from kvmover.store.keeper.messages import (
     Trimmed,
     TrimNamespace,
 )
-from kvmover.store.objects import ObjectDraft, Objects, Verdict, Watcher
+from kvmover.store.objects import ObjectDraft, Objects, Plan, Verdict, Watcher
 from kvmover.store.part import PagePart, PartKey
 from kvmover.store.policy import Policy
 from kvmover.store.results import Collected, Counters, Recovered, Stat, Verified
@@ -112,6 +112,18 @@ class KeeperObjects(Objects[StoredObject]):
     def owe(self, objects: Sequence[StoredObject]) -> None:
         """What is in the keeper's memory is as safe as it gets."""
 
+    def sweep(self, part: PagePart, plan: Plan, pages: Sequence[bytes], addresses: Sequence[int]) -> Collection[int]:
+        with self.lock:
+            self.catalog.refresh()
+            stale = self._stale(pages)
+        fresh = [item for item, page in enumerate(pages) if page not in stale] if stale else range(len(pages))
+        try:
+            came = self.catalog.sweep(part, plan, [pages[n] for n in fresh], [addresses[n] for n in fresh])
+        except (OSError, StoreFenced) as error:
+            self.catalog.lag(error)
+            return ()
+        return [fresh[number] for number in came]
+
     def read(self, part: PagePart, reads: Sequence[SegmentRead]) -> list[SegmentFailure]:
         return fetch(self.catalog, part, reads)
 
@@ -145,7 +157,7 @@ class KeeperObjects(Objects[StoredObject]):
 
     def used(self, pages: Sequence[bytes]) -> None:
         with self.lock:
-            self.catalog.index.use(pages, self._now())
+            self.catalog.index.stamp(pages, self._now())
             for page in pages:
                 self._used.pop(page, None)
                 self._used[page] = None
@@ -160,7 +172,7 @@ class KeeperObjects(Objects[StoredObject]):
             told, self._used = list(self._used), {}
         for first in range(0, len(told), _TOLD):
             try:
-                self.catalog.link.ask(NoteUses(told[first : first + _TOLD]), Agreed)
+                self.catalog.link.tell(NoteUses(told[first : first + _TOLD]))
             except BaseException:
                 with self.lock:
                     self._used = dict.fromkeys(told[first:]) | self._used
@@ -206,6 +218,7 @@ class KeeperObjects(Objects[StoredObject]):
         try:
             self.catalog.sync()
             self._tell_uses()
+            self.catalog.link.settle()
         except OSError as error:
             raise self._failed("flush", error) from error
 
@@ -232,6 +245,7 @@ class KeeperObjects(Objects[StoredObject]):
             self.catalog.refresh()
             segments = len(self.catalog.slabs)
             head_bytes = self.catalog.journal_bytes
+            self.catalog.index.sort()
             return self.catalog.index.stat(segments, self.catalog.index.held_bytes, head_bytes)
 
     def verify(self, progress: Callable[[int], None] | None = None) -> Verified:

@@ -13,10 +13,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from queue import Queue
-from threading import Thread
 
 from kvmover.errors import StoreError
 from kvmover.store.files import reason_of
@@ -24,21 +21,24 @@ from kvmover.store.keeper import memory
 from kvmover.store.keeper.journal import JournalChange, encode_entry
 from kvmover.store.keeper.machine import step
 from kvmover.store.keeper.messages import PACKET_BYTES, Attach, KeeperRefusal, Refused, decode_request, encode
+from kvmover.store.keeper.proving import SealedSlab, SlabProver
 from kvmover.store.keeper.rewriting import is_overgrown, rewritten
 from kvmover.store.keeper.state import (
     AppendEntry,
+    CopyObjects,
     DropSlab,
+    FillGrant,
     JournalGrant,
     KeeperEvent,
     KeeperState,
     MakeSlab,
+    ReadGrant,
     Reply,
     SealSlab,
     SessionHeard,
     SessionOpened,
     SessionOver,
     SlabFailed,
-    SlabUse,
 )
 
 log = logging.getLogger(__name__)
@@ -75,11 +75,9 @@ class KeeperServer:
         self._journals: dict[bytes, int] = {}
         self._sockets: dict[int, socket.socket] = {}
         self._next_session, self._over = 1, False
-        self._collapsing = Queue[tuple[int, int] | None]()
-        self._collapser = Thread(target=self._collapse, daemon=True, name="kvmover-collapse")
-        self._collapser.start()
-        self._selector = selectors.DefaultSelector()
         self._lock_fd, self._listener = _listen(path)
+        self._selector, self._prover = selectors.DefaultSelector(), SlabProver()
+        self._selector.register(self._prover.wake_fd, selectors.EVENT_READ, self._proved)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def serve(self, until: Callable[[], bool] = lambda: False, poll_s: float | None = None) -> None:
@@ -87,6 +85,10 @@ class KeeperServer:
         while not self._over and not until():
             for key, _ in self._selector.select(poll_s):
                 key.data()
+
+    def wake(self) -> None:
+        """Have `serve` ask its `until` now, whoever calls."""
+        self._prover.wake()
 
     def close(self) -> None:
         """Give all memory back. Safe to call twice."""
@@ -99,8 +101,7 @@ class KeeperServer:
         self._listener.close()
         self.path.unlink(missing_ok=True)
         self._selector.close()
-        self._collapsing.put(None)
-        self._collapser.join()
+        self._prover.close()
         for fd in self._slabs.values():
             memory.give_back(fd)
         for fd in self._journals.values():
@@ -151,11 +152,15 @@ class KeeperServer:
 
     def _step(self, event: KeeperEvent) -> None:
         now, words = int(time.time()), ""
-        gone: list[int] = []
+        gone, failed = list[int](), list[int]()
         for action in step(self.state, event, now):
             match action:
                 case MakeSlab(number, nbytes):
                     words = self._make(number, nbytes)
+                    failed += [number] if words else []
+                case CopyObjects(source, number, moves):
+                    failed += [] if self._copy(source, number, moves) else [number]
+                    words = ""  # who is lost then is who was to be carried
                 case SealSlab(number, end):
                     self._seal(number, end)
                 case DropSlab(number):
@@ -166,6 +171,8 @@ class KeeperServer:
                     refused = Refused(KeeperRefusal.FULL, words)
                     if not self._reply(Reply(action.session, refused) if words else action):
                         gone.append(action.session)
+        for number in failed:
+            self._step(SlabFailed(number))
         for number in gone:
             self._end(number)
         self._tidy(now)
@@ -175,9 +182,21 @@ class KeeperServer:
         try:
             self._slabs[number] = memory.make(f"slab-{number}", nbytes)
         except OSError as error:
-            self._step(SlabFailed(number))
             return f"the host has no {nbytes} bytes: {reason_of(error)}"
         return ""
+
+    def _copy(self, source: int, number: int, moves: list[tuple[int, int, int]]) -> bool:
+        """Whether all of it came: it is compared with its digests like all that is sealed."""
+        if source not in self._slabs or number not in self._slabs:
+            return False
+        try:
+            for offset, to, nbytes in moves:
+                data = os.pread(self._slabs[source], nbytes, offset)
+                if len(data) < nbytes or os.pwrite(self._slabs[number], data, to) < nbytes:
+                    return False
+        except OSError:
+            return False
+        return True
 
     def _give_up_cut(self) -> None:
         """Slabs that are shorter than what was committed: who fills one may cut it, too, and nobody reads zeros."""
@@ -187,11 +206,23 @@ class KeeperServer:
             self._step(SlabFailed(number))
 
     def _seal(self, number: int, end: int) -> None:
-        if memory.seal(self._slabs[number], end):
-            self._collapsing.put((os.dup(self._slabs[number]), end))
-        else:
+        if number not in self._slabs:
+            return  # its memory could not be had
+        if not memory.seal(self._slabs[number], end):
             log.error("slab %d is mapped by who filled it, and is given up", number)
             self._step(SlabFailed(number))
+            return
+        slab = self.state.slabs[number]
+        kept = self.state.namespaces[slab.namespace]
+        mine = os.dup(self._slabs[number])
+        journal = memory.readable(self._journal(slab.namespace))
+        self._prover.prove(SealedSlab(number, mine, end, journal, kept.base, kept.index.table(slab.name)))
+
+    def _proved(self) -> None:
+        for event in self._prover.take():
+            if event.bad:
+                log.error("slab %d has %d objects that are not what was said", event.slab, len(event.bad))
+            self._step(event)
 
     def _drop(self, number: int) -> None:
         if number in self._slabs:
@@ -208,24 +239,25 @@ class KeeperServer:
 
     def _reply(self, reply: Reply) -> bool:
         """Whether it was taken."""
-        granted: int | None = None
+        granted: list[int] = []
         try:
             match reply.grant:
                 case JournalGrant(namespace):
-                    granted = memory.readable(self._journal(namespace))
+                    granted.append(memory.readable(self._journal(namespace)))
+                case FillGrant(slab):
+                    granted.append(os.dup(self._slabs[slab]))
+                case ReadGrant(slabs):
+                    granted += [memory.readable(self._slabs[slab]) for slab in slabs]
                 case None:
                     pass
-                case grant:
-                    mine = self._slabs[grant.slab]
-                    granted = os.dup(mine) if grant.use is SlabUse.FILL else memory.readable(mine)
-            rights = [] if granted is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [granted]))]
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", granted))] if granted else []
             self._sockets[reply.session].sendmsg([encode(reply.answer)], rights)
         except OSError as error:
             log.warning("session %d is ended: %s", reply.session, reason_of(error))
             return False
         finally:
-            if granted is not None:
-                os.close(granted)
+            for fd in granted:
+                os.close(fd)
         return True
 
     def _tidy(self, now: int) -> None:
@@ -234,19 +266,13 @@ class KeeperServer:
             if is_overgrown(kept):
                 old = self._journals.pop(namespace)
                 data = os.pread(old, kept.end - kept.base, 0)
-                os.pwrite(old, encode_entry(JournalChange.ENDED, now), len(data))
-                kept.end += len(encode_entry(JournalChange.ENDED, now))
-                fresh = rewritten(kept, data, now)
+                ended = encode_entry(JournalChange.ENDED, kept.end, now)
+                os.pwrite(old, ended, len(data))
+                kept.end += len(ended)
+                proved = {slab.name for slab in self.state.slabs.values() if slab.is_proved}
+                fresh = rewritten(kept, data, now, proved)
                 os.close(old)
                 os.pwrite(self._journal(namespace), fresh, 0)
-
-    def _collapse(self) -> None:
-        """Of sealed slabs, one after the other, beside the thread that answers."""
-        while (each := self._collapsing.get()) is not None:
-            fd, nbytes = each
-            with suppress(OSError):
-                memory.collapse(fd, nbytes)
-            os.close(fd)
 
 
 def _listen(path: Path) -> tuple[int, socket.socket]:

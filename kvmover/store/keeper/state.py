@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TypeAlias
 
 import msgspec
@@ -39,25 +38,30 @@ class SlabFailed(msgspec.Struct, frozen=True):
     slab: int
 
 
+class SlabProved(msgspec.Struct, frozen=True):
+    """A sealed slab was read whole: `bad` are offsets of objects that are not what their digests say."""
+
+    slab: int
+    bad: frozenset[int]
+
+
 class KeeperTick(msgspec.Struct, frozen=True):
     """Time has passed."""
 
 
-KeeperEvent: TypeAlias = SessionOpened | SessionHeard | SessionOver | SlabFailed | KeeperTick
+KeeperEvent: TypeAlias = SessionOpened | SessionHeard | SessionOver | SlabFailed | SlabProved | KeeperTick
 
 
-class SlabUse(Enum):
-    """What a descriptor of a slab is granted for."""
-
-    FILL = "fill"
-    READ = "read"
-
-
-class SlabGrant(msgspec.Struct, frozen=True):
-    """A descriptor of a slab."""
+class FillGrant(msgspec.Struct, frozen=True):
+    """A descriptor of a slab, to write."""
 
     slab: int
-    use: SlabUse
+
+
+class ReadGrant(msgspec.Struct, frozen=True):
+    """Descriptors of slabs, to read."""
+
+    slabs: list[int]
 
 
 class JournalGrant(msgspec.Struct, frozen=True):
@@ -71,6 +75,14 @@ class MakeSlab(msgspec.Struct, frozen=True):
 
     slab: int
     nbytes: int
+
+
+class CopyObjects(msgspec.Struct, frozen=True):
+    """Copy objects from one slab to another that nobody has seen: offsets there and here, and bytes, of each."""
+
+    source: int
+    slab: int
+    moves: list[tuple[int, int, int]]
 
 
 class SealSlab(msgspec.Struct, frozen=True):
@@ -98,10 +110,10 @@ class Reply(msgspec.Struct, frozen=True):
 
     session: int
     answer: Answer
-    grant: SlabGrant | JournalGrant | None = None
+    grant: FillGrant | ReadGrant | JournalGrant | None = None
 
 
-KeeperAction: TypeAlias = MakeSlab | SealSlab | DropSlab | AppendEntry | Reply
+KeeperAction: TypeAlias = MakeSlab | CopyObjects | SealSlab | DropSlab | AppendEntry | Reply
 
 
 @dataclass(slots=True, eq=False)
@@ -109,6 +121,7 @@ class Slab:
     """Memory that one session fills, once and in order. `writer`: None once it is sealed.
 
     `nbytes`: what it takes of the keeper; `end`: where what was committed ends; `touched_s`: second of the last commit.
+    `is_proved`: it is sealed, and all that it has was compared with its digests since.
     """
 
     number: int
@@ -117,6 +130,7 @@ class Slab:
     writer: int | None
     touched_s: int
     end: int = 0
+    is_proved: bool = False
 
     @property
     def name(self) -> str:
@@ -180,6 +194,7 @@ class KeeperState:
             assert slab.namespace in self.namespaces, "a slab of nobody's"
             assert slab.end <= slab.nbytes, "objects beyond the end of a slab"
             assert slab.end % BLOCK_BYTES == 0, "a slab that ends within a block"
+            assert slab.writer is None or not slab.is_proved, "a slab that may still change was proved"
             if slab.writer is None:
                 assert slab.nbytes == slab.end, "a sealed slab that takes more than it holds"
                 assert not self.namespaces[slab.namespace].index.empty(slab.name), "a sealed slab that holds nothing"

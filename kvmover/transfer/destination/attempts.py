@@ -30,6 +30,7 @@ from kvmover.transfer.destination.state import (
 )
 from kvmover.transfer.events import Cancel, PeerGone, Tick
 from kvmover.transfer.memory.arena import ALIGN_BYTES
+from kvmover.transfer.memory.programs import Way
 from kvmover.transfer.meter import Spent, Stage
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
@@ -127,6 +128,11 @@ class ReceiveAttempt:
             lease = leases.renewed(peer)
             self.wants[peer] = wire.encode(replace(want, pages=encoded(self.pages), lease=lease))
         return told
+
+    def ways(self, peer: str) -> tuple[Way, ...]:
+        """How chunks of a source are copied here, or read for their digests."""
+        reads = self.routes[peer] is Route.MAPPED and self.state.sources[peer].verb is wire.Verb.PULL
+        return (Way.READ, Way.SCATTER) if reads else (Way.SCATTER,)
 
     def has_noted(self, peer: str, noted: wire.Noted) -> bool:
         """Whether a source has noted all that it was told of our pages."""

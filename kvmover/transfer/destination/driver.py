@@ -67,7 +67,10 @@ MAX_ENDED = 65536
 
 @dataclass(slots=True, eq=False)
 class DestinationDriver:
-    """The receiving half of a mover. `_room`: the arena or its queue changed since nobody could have a region."""
+    """The receiving half of a mover. `_room`: the arena or its queue changed since nobody could have a region.
+
+    `_unasked`: sources that are not asked yet, because kernels for what they would send are being compiled.
+    """
 
     core: Core
     reads: Reads
@@ -80,6 +83,7 @@ class DestinationDriver:
     _credits: Credits[Id, WriterChunk] = field(default_factory=Credits[Id, WriterChunk])
     _eager: EagerGrants = field(default_factory=EagerGrants)
     _retransmissions: Retransmissions = field(default_factory=Retransmissions)
+    _unasked: set[tuple[Id, str]] = field(default_factory=set["tuple[Id, str]"])
     _room: bool = False
 
     def receive(self, wanted: ReceiveRequest) -> None:
@@ -90,9 +94,9 @@ class DestinationDriver:
         attempt = attempt_of(self.core, wanted, self.generation + 1, self.leases, self._eagerly)
         self.generation += 1
         self._attempts[attempt.id] = attempt
-        for name, want in attempt.wants.items():
+        for name in attempt.wants:
             self.core.awaits(name)
-            self.core.post(name, want)
+            self._ask(attempt, name)
         self._apply(attempt, *machine.start(attempt.state))
 
     def allocated(self, transfer: Transfer, pages: Pages) -> None:
@@ -102,8 +106,16 @@ class DestinationDriver:
             return
         chunks = attempt.name(self.core, pages)
         for peer in attempt.ask_anew(self.leases):
-            self.core.post(peer, attempt.wants[peer])
+            self._ask(attempt, peer)
         self._step(attempt, Allocated(chunks))
+
+    def _ask(self, attempt: ReceiveAttempt, peer: str) -> None:
+        """Send a source its Want, as soon as what it brings can be copied: no poll waits for a compiler."""
+        if self.core.compiler.is_ready(peer, *attempt.ways(peer)):
+            self._unasked.discard((attempt.id, peer))
+            self.core.post(peer, attempt.wants[peer])
+        else:
+            self._unasked.add((attempt.id, peer))
 
     def _eagerly(self, source: str, nbytes: int) -> int | None:
         """A region to go out with a Want, where nobody waits for one."""
@@ -207,6 +219,11 @@ class DestinationDriver:
     def poll(self) -> None:
         """Regions for chunks that wait for one, and reads that may be given back late."""
         arena = self.core.incoming.arena
+        for id_, peer in sorted(self._unasked):
+            if id_ in self._attempts:
+                self._ask(self._attempts[id_], peer)
+            else:
+                self._unasked.discard((id_, peer))
         if self._room:
             for offset in self.renewals.renew():
                 self._eager.freed(offset)
@@ -360,7 +377,7 @@ class DestinationDriver:
                 self.core.say(peer, message)
             case Ask(peer):
                 self.core.meter.add(Count.RESENT_MESSAGES)
-                self.core.post(peer, attempt.wants[peer])
+                self._ask(attempt, peer)
             case Lease(peer, chunk):
                 attempt.asked[peer, chunk] = self.core.clock()
                 self._credits.ask(attempt.id, peer, (peer, chunk), attempt.lanes[peer].chunks[chunk].span_bytes)

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from kvmover.errors import TransportError
 from kvmover.plan.lower import Box
-from kvmover.regions import BoundMemory
 from kvmover.shared_memory import MapMode
 from kvmover.transfer.core import Core
 from kvmover.transfer.destination.state import ReadEnded
 from kvmover.transfer.memory.copier import Work
 from kvmover.transfer.memory.descriptors import Ends, between, descriptors, join, part
 from kvmover.transfer.memory.in_flight import InFlight
+from kvmover.transfer.memory.programs import Way
 from kvmover.transfer.meter import Count, Spent, Stage
 from kvmover.transport.base import Completed, Descriptors, Failed
 
@@ -67,15 +67,15 @@ class Reads:
             self._refuse(reading, f"the pools of {reading.peer} are not mapped")
             return
         begun, host = core.clock(), peer.card.host
-        regions = between(boxes, list(map(BoundMemory, theirs)), core.bound)
+        work = Work(between(boxes, theirs, core.bound), programs=core.compiler.programs(peer.name, Way.READ))
 
         def done(_: int | None) -> None:
             seconds = core.clock() - begun
             core.meter.took(Stage.WIRE, seconds, reading.spent_s)
-            core.links.copied(host, sum(region.nbytes for region in regions), seconds)
+            core.links.copied(host, sum(region.nbytes for region in work.regions), seconds)
             self.tell(reading, ReadEnded(reading.peer, reading.chunk))
 
-        core.copier.run(Work(regions), core.soon(done))
+        core.copier.run(work, core.soon(done))
 
     def _refuse(self, reading: Reading, reason: str) -> None:
         """Nothing was posted; said from the mover's loop, not from inside the step that asked."""

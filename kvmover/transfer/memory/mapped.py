@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvmover.regions import BoundMemory
 from kvmover.shared_memory import Maker, MapMode, NotShared, SharedRange, machine, map_file, shares_of
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol.wire import Verb
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: A peer's pools as memory of ours: one tuple a component, flat uint8 tensors as its own are.
-Mapped = tuple[tuple["torch.Tensor", ...], ...]
+#: A peer's pools as memory of ours [component].
+Mapped = tuple[BoundMemory, ...]
 
 
 def shares(allocations: Sequence[Sequence[Memory]]) -> tuple[tuple[SharedRange, ...], ...]:
@@ -120,7 +121,9 @@ class Mappings:
         every = {share.token: share for pool in card.shares for share in pool}
         files = {token: map_file(share, access) for token, share in every.items()}
         return tuple(
-            tuple(_tensor(files[share.token], share, memory) for share, memory in zip(pool, memories, strict=True))
+            BoundMemory(
+                tuple(_tensor(files[share.token], share, memory) for share, memory in zip(pool, memories, strict=True))
+            )
             for pool, memories in zip(card.shares, card.allocations, strict=True)
         )
 
@@ -135,9 +138,11 @@ class Mappings:
             return None
         try:
             return tuple(
-                tuple(
-                    imported(export, self.device).tensor(export.offset, memory.nbytes)
-                    for export, memory in zip(pool, memories, strict=True)
+                BoundMemory(
+                    tuple(
+                        imported(export, self.device).tensor(export.offset, memory.nbytes)
+                        for export, memory in zip(pool, memories, strict=True)
+                    )
                 )
                 for pool, memories in zip(card.exports, card.allocations, strict=True)
             )

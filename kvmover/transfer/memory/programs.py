@@ -16,16 +16,21 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover.kernels.copy_engine import CopyEngine
+from kvmover.kernels.region import Region
 from kvmover.plan.legs import Replicas
 from kvmover.regions import BoundMemory
 from kvmover.transfer.memory.copier import Programs, Work
-from kvmover.transfer.memory.descriptors import Placed, packing
+from kvmover.transfer.memory.descriptors import Placed, between, logical, packing
+from kvmover.transfer.memory.mapped import Mapped
 from kvmover.transfer.protocol.chunks import Cut, End, Lane, Marks, plans_between
 
 if TYPE_CHECKING:
     import torch
 
     from kvmover.kernels.launch import Program
+
+#: One a component.
+PageTables = list[npt.NDArray[np.int64]]
 
 #: Pages of each rank in the request that programs are made for, so that whole pages are nearly all of its bytes.
 SAMPLE_PAGES = 16
@@ -35,10 +40,14 @@ _ONE_CHUNK_BYTES = 1 << 50
 
 
 class Way(StrEnum):
-    """Which copies of a chunk: from pools to the arena, or from the arena to pools."""
+    """Which copies of a chunk: from pools to the arena, or from the arena to pools; or where a peer's pools are mapped,
+    from ours to those, or from those to ours.
+    """
 
     GATHER = "gather"
     SCATTER = "scatter"
+    WRITE = "write"
+    READ = "read"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,50 +62,67 @@ class Rules:
     engine: CopyEngine = CopyEngine.AUTO
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class OwnMemory:
-    """Memory of the rank that copies: pools [component], and the arenas that it gathers into and scatters from."""
+    """Memory of the rank that copies: pools [component], and the arenas that it gathers into and scatters from.
+
+    `mapped`: the peer's pools [component], empty where copies do not reach them.
+    """
 
     pools: tuple[BoundMemory, ...]
     outgoing: BoundMemory
     incoming: BoundMemory
+    mapped: Mapped = ()
 
     def bound_anew(self) -> OwnMemory:
         """The same for another thread: what is worked out of a BoundMemory is kept in it."""
-        pools = tuple(BoundMemory(each.tensors) for each in self.pools)
-        return OwnMemory(pools, BoundMemory(self.outgoing.tensors), BoundMemory(self.incoming.tensors))
+        pools, mapped = (tuple(BoundMemory(each.tensors) for each in part) for part in (self.pools, self.mapped))
+        return OwnMemory(pools, BoundMemory(self.outgoing.tensors), BoundMemory(self.incoming.tensors), mapped)
 
 
 def programs_between(way: Way, src: End, dst: End, memory: OwnMemory, rules: Rules) -> Programs | None:
-    """The kernels for chunks of any request from `src` to `dst`, at the source in a gather, else at the destination;
-    None where nothing goes that way.
+    """The kernels for chunks of any request from `src` to `dst`, at the source in a gather or a write, else at the
+    destination; None where nothing goes that way.
     """
-    from kvmover.kernels import bulk, convert, digest, rows
+    from kvmover.kernels import bulk, convert, rows
     from kvmover.kernels.table import EVEN, LISTED
 
     work = _sample(way, src, dst, memory, rules.replicas)
-    regions, logicals, sms = work.regions, work.logicals or (), rules.sms
+    regions, sms, engine = work.regions, rules.sms, rules.engine
     if not work.digested:
         return None
     pool, packed = int(LISTED.value), int(EVEN.value)  # pyright: ignore
-    kinds, end = ((pool, packed), "src") if way is Way.GATHER else ((packed, pool), "dst")
-    engine = rules.engine
+    kinds = packed if way is Way.SCATTER else pool, packed if way is Way.GATHER else pool
     if engine is CopyEngine.AUTO:  # as the Copier chooses
-        engine = CopyEngine.ROWS if rules.digests else bulk.measured(regions, sms, work.digested[0].src.device)
+        digests = rules.digests and way is not Way.READ
+        engine = CopyEngine.ROWS if digests else bulk.measured(regions, sms, work.digested[0].src.device)
     row_sms = None if engine is CopyEngine.GREEN else sms
     by_rows = regions and engine in (CopyEngine.ROWS, CopyEngine.GREEN)
     found = Programs(
         rows.standing_program(regions, kinds, row_sms) if by_rows else None,
         convert=convert.standing_program(work.conversions, kinds, sms) if work.conversions else None,
     )
-    if rules.digests and regions:
-        marks = logicals[: len(regions)]
-        if way is Way.GATHER and engine is CopyEngine.ROWS:
-            found = replace(found, digest=digest.standing_program(regions, marks, kinds, sms))
-        found = replace(found, rest_digest=digest.standing_program(regions, marks, (pool, pool), sms, end))
-    if rules.digests and work.conversions:
-        wire = digest.standing_program(work.digested, logicals, (packed, packed), sms, work.end)
-        found = replace(found, wire_digest=wire)
+    return _with_digests(found, way, work, kinds, replace(rules, engine=engine)) if rules.digests else found
+
+
+def _with_digests(found: Programs, way: Way, work: Work, kinds: tuple[int, int], rules: Rules) -> Programs:
+    """The same, and what takes digests: by whoever has read a peer's pages, of the pages that it wrote, as after a
+    scatter.
+    """
+    from kvmover.kernels import digest
+    from kvmover.kernels.table import EVEN, LISTED
+
+    pool, packed = int(LISTED.value), int(EVEN.value)  # pyright: ignore
+    marks, sms = (work.logicals or ())[: len(work.regions)], rules.sms
+    fused = way in (Way.GATHER, Way.WRITE) and rules.engine is CopyEngine.ROWS
+    if work.regions and fused:
+        found = replace(found, digest=digest.standing_program(work.regions, marks, kinds, sms))
+    if work.regions and way is not Way.READ and not (fused and way is Way.WRITE):
+        end = "dst" if way is Way.SCATTER else "src"
+        found = replace(found, rest_digest=digest.standing_program(work.regions, marks, (pool, pool), sms, end))
+    if work.conversions:
+        every, kept = (work.digested, work.logicals or ()), (packed, packed)
+        found = replace(found, wire_digest=digest.standing_program(*every, kept, sms, work.end))
     return found
 
 
@@ -109,26 +135,41 @@ def _sample(way: Way, src: End, dst: End, memory: OwnMemory, replicas: Replicas)
     components = tuple(pool.component for pool in src.pools)
     plans = plans_between(components, src.fleet, dst.fleet, range(tokens), replicas)
     lane = Lane.between(plans, src, dst, Cut(_ONE_CHUNK_BYTES))
+    tables = _pages(lane.source_reads, src), _pages(lane.target_reads, dst)
+    if way in (Way.WRITE, Way.READ):
+        return _mapped_sample(way, lane, tables, memory)
     placed, marks = list[Placed](), list[Marks]()
     for number, chunk in enumerate(lane.chunks):
         marks += lane.marks(number)
         if way is Way.GATHER:
             packed = memory.outgoing.window(0, chunk.span_bytes)
-            boxes = lane.gather_boxes(number, _pages(lane.source_reads, src))
+            boxes = lane.gather_boxes(number, tables[0])
             placed += [(box, memory.pools[component], packed) for component, box in boxes]
         else:
             packed = memory.incoming.window(0, chunk.span_bytes)
-            boxes = lane.scatter_boxes(number, _pages(lane.target_reads, dst))
+            boxes = lane.scatter_boxes(number, tables[1])
             placed += [(box, packed, memory.pools[component]) for component, box in boxes]
     return packing(placed, marks, "src" if way is Way.GATHER else "dst")
 
 
-def _pages(reads: Sequence[int], end: End) -> list[npt.NDArray[np.int64]]:
+def _mapped_sample(way: Way, lane: Lane, tables: tuple[PageTables, PageTables], memory: OwnMemory) -> Work:
+    """Of a peer whose pools are mapped. Nothing where bytes change on the way: what converts is packed."""
+    if lane.converts or not memory.mapped:
+        return Work(())
+    ends = (memory.pools, memory.mapped) if way is Way.WRITE else (memory.mapped, memory.pools)
+    regions, marks = list[Region](), list[Marks]()
+    for number in range(len(lane.chunks)):
+        regions += between(lane.direct_boxes(number, *tables), *ends)
+        marks += lane.marks(number)
+    return Work(regions, list(map(logical, marks, regions)))
+
+
+def _pages(reads: Sequence[int], end: End) -> PageTables:
     """Page tables that are long enough, of pages that the pools have."""
     return [np.arange(count, dtype=np.int64) % spec.pages for count, spec in zip(reads, end.pools, strict=True)]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class _Seat:
     """What the programs of a peer were last made from."""
 
@@ -140,7 +181,10 @@ class _Seat:
 
 @dataclass(slots=True, eq=False)
 class Compiler:
-    """Programs by peer, compiled in one thread, each once. On a CPU there are none."""
+    """Programs by peer, compiled in one thread, each once. On a CPU there are none.
+
+    `_before`: what copies go on with while programs of a peer are compiled anew.
+    """
 
     device: torch.device
     _thread: ThreadPoolExecutor | None = None
@@ -148,24 +192,40 @@ class Compiler:
     _begun: dict[tuple[str, Way], Future[Programs | None]] = field(
         default_factory=dict["tuple[str, Way]", "Future[Programs | None]"]
     )
+    _before: dict[tuple[str, Way], Future[Programs | None]] = field(
+        default_factory=dict["tuple[str, Way]", "Future[Programs | None]"]
+    )
     _compiled: set[Program] = field(default_factory=set["Program"])
 
+    @property
+    def compiles(self) -> bool:
+        """Whether copies here run kernels at all."""
+        return self.device.type != "cpu"
+
     def seated(self, peer: str, own: End, theirs: End, memory: OwnMemory, rules: Rules) -> None:
-        """A peer is connected: begin to compile what is copied for it. Returns at once."""
-        if self.device.type == "cpu":
+        """A peer is connected, or connected again: begin to compile what is copied for it. Returns at once."""
+        if not self.compiles:
+            return
+        known = self._seats.get(peer)
+        seat = _Seat(own, theirs, memory, rules if known is None or not known.rules.digests else _digesting(rules))
+        if seat == known:
             return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "kvmover-compiler")
-        self._seats[peer] = _Seat(own, theirs, memory, rules)
-        for way, ends in ((Way.GATHER, (own, theirs)), (Way.SCATTER, (theirs, own))):
-            self._begun[peer, way] = self._thread.submit(self._compile, way, *ends, memory, rules)
+        self._seats[peer] = seat
+        for way in Way:
+            begun = self._begun.get((peer, way))
+            if begun is not None and begun.done():
+                self._before[peer, way] = begun
+            ends = (own, theirs) if way in (Way.GATHER, Way.WRITE) else (theirs, own)
+            self._begun[peer, way] = self._thread.submit(self._compile, way, *ends, memory, seat.rules)
 
     def digested(self, peer: str) -> None:
         """Chunks have digests, which is the destination's to choose: begin to compile these where nobody has. Returns
         at once."""
         seat = self._seats.get(peer)
         if seat is not None and not seat.rules.digests:
-            self.seated(peer, seat.own, seat.theirs, seat.memory, replace(seat.rules, digests=True))
+            self.seated(peer, seat.own, seat.theirs, seat.memory, _digesting(seat.rules))
 
     def _compile(self, way: Way, src: End, dst: End, memory: OwnMemory, rules: Rules) -> Programs | None:
         programs = programs_between(way, src, dst, memory.bound_anew(), rules)
@@ -175,14 +235,17 @@ class Compiler:
                 self._compiled.add(program)
         return programs
 
-    def is_ready(self, peer: str, way: Way) -> bool:
-        """Whether copies for a peer need wait for no compiler."""
-        begun = self._begun.get((peer, way))
-        return begun is None or begun.done()
+    def is_ready(self, peer: str, *ways: Way) -> bool:
+        """Whether copies for a peer, by all these ways, need wait for no compiler."""
+        return all(begun.done() for way in ways if (begun := self._begun.get((peer, way))) is not None)
 
     def programs(self, peer: str, way: Way) -> Programs | None:
-        """What copies for a peer run. Waits where the first one comes before it is compiled; raises what that did."""
+        """What copies for a peer run, the newest that are compiled. Raises what the compiler did. Waits for it where
+        nobody has asked before whether it `is_ready`.
+        """
         begun = self._begun.get((peer, way))
+        if begun is not None and not begun.done():
+            begun = self._before.get((peer, way), begun)
         return None if begun is None else begun.result()
 
     def parted(self, peer: str) -> None:
@@ -190,8 +253,13 @@ class Compiler:
         self._seats.pop(peer, None)
         for way in Way:
             self._begun.pop((peer, way), None)
+            self._before.pop((peer, way), None)
 
     def close(self) -> None:
         """Begin with nothing more."""
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _digesting(rules: Rules) -> Rules:
+    return replace(rules, digests=True)

@@ -1,7 +1,8 @@
 """Asks: which pages of a prompt another engine holds, asked of each rank that a plan needs, answered by whoever knows.
 
 An answer is a number of pages, and an offer: what is held may be received under the name that was asked by. Every rank
-of a source answers for itself, so the least of them counts. Who is lost holds nothing.
+of a source answers for itself, so the least of them counts. Who is lost holds nothing. An offer that is not wanted is
+given back to those that may have made it, not to those that hold nothing.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ Holder = Callable[[Place, wire.Query], int]
 class Asking(msgspec.Struct, frozen=True):
     """One question. `waits`: peers that have not answered; `pages`: what all others hold, None where that is nobody.
 
-    `until`: when it is over. `again`: when it is said again to those.
+    `until`: when it is over. `again`: when it is said again to those. `offers`: who holds some of it.
     """
 
     waits: frozenset[str]
     until: float
     again: float
     pages: int | None = None
+    offers: frozenset[str] = frozenset()
 
     @property
     def over(self) -> bool:
@@ -57,13 +59,15 @@ def heard(state: Asking, peer: str, pages: int) -> Asking:
     """
     if peer not in state.waits:
         return state
-    return replace(state, waits=state.waits - {peer}, pages=pages if state.pages is None else min(state.pages, pages))
+    least = pages if state.pages is None else min(state.pages, pages)
+    offers = state.offers | {peer} if pages else state.offers
+    return replace(state, waits=state.waits - {peer}, pages=least, offers=offers)
 
 
 def ticked(state: Asking, now: float, resend_s: float) -> tuple[Asking, frozenset[str]]:
     """Time has passed: the state, and whom to ask again. Where somebody has not answered at the end, nobody counts."""
     if now >= state.until:
-        return replace(state, waits=frozenset(), pages=None), frozenset()
+        return replace(state, waits=frozenset(), pages=None, offers=state.offers | state.waits), frozenset()
     if now >= state.again:
         return replace(state, again=now + resend_s), state.waits
     return state, frozenset()
@@ -85,6 +89,8 @@ class Asks:
     core: Core
     holder: Holder = lambda place, ask: 0
     _open: dict[str, _Question] = field(default_factory=dict[str, _Question])
+    #: Who has offered, or may yet, by the name that was asked by: until it is given back or taken.
+    _offers: dict[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
 
     def fleet(self, engine: str) -> Fleet:
         """Of an engine any of whose ranks is connected. Raises PeerUnknown."""
@@ -118,16 +124,22 @@ class Asks:
             core.awaits(name)
         self._settle(question)
 
-    def decline(self, request: str, engine: str) -> None:
-        """What `engine` offers as `request` is not wanted: it need not keep the offer. Who is gone has none."""
-        for name in map(self.core.peers.seated, ((engine, rank) for rank in self.core.peers.ranks(engine))):
-            if name is not None:
+    def decline(self, request: str) -> None:
+        """What was offered as `request` is not wanted: it need not be kept. Who is gone has no offer."""
+        for name in self._offers.pop(request, ()):
+            if self.core.peers.get(name) is not None:
                 self.core.say(name, wire.Query(request, b""))
 
+    def take(self, request: str) -> None:
+        """What was offered as `request` is received: that ends the offer."""
+        self._offers.pop(request, None)
+
     def hear(self, peer: Peer, message: wire.Query | wire.Holding) -> None:
-        """A question is answered at once; an answer to none of ours is late."""
+        """A question is answered at once, and an offer that is given back is not; an answer to none of ours is late."""
         if isinstance(message, wire.Query):
-            self.core.say(peer.name, wire.Holding(message.request, self.holder(peer.card.place, message)))
+            pages = self.holder(peer.card.place, message)
+            if message.hashes:
+                self.core.say(peer.name, wire.Holding(message.request, pages))
             return
         question = self._open.get(message.request)
         if question is None or peer.name not in question.state.waits:
@@ -160,6 +172,7 @@ class Asks:
         for question in list(self._open.values()):
             self._waits_no_more(question.state.waits)
             self._end(question, None)
+        self._offers.clear()
 
     def _answered(self, question: _Question, name: str, pages: int) -> None:
         question.state = heard(question.state, name, pages)
@@ -180,4 +193,7 @@ class Asks:
     def _end(self, question: _Question, pages: int | None) -> None:
         self.core.timers.cancel((TimerKind.ASK, question.ask.request))
         del self._open[question.ask.request]
+        offers = question.state.offers | question.state.waits
+        if offers:
+            self._offers[question.ask.request] = offers
         question.ended(pages)

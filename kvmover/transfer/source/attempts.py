@@ -21,7 +21,7 @@ from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.chunks import Cut, Lane, plans_between, related
 from kvmover.transfer.protocol.wire import PAGE_ID_BYTES, Verb, decoded, encoded
-from kvmover.transfer.result import Cause, Gate, Result, Transfer
+from kvmover.transfer.result import Cause, Gate, Result, Service, Transfer
 from kvmover.transfer.source.state import Event, Faulted, Sending, WriteFailed
 from kvmover.transfer.source.writes import Job, Pages
 from kvmover.transfer.tombstones import SERVED
@@ -122,7 +122,8 @@ class Request:
     None where everything is. `passed`: gates that have, less those that a later one covers. `failed` [engine]: why it
     is not served any more, and by which cause; what fails one engine fails no other. `reason`: why the request is
     failing for all; its transfer ends when no destination is being served any more. `deadline_s`: how long it has from
-    when it was sent, or more of it was produced.
+    when it was sent, or more of it was produced. `given_bytes`, `released`: of one that is given repeatedly, what
+    engines have had that may ask again, and whether one wants no more.
     """
 
     transfer: Transfer
@@ -131,6 +132,9 @@ class Request:
     deadline: float
     aux: bytes | None = None
     deadline_s: float = math.inf
+    service: Service = Service.ONCE
+    given_bytes: int = 0
+    released: bool = False
     passed: list[Gate] = field(default_factory=list[Gate])
     expected: dict[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
     failed: dict[str, tuple[str, Cause]] = field(default_factory=dict[str, "tuple[str, Cause]"])
@@ -147,6 +151,7 @@ class Request:
         gates: Sequence[Gate] | None,
         aux: bytes | None,
         deadline_s: float,
+        service: Service,
         core: Core,
     ) -> Request:
         """As `send` was told, which counts the deadline from when the transfer began. Raises PlanError for tables of
@@ -156,9 +161,8 @@ class Request:
             raise PlanError(f"{len(pages)} page tables for {len(core.pools)} components")
         check_aux(aux)
         deadline = transfer.started + deadline_s
-        return cls(
-            transfer, list(pages), None if gates is None else list(gates), deadline, aux, deadline - core.clock()
-        )
+        left = deadline - core.clock()
+        return cls(transfer, list(pages), None if gates is None else list(gates), deadline, aux, left, service)
 
     @property
     def all_asked(self) -> bool:
@@ -166,6 +170,23 @@ class Request:
         asked = {attempt.job.peer.card.place.seat for attempt in self.attempts.values()}
         waited = ((engine, rank) for engine, ranks in self.expected.items() for rank in ranks)
         return bool(self.expected) and all(seat in asked for seat in waited if seat[0] not in self.failed)
+
+    def part(self) -> dict[str, SendAttempt]:
+        """Part from engines that are served or have failed as a whole, and may ask again. Returns their attempts."""
+        parted = dict[str, SendAttempt]()
+        for engine, ranks in list(self.expected.items()):
+            mine = {name: attempt for name, attempt in self.attempts.items() if attempt.engine == engine}
+            asked = {attempt.job.peer.card.place.rank for attempt in mine.values()}
+            if (engine in self.failed or ranks <= asked) and not any(a.state.in_flight for a in mine.values()):
+                nothing = all(attempt.job.want.start == attempt.job.want.stop for attempt in mine.values())
+                self.released |= engine not in self.failed and nothing
+                self.failed.pop(engine, None)
+                del self.expected[engine]
+                parted |= mine
+        for name, attempt in parted.items():
+            self.given_bytes += sum(chunk.nbytes for chunk in attempt.job.lane.chunks if attempt.state.reason is None)
+            del self.attempts[name]
+        return parted
 
     def of(self, engine: str) -> list[SendAttempt]:
         """The attempts of an engine's ranks."""
@@ -176,6 +197,11 @@ class Request:
         """Whether it has ended, and no attempt of it has anything in flight."""
         attempts = self.attempts.values()
         return self.transfer.ended and all(a.state.finished and not a.state.in_flight for a in attempts)
+
+    def asks_anew(self, before: SendAttempt, want: wire.Want) -> bool:
+        """Whether who asks has ended an attempt that is open here, and will be served when that is known."""
+        is_newer = want.generation > before.state.generation
+        return self.service is Service.REPEATED and self.reason is None and is_newer and not before.state.finished
 
     def over_for(self, peer: Peer, want: wire.Want) -> str | None:
         """How it has ended, or is ending, for a peer that asks; None where it may be served."""
@@ -258,7 +284,7 @@ def close(request: Request, core: Core) -> None:
     transfer.result = Result(
         request.reason,
         seconds,
-        sum(chunk.nbytes for chunk in chunks),
+        request.given_bytes + sum(chunk.nbytes for chunk in chunks),
         sum(attempt.job.lane.direct_runs for attempt in attempts),
         len(chunks),
         tuple(attempt.job.want.route for attempt in attempts if attempt.job.lane.chunks),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
-from operator import methodcaller
 
 from msgspec.structs import replace
 
@@ -17,26 +15,25 @@ from kvmover.transfer.meter import Count, Gauge
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.wire import decoded
-from kvmover.transfer.result import Cause, Gate, Passed, Transfer
+from kvmover.transfer.result import Cause, Gate, Service, Transfer
 from kvmover.transfer.source import machine
 from kvmover.transfer.source.attempts import Request, SendAttempt, attempt_for, cause_of, check_aux, close, has_passed
 from kvmover.transfer.source.early_wants import Early, EarlyWants
+from kvmover.transfer.source.gate_watch import GateWatch
 from kvmover.transfer.source.state import Action, Attached, EndSend, Event, Post, Ready, Say, Unstage
 from kvmover.transfer.source.writes import Job, OwnTables, Pages, Writes
 from kvmover.transfer.tombstones import MEMORY_S, SERVED, Budget, Tombstones
 
-_HAS_PASSED = methodcaller("query")
-
-#: Gates that one poll asks at most, some 100 ns each and more on a GPU: of more, each poll asks the next.
-MAX_GATES = 400
+#: Gates that wait to be asked for by somebody: of more, those that have passed are let go as more is produced.
+MOST_WAITING = 4
 
 
 @dataclass(slots=True, eq=False)
 class SourceDriver:
     """The sending half of a mover.
 
-    `_gated`: requests that somebody asked for and whose engine is not done, with `_events` of their gates, which alone
-    are looked at in every poll (None: to be listed anew). `_over`: requests that ended since the last one.
+    `_gated`: requests that somebody asked for and whose engine is not done, which alone are looked at in every poll.
+    `_over`: requests that ended since the last one.
     """
 
     core: Core
@@ -44,18 +41,22 @@ class SourceDriver:
     _requests: dict[str, Request] = field(default_factory=dict[str, Request])
     early: EarlyWants = field(init=False)
     _closed: Tombstones = field(init=False)
-    _gated: dict[str, Request] = field(default_factory=dict[str, Request])
-    _gates: list[tuple[Request, Gate]] = field(default_factory=list["tuple[Request, Gate]"])
-    _events: list[Passed] | None = None
-    _next_gate: int = 0
+    _gated: GateWatch = field(init=False)
     _over: dict[str, Request] = field(default_factory=dict[str, Request])
 
     def __post_init__(self) -> None:
         budget = Budget()
         self.early, self._closed = EarlyWants(budget), Tombstones(budget)
+        self._gated = GateWatch(self._has_passed)
 
     def send(
-        self, transfer: Transfer, pages: Pages, gates: Sequence[Gate] | None, aux: bytes | None, deadline_s: float
+        self,
+        transfer: Transfer,
+        pages: Pages,
+        gates: Sequence[Gate] | None,
+        aux: bytes | None,
+        deadline_s: float,
+        service: Service = Service.ONCE,
     ) -> None:
         """Offer a request. Destinations that asked already are served at once, the others when they ask.
 
@@ -64,7 +65,7 @@ class SourceDriver:
         """
         if transfer.request in self._requests:
             raise PlanError(f"request {transfer.request} is already being sent")
-        request = Request.sent(transfer, pages, gates, aux, deadline_s, self.core)
+        request = Request.sent(transfer, pages, gates, aux, deadline_s, service, self.core)
         self._requests[transfer.request] = request
         self.core.timers.set((TimerKind.REQUEST, transfer.request), request.deadline)
         lost = self.early.loss(transfer.request)
@@ -89,9 +90,11 @@ class SourceDriver:
         request.gates.append(gate)
         if gate.event is None:
             request.let(gate)
+        elif len(request.gates) > MOST_WAITING and not request.attempts:
+            self.core.contain(transfer.request, request.look)
         request.deadline = self.core.clock() + request.deadline_s
         self.core.timers.set((TimerKind.REQUEST, transfer.request), request.deadline)
-        self._watch(request)
+        self._gated.watch(request)
         for attempt in list(request.attempts.values()) if pages is not None or gate.event is None else ():
             self._offer(request, attempt)  # of what a gate covers that has passed
 
@@ -164,6 +167,10 @@ class SourceDriver:
     def _close(self, request: str, peer: str, generation: int, reason: str | None) -> None:
         self._closed.close((request, peer), generation, reason, self.core.remembered_until())
 
+    def _close_all(self, attempts: Mapping[str, SendAttempt]) -> None:
+        for name, attempt in attempts.items():
+            self._close(attempt.state.request, name, attempt.state.generation, attempt.state.reason)
+
     def _want(self, peer: Peer, want: wire.Want) -> None:
         if self._past(peer, want):
             return
@@ -177,11 +184,14 @@ class SourceDriver:
         if request is None:
             self._ask_early(peer, want)
             return
+        before = request.attempts.get(peer.name)
+        if before is not None and request.asks_anew(before, want):
+            self._step(request, before, before.job.want)  # the end of it was lost: told again, they say it again
+            return
         over = request.over_for(peer, want)
         if over is not None:
             self.core.say(peer.name, wire.Abort(want.request, want.generation, over))
             return
-        before = request.attempts.get(peer.name)
         if before is not None and want.generation <= before.state.generation:
             if want.generation == before.state.generation:
                 self._asked_again(request, before, want)
@@ -204,7 +214,7 @@ class SourceDriver:
         request.attempts[peer.name] = attempt
         self.core.awaits(peer.name)
         self._schedule(request, attempt)
-        self._watch(request)
+        self._gated.watch(request)
         if not self._offer(request, attempt):
             self._step(request, attempt, want)  # so that it knows that we know
         self._attach(request, attempt)
@@ -273,15 +283,6 @@ class SourceDriver:
             self._fail(request, wrong, Cause.FAULT)
         return any(found)
 
-    def _watch(self, request: Request) -> None:
-        """Look at its gates in every poll, while it has some and somebody asked."""
-        name = request.transfer.request
-        if request.gates and request.attempts and not request.transfer.ended:
-            self._gated[name] = request
-        elif self._gated.pop(name, None) is None:
-            return
-        self._events = None
-
     def _offer(self, request: Request, attempt: SendAttempt) -> bool:
         """Say which more chunks are in the pages; False where there are none."""
         try:
@@ -296,27 +297,10 @@ class SourceDriver:
 
     def _look(self) -> None:
         """Offer what has been produced since the last look at each gate."""
-        if self._events is None:
-            self._gates = [(request, gate) for request in self._gated.values() for gate in request.gates or ()]
-            self._events = [gate.event for _, gate in self._gates if gate.event is not None]
-            assert len(self._events) == len(self._gates), "a gate without an event has passed when it is named"
-        first = self._next_gate if self._next_gate < len(self._events) else 0
-        asked = slice(first, first + MAX_GATES)
-        self._next_gate = asked.stop
-        try:
-            passed = list(map(_HAS_PASSED, self._events[asked]))
-        except Exception:  # whose event it is shows when they are asked one by one
-            passed = [self._has_passed(request, gate) for request, gate in self._gates[asked]]
-        if not any(passed):
-            return
-        behind = dict[str, Request]()
-        for request, gate in compress(self._gates[asked], passed):
-            request.let(gate)
-            behind[request.transfer.request] = request
-        for request in behind.values():
+        for request in self._gated.passed():
             for attempt in list(request.attempts.values()):
                 self._offer(request, attempt)
-            self._watch(request)
+            self._gated.watch(request)
 
     def ended(self, job: Job, event: Event) -> None:
         """What the poster says becomes of a chunk."""
@@ -342,8 +326,7 @@ class SourceDriver:
 
     def poll(self) -> None:
         """Gates that have passed, and requests that are over."""
-        if self._gated:
-            self._look()
+        self._look()
         while self._over:
             self._forget(self._over.popitem()[1])
 
@@ -473,15 +456,25 @@ class SourceDriver:
             return
         if any(not a.state.finished for a in request.attempts.values()):
             return
+        if request.service is Service.REPEATED and request.reason is None:
+            self._part_from_served(request)
+            return
         if request.reason is None and request.all_asked and request.expected.keys() <= request.failed.keys():
             request.reason, request.cause = next(iter(request.failed.values()))
         if request.reason is not None or request.all_asked:
             self._end(request)
 
+    def _part_from_served(self, request: Request) -> None:
+        """Who is served may ask again."""
+        self._close_all(request.part())
+        self._gated.watch(request)
+        if request.released:
+            self._end(request)
+
     def _end(self, request: Request) -> None:
         close(request, self.core)
         self._over[request.transfer.request] = request
-        self._watch(request)
+        self._gated.watch(request)
         self.core.timers.cancel((TimerKind.REQUEST, request.transfer.request))
         self._over_for_all(request.transfer.request, request.reason or SERVED)
 
@@ -492,9 +485,7 @@ class SourceDriver:
         """An ended request stays until all its attempts ended: late aborts must find out what is in flight."""
         if request.is_over and self._requests.get(request.transfer.request) is request:
             request.transfer.held = False
-            for name, attempt in request.attempts.items():
-                state = attempt.state
-                self._close(state.request, name, state.generation, state.reason)
+            self._close_all(request.attempts)
             del self._requests[request.transfer.request]
             return True
         return False

@@ -85,6 +85,11 @@ class Job:
         self.target[:] = [max(pair, key=len) for pair in zip(self.target, tables, strict=True)]
 
     @property
+    def way(self) -> Way:
+        """How its chunks are copied here, or read for their digests."""
+        return Way.GATHER if self.mapped is None else Way.WRITE
+
+    @property
     def named(self) -> tuple[int, ...]:
         """How many pages of each of the destination's tables we know."""
         return tuple(map(len, self.target or ()))
@@ -264,7 +269,7 @@ class Writes:
         if job.want.verb is Verb.PUSH and core.clock() >= self._until(entry):  # before it is packed for nothing
             self._lapse(entry)
             return True
-        if self.registrations.waits(job.peer.name) or not core.compiler.is_ready(job.peer.name, Way.GATHER):
+        if self.registrations.waits(job.peer.name) or not core.compiler.is_ready(job.peer.name, job.way):
             return False
         if entry.registration > self.registrations.known(job.peer.name):  # the news was lost, and comes with the grant
             self._lapse(entry)
@@ -294,19 +299,17 @@ class Writes:
             self._gather(entry, entry.staged)
         elif entry.job.mapped is not None and entry.job.target is not None:
             boxes = entry.job.lane.direct_boxes(entry.chunk, entry.job.source, entry.job.target)
-            regions = between(boxes, self.core.bound, list(map(BoundMemory, entry.job.mapped)))
+            regions = between(boxes, self.core.bound, entry.job.mapped)
             self._copy(entry, Work(regions, self._logicals(entry, regions)))
         elif entry.job.want.digests:
-            work = at_rest(self._packing(entry, self.core.outgoing.bound))
-            self._copy(entry, work.using(self.core.compiler.programs(entry.job.peer.name, Way.GATHER)))
+            self._copy(entry, at_rest(self._packing(entry, self.core.outgoing.bound)))
         else:
             self._gathered(entry, None)
 
     def _gather(self, entry: Part, staged: int) -> None:
         span_bytes = entry.job.lane.chunks[entry.chunk].span_bytes
         with ranges.span(ranges.GATHER, entry.job.want.request, span_bytes):
-            work = self._packing(entry, self.core.outgoing.bound.window(staged, span_bytes))
-            self._copy(entry, work.using(self.core.compiler.programs(entry.job.peer.name, Way.GATHER)))
+            self._copy(entry, self._packing(entry, self.core.outgoing.bound.window(staged, span_bytes)))
 
     def _packing(self, entry: Part, packed: BoundMemory) -> Work:
         """From the pools to a packed chunk."""
@@ -329,7 +332,8 @@ class Writes:
                 core.links.copied(job.peer.card.host, job.lane.chunks[entry.chunk].nbytes, seconds)
             self._do(entry, self._gathered, digest)
 
-        core.copier.run(work, core.soon(done))
+        programs = core.compiler.programs(job.peer.name, job.way)
+        core.copier.run(work.using(programs), core.soon(done))
 
     def _gathered(self, entry: Part, digest: int | None) -> None:
         """Write a chunk, or say where it lies."""

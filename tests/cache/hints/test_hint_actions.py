@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from kvmover.cache.hints import (
     HintAction,
     HintError,
     HintRefusal,
+    LeaseHint,
     PinHint,
     PrefetchHint,
     RetainHint,
@@ -60,6 +62,7 @@ def one(kind: str, payload: dict[str, Any] | None = None, **more: Any) -> HintAc
         ("kv.pin", {"ttl_seconds": 30}, PinHint(30.0), False),
         ("kv.pin", {"ttl_seconds": 0.5, "token_ids": [7]}, PinHint(0.5, (7,)), True),
         ("kv.retain", {"priority": 3}, RetainHint(3), False),
+        ("kv.retain", {"priority": 3, "ttl_seconds": 2.5}, LeaseHint(2.5, priority=3), False),
         ("kv.demote", {}, DemoteHint(), False),
     ],
 )
@@ -68,6 +71,20 @@ def test_each_action_is_read(kind: str, payload: dict[str, Any], hint: object, i
     assert isinstance(read, HintAction)
     assert (read.name, read.hint, read.is_due_at_once) == ("a", hint, is_due_at_once)
     assert f"kv.{read.kind}" == kind
+
+
+def test_a_retain_of_dynamos_policies_keeps_the_requests_own_prefix_for_its_time() -> None:
+    said = {
+        "priority": 3,
+        "ttl_seconds": 2.5,
+        "execute_at": "request_completion",
+        "include_current_request": True,
+        "block_hashes": ["11", str(2**64 - 1)],
+    }
+    read = one("kv.retain", said)
+    assert isinstance(read, HintAction)
+    assert isinstance(read.hint, PinHint)
+    assert (read.kind, read.hint.ttl_s, read.is_due_at_once) == ("retain", 2.5, False)
 
 
 def test_the_engines_own_structs_are_read_as_their_json_is() -> None:
@@ -96,7 +113,12 @@ def test_one_that_is_refused_spoils_no_other() -> None:
         ("kv.pin", {"ttl_seconds": 1, "block_hashes": ["11"]}, "block_hashes"),
         ("kv.retain", {"priority": True}, "priority"),
         ("kv.retain", {"priority": -1}, "priority"),
-        ("kv.retain", {"priority": 1, "ttl_seconds": 5}, "ttl_seconds"),
+        ("kv.retain", {"priority": 1, "ttl_seconds": 0}, "ttl_seconds must be more than 0"),
+        ("kv.retain", {"priority": 1, "ttl_seconds": math.inf}, "ttl_seconds"),
+        ("kv.retain", {"priority": -1, "ttl_seconds": 5}, "priority"),
+        ("kv.retain", {"ttl_seconds": 5, "execute_at": "now"}, "execute_at"),
+        ("kv.retain", {"ttl_seconds": 5, "include_current_request": False}, "include_current_request must be true"),
+        ("kv.retain", {"ttl_seconds": 5, "scope": "s"}, "scope"),
         ("kv.share", {"token_ids": []}, "token_ids"),
         ("kv.share", {"token_ids": [1 << 32]}, "token_ids"),
     ],

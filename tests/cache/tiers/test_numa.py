@@ -10,8 +10,9 @@ import pytest
 import torch
 from rig import GQA, SINGLE
 
-from kvmover.cache.tiers import host_memory, host_pool
+from kvmover.cache.tiers import Reach, host_memory, host_pool
 from kvmover.layout import PoolSpec
+from kvmover.shared_memory import shares_of
 
 GPU = "0000:17:00.0"
 
@@ -71,3 +72,15 @@ def test_host_pools_begin_where_a_disk_may_write_past_the_page_cache():
     assert memory.data_ptr() % 4096 == 0
     assert memory.numel() == spec.allocation_bytes
     assert not memory.any()
+
+
+def test_what_peers_may_map_is_in_memory_that_they_find():
+    spec = PoolSpec.dense(GQA, SINGLE.shard(GQA, 0, 4), 5, 4, "page head layer kv token dim")
+    own, reached = host_pool(spec), host_pool(spec, reach=Reach.PEERS)
+    place = [(memory.data_ptr(), memory.numel()) for pool in (own, reached) for memory in pool.tensors]
+    alone, share = shares_of(place)
+    assert alone is None
+    assert share is not None
+    assert place[1][0] % 4096 == 0
+    assert place[1][1] == spec.allocation_bytes
+    assert not reached.tensors[0].any()

@@ -152,7 +152,10 @@ class Side:
             transfer_queue=SimpleNamespace(enable_staging=False),
             _num_published_destinations=0,
         )
-        stats = SimpleNamespace(time_stats=SimpleNamespace(set_decode_transfer_queue_entry_time=lambda: None))
+        stats = SimpleNamespace(
+            time_stats=SimpleNamespace(set_decode_transfer_queue_entry_time=lambda: None),
+            sampling_params=SimpleNamespace(custom_params=None),
+        )
         request = SimpleNamespace(kv_receiver=receiver, is_rebootstrap=False, req=stats)
         send = queues.DecodePreallocQueue._send_kv_metadata
         send(queue, request, self.slots, self.page, self.told(), decode_prefix_len=0)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import random
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,6 +156,37 @@ def test_of_ranks_that_hold_the_same_latent_the_engine_lets_one_write(tmp_path: 
             assert same(fetched, written[0])
 
 
+@pytest.mark.parametrize("options", [{}, {"objects": "native"}], ids=str)
+def test_a_copy_of_the_latent_is_not_written_again_by_a_rank_that_is_asked_all_the_same(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    ranks(Shape("page_first_direct", "mla", tp=2), tmp_path, asked, options)
+
+
+def asked(rank: Rank, options: dict[str, Any]) -> None:
+    """By every call that there is; each says that the pages need not be stored again."""
+    controller = rank.controller(**options)
+    backend, indices = controller.storage_backend, filled(controller, 1)
+    keys = keys_of(TOKENS)
+    name = hicache.PoolName.KV
+    backend.register_mem_host_pool_v2(controller.mem_pool_host, name)
+    if rank.tp == 1:
+        assert backend.batch_set_v1(keys, indices) == [True] * 5
+        assert backend.batch_set_v2([hicache.PoolTransfer(name, indices, keys=keys)]) == {name: [True] * 5}
+        flat = controller.mem_pool_host.get_data_page(0, flat=True)
+        assert backend.set(keys[0], flat)
+        assert backend.batch_set(keys, [flat] * 5)
+        assert backend.batch_exists(keys) == 0
+        assert not backend._adapter.store.counters.written_bytes
+    torch.distributed.barrier()
+    if rank.tp == 0:
+        assert backend.batch_set_v1(keys, indices) == [True] * 5
+    torch.distributed.barrier()
+    assert backend.batch_exists(keys) == 5
+    assert backend.batch_get_v1(keys, indices) == [True] * 5
+    backend.close()
+
+
 def test_pipeline_stages_do_not_mistake_each_others_layers(tmp_path: Path) -> None:
     """SGLang's NIXL backend gives both stages one name."""
     for options in ({}, {"objects": "native"}):
@@ -217,6 +251,96 @@ def answered(rank: Rank) -> None:
     whole = hicache.PoolTransfer(name=hicache.PoolName.KV, keys=keys, host_indices=short)
     assert backend.batch_set_v2([whole]) == backend.batch_get_v2([whole]) == {hicache.PoolName.KV: [False, False]}
     assert backend.batch_exists(keys) == 0
+    backend.close()
+
+
+def test_hits_of_several_pools_are_those_of_sglangs_file_backend(tmp_path: Path) -> None:
+    ranks(Shape(), tmp_path, compared)
+
+
+def compared(rank: Rank) -> None:
+    """Over what is there of four pages in three pools, of which one needs all and two their last ones."""
+    backend, config = rank.controller().storage_backend, storage.HiCacheStorageConfig
+    theirs = storage.HiCacheFile(config(0, 1, 0, 1, 0, 1, False, False, True, "m", extra_config={}), str(rank.root))
+    own, there = backend._backends, set[str]()
+    theirs._collect_existing_component_keys = lambda *_: there
+    keys, draw, lengths = keys_of(TOKENS)[:4], random.Random(7), set[tuple[int, ...]]()
+    try:
+        for _ in range(400):
+            asked = [("dsa", hicache.PoolHitPolicy.ALL_PAGES, 4)]
+            asked += [(name, hicache.PoolHitPolicy.TRAILING_PAGES, draw.randint(1, 4)) for name in ("swa", "mamba")]
+            draw.shuffle(asked)
+            found = {name: [draw.random() < 0.7 for _ in keys] for name in ("kv", "dsa", "swa", "mamba")}
+            backend._backends = {
+                name: SimpleNamespace(exists=lambda asked, some=some: some[: len(asked)])
+                for name, some in found.items()
+            }
+            there.clear()
+            for name, some in found.items():
+                there |= {f"{theirs._get_component_key(k, name)}.bin" for k, had in zip(keys, some, strict=True) if had}
+            transfers = [
+                hicache.PoolTransfer(name=name, keys=keys[-count:], hit_policy=policy) for name, policy, count in asked
+            ]
+            ours, expected = (each.batch_exists_v2(keys, transfers) for each in (backend, theirs))
+            assert ours.kv_hit_pages == expected.kv_hit_pages
+            assert ours.restorable_prefix_pages == expected.restorable_prefix_pages
+            assert expected.extra_pool_hit_pages.items() <= ours.extra_pool_hit_pages.items()
+            lengths.add(tuple(ours.restorable_prefix_pages))
+    finally:
+        backend._backends = own
+    assert {(), (1,), (4,), (1, 4), (1, 2, 3, 4)} <= lengths
+    backend.close()
+
+
+@pytest.mark.parametrize("shape", [LAYOUTS[1], LAYOUTS[6]], ids=named)
+def test_pages_one_by_one_and_by_any_name_keep_to_sglangs_contract(shape: Shape, tmp_path: Path) -> None:
+    ranks(shape, tmp_path, one_by_one)
+
+
+def one_by_one(rank: Rank) -> None:
+    """What was stored first stays, a miss is None and moves nothing, and what was cleared can be stored again."""
+    controller = rank.controller()
+    backend, host = controller.storage_backend, controller.mem_pool_host
+    filled(controller, 1)
+    first, second = (host.get_data_page(page * PAGE, flat=True).clone().view(torch.uint8) for page in (0, 1))
+    name, missing, into = "request 7, page 1", "cafebabe", torch.zeros_like(first)
+    assert backend.get(name, into) is None
+    assert backend.set(name, first)
+    assert backend.set(name, second)
+    assert backend.exists(name)
+    assert not backend.exists(missing)
+    assert same([backend.get(name, into)], [first])
+    found = backend.batch_get([missing, name], [torch.zeros_like(first) for _ in range(2)])
+    assert found[0] is None
+    assert same(found[1:], [first])
+    assert (backend.batch_exists([name, missing, name]), backend.batch_exists([])) == (1, 0)
+    backend.clear()
+    assert not backend.exists(name)
+    assert backend.set(name, second)
+    assert same([backend.get(name, into)], [second])
+    backend.close()
+
+
+def test_a_page_that_is_missing_costs_no_other_and_batches_leave_no_file_open(tmp_path: Path) -> None:
+    ranks(Shape(), tmp_path, with_a_gap)
+
+
+def with_a_gap(rank: Rank) -> None:
+    controller = rank.controller()
+    backend, indices, keys = controller.storage_backend, filled(controller, 1), keys_of(TOKENS)
+    written = pages_at(controller, indices)
+    some = [0, 1, 3, 4]
+    at = torch.cat([indices[number * PAGE : (number + 1) * PAGE] for number in some])
+    assert backend.batch_set_v1([keys[number] for number in some], at) == [True] * 4
+    backend.batch_get_v1(keys[:1], indices[:PAGE])
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        poison(controller)
+        assert backend.batch_get_v1(keys, indices) == [True, True, False, True, True]
+    after = pages_at(controller, indices)
+    assert (after[2] == POISON).all()
+    assert same([after[number] for number in some], [written[number] for number in some])
+    assert len(os.listdir("/proc/self/fd")) <= before
     backend.close()
 
 

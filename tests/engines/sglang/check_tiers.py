@@ -152,6 +152,10 @@ class TieredServer(Server):
 
     def fetch(self, tokens: list[int], **more: Any) -> Any:
         """A request that waits until storage has answered."""
+        return self.fetched(*self.asked(tokens, **more))
+
+    def asked(self, tokens: list[int], **more: Any) -> tuple[Any, Any]:
+        """A request that waits, and under which handle."""
         req = self.request(tokens, **more)
         handle = base.CacheRequestHandle(req.rid, 0)
         Server.match(self, req)
@@ -166,6 +170,9 @@ class TieredServer(Server):
             extra_key=req.extra_key,
             cache_salt=req.cache_salt,
         )
+        return req, handle
+
+    def fetched(self, req: Any, handle: Any) -> Any:
         while not self.cache.check_prefetch_progress(handle):
             self.cache.check_hicache_events()
         req.storage_hit_length, req.storage_hit_start = self.cache.pop_prefetch_loaded_span(handle)

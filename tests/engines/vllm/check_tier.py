@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
+from offload_manager import Managed
+from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
     OffloadingConfig,
@@ -64,7 +65,7 @@ def config_of(root: Path, *, tp: int = 1, canonical: bool = False, groups: int =
 
 
 @dataclass
-class Offload:
+class Offload(Managed):
     """vLLM's manager over memory of its own, driven as its scheduler does. `memory` [chunk, byte]."""
 
     config: OffloadingConfig
@@ -83,23 +84,13 @@ class Offload:
         return region.base_tensor.numpy().view(np.uint8).reshape(CHUNKS, -1)
 
     def step(self) -> None:
-        self.manager.on_schedule_end(ScheduleEndContext((), ()))
+        super().step()
         self.events += self.manager.take_events()
-        stats = self.manager.get_stats()
-        for name, values in (stats.data["data"] if stats else {}).items():
-            for labels, value in values.items():
-                if name.startswith("vllm:kvmover_tier"):
-                    key = (name.rpartition("_")[2], labels[0])
-                    self.counts[key] = self.counts.get(key, 0) + value
 
-    def finish(self) -> None:
-        """Step until nothing is under way."""
-        stop = time.monotonic() + 60
-        while self.manager.has_pending_work():
-            assert time.monotonic() < stop
-            self.step()
-            time.sleep(0.001)
-        self.step()
+    def told(self, name: str, values: Mapping[tuple[str, ...], float]) -> None:
+        for labels, value in values.items() if name.startswith("vllm:kvmover_tier") else ():
+            key = (name.rpartition("_")[2], labels[0])
+            self.counts[key] = self.counts.get(key, 0) + value
 
     def compute(self, keys: Sequence[OffloadKey]) -> None:
         """A request whose chunks come from the device: chunk n is full of its key's first byte."""

@@ -107,6 +107,16 @@ def test_the_envelope_may_stand_among_the_transfer_parameters() -> None:
     assert place.hints.pins.pages == 2
 
 
+def test_what_is_retained_for_a_time_is_pinned_for_it() -> None:
+    place, kept = Place(), blocks(1, 2)
+    place.serve("r", kept, ("kv.retain", {"priority": 9, "ttl_seconds": 30, "block_hashes": ["7"]}))
+    assert [block.references for block in kept] == [1, 1]
+    place.now_s = 30.0
+    place.serve("second", blocks(5))
+    assert [block.references for block in kept] == [0, 0]
+    assert place.told == {("retain", "met"): 1}
+
+
 def test_blocks_that_two_pins_share_count_once_and_the_share_is_kept() -> None:
     place, common = Place(share=0.25), blocks(1, 2, 3)
     place.serve("a", common, PIN)

@@ -24,6 +24,7 @@ from kvmover.engines.vllm.connector_metadata import (
 )
 from kvmover.engines.vllm.handshake import Remote, answer
 from kvmover.engines.vllm.scheduler import ConnectorScheduler, HeldBlocks, Home, RequestOutcome, Role
+from kvmover.transfer.result import Service
 
 TOKENS = 16
 REMOTE = Remote("prefill", "p-1", "10.0.0.1", 5600)
@@ -270,6 +271,91 @@ def test_a_decode_keeps_what_it_has_for_the_next_turn_where_it_is_told_to() -> N
     for how in ({}, {"keep_s": 480.0, "late": True}, {"keep_s": 480.0, "role": Role.TAKES}):
         scheduler, told, keeps = kept(**how)
         assert (told, keeps, step(scheduler).sends) == (None, False, [])
+
+
+def running(**how: Any) -> tuple[ConnectorScheduler, Request]:
+    """A request of 30 tokens that may move, and whose prompt was computed."""
+    scheduler = ConnectorScheduler(TOKENS, home=Home("decode", "10.0.0.2", 5700), **{"move_s": 5.0, **how})
+    request = Request("d-1", num_prompt_tokens=30, kv_transfer_params={"kvmover_movable": "r"})
+    scheduler.new(request)
+    scheduler.matched(request, 0)
+    scheduler.allocated(request, tables(2), 0)
+    return scheduler, request
+
+
+def test_a_request_that_may_move_is_offered_as_it_grows_and_its_blocks_are_named_once() -> None:
+    scheduler, request = running()
+    sends = [SendSpec("d-1", "r", tables(2), 0, 30, 5.0, Service.REPEATED)]
+    assert step(scheduler, (request, 30)) == KvmoverConnectorMetadata(sends=sends)
+    grown = list[GrowSpec]()
+    for _ in range(4):
+        request.generated += 1
+        grown += step(scheduler, (request, 1)).growths
+    assert grown == [GrowSpec("d-1", ([12] if stop == 33 else [],), stop) for stop in (31, 32, 33, 34)]
+    request.generated += 1
+    assert step(scheduler, (request, 4)).growths == [GrowSpec("d-1", ([],), 35)]  # three tokens of them are guesses
+
+
+def test_its_blocks_are_kept_when_its_client_leaves_and_given_back_when_it_is_answered() -> None:
+    for outcome, aborts in (
+        (RequestOutcome.ABORTED, []),
+        (RequestOutcome.DELIVERED, [AbortSpec("d-1", "it was answered where it was")]),
+    ):
+        scheduler, request = running()
+        step(scheduler, (request, 30))
+        assert scheduler.finished(request, tables(2), outcome) == (True, None)
+        assert step(scheduler) == KvmoverConnectorMetadata(aborts=aborts, delayed={"d-1"})
+
+
+def test_of_steps_that_are_ordered_ahead_what_is_said_is_offered_and_all_of_it_when_the_client_leaves() -> None:
+    """Asynchronous scheduling: a step is ordered before the token is known that the one before it makes."""
+    scheduler, request = running()
+    step(scheduler, (request, 30))
+    assert step(scheduler, (request, 1)).growths == [GrowSpec("d-1", ([],), 30)]
+    request.generated = 1
+    assert step(scheduler, (request, 1)).growths == [GrowSpec("d-1", ([],), 31)]
+    request.generated = 2
+    assert scheduler.finished(request, tables(2), RequestOutcome.ABORTED) == (True, None)
+    assert step(scheduler) == KvmoverConnectorMetadata(growths=[GrowSpec("d-1", ([],), 32)], delayed={"d-1"})
+
+
+@pytest.mark.parametrize("how", [{"move_s": None}, {"late": True}, {"role": Role.TAKES}])
+def test_where_none_may_move_none_is_offered(how: dict[str, Any]) -> None:
+    scheduler, request = running(**how)
+    assert step(scheduler, (request, 30)) == KvmoverConnectorMetadata()
+    assert scheduler.finished(request, tables(2), RequestOutcome.ABORTED) == (False, None)
+
+
+def test_one_that_is_preempted_is_offered_anew() -> None:
+    scheduler, request = running()
+    step(scheduler, (request, 30))
+    request.num_preemptions, request.num_computed_tokens = 1, 0
+    metadata = step(scheduler, (request, 30))
+    assert metadata.aborts == [AbortSpec("d-1", "it was preempted")]
+    assert metadata.preempted == {"d-1"}
+    assert [(send.transfer, send.stop) for send in metadata.sends] == [("r", 30)]
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_what_is_taken_over_is_fetched_and_let_go_and_a_copy_is_not_let_go(goes_on: bool) -> None:
+    where = {**answer(REMOTE), "remote_num_tokens": 99, "kvmover_copy": goes_on}
+    scheduler, request = ConnectorScheduler(TOKENS), Request("d-2", kv_transfer_params=where)
+    scheduler.new(request)
+    assert scheduler.matched(request, 32) == 67
+    assert scheduler.is_of_peer(request)
+    scheduler.allocated(request, tables(), 67)
+    assert step(scheduler) == KvmoverConnectorMetadata(receives=[ReceiveSpec("d-2", REMOTE, 32, 99, tables())])
+    received(scheduler, "d-2")
+    assert step(scheduler).releases == ([] if goes_on else [ReleaseSpec(REMOTE, 100)])
+
+
+def test_who_leaves_before_it_was_taken_over_leaves_it_where_it_is() -> None:
+    """A router may ask another engine for it."""
+    where = {**answer(REMOTE), "remote_num_tokens": 99}
+    scheduler, request = ConnectorScheduler(TOKENS), Request("d-2", kv_transfer_params=where)
+    scheduler.new(request)
+    assert scheduler.finished(request, tables(0), RequestOutcome.ABORTED) == (False, None)
+    assert step(scheduler) == KvmoverConnectorMetadata()
 
 
 @pytest.mark.parametrize(("fewest", "changed"), [(64, None), (64, 3), (128, None)], ids=["goes-on", "other", "few"])

@@ -27,7 +27,17 @@ from kvmover.engines.vllm.caches import (
     of_all_stages,
     pools_of,
 )
-from kvmover.engines.vllm.handshake import LastTurn, Remote, Serve, answer, answer_of_turn, asked, digest_of
+from kvmover.engines.vllm.handshake import (
+    LastTurn,
+    Remote,
+    RequestAsk,
+    Running,
+    Serve,
+    answer,
+    answer_of_turn,
+    asked,
+    digest_of,
+)
 from kvmover.engines.vllm.options import ConnectorOptions, parse
 from kvmover.errors import TransportError
 from kvmover.layout import Codec, Span
@@ -215,14 +225,14 @@ REMOTE = Remote("engine", "p-1", "10.0.0.1", 5600)
 
 
 def test_the_answer_of_a_prefill_is_what_the_decode_engine_asks_by() -> None:
-    assert asked(answer(REMOTE), "d-1") == REMOTE
+    assert asked(answer(REMOTE), "d-1").whole == REMOTE
 
 
 def test_a_prefill_is_known_by_its_own_id_or_by_that_of_the_proxy() -> None:
-    assert asked({"do_remote_decode": True}, "p-1") == Serve("p-1")
-    assert asked({"do_remote_decode": True, "transfer_id": "both"}, "p-1") == Serve("both")
+    assert asked({"do_remote_decode": True}, "p-1").whole == Serve("p-1")
+    assert asked({"do_remote_decode": True, "transfer_id": "both"}, "p-1").whole == Serve("both")
     both = answer(REMOTE) | {"remote_request_id": None, "transfer_id": "both"}
-    assert asked(both, "d-1") == Remote("engine", "both", "10.0.0.1", 5600)
+    assert asked(both, "d-1").whole == Remote("engine", "both", "10.0.0.1", 5600)
 
 
 ROOM = {"bootstrap_host": "10.0.0.2", "bootstrap_port": 8998, "bootstrap_room": 7001}
@@ -230,10 +240,12 @@ ROOM = {"bootstrap_host": "10.0.0.2", "bootstrap_port": 8998, "bootstrap_room": 
 
 def test_between_engines_of_unlike_make_a_room_is_the_requests_name() -> None:
     """Whoever answers at the address has it: a room does not name its engine."""
-    assert asked({"do_remote_decode": True, **ROOM}, "p-1") == Serve("7001")
-    assert asked({"do_remote_prefill": True, **ROOM}, "d-1") == Remote("", "7001", "10.0.0.2", 8998)
-    assert asked({"do_remote_prefill": True, **ROOM, "bootstrap_room": "0"}, "d-1") == Remote("", "0", "10.0.0.2", 8998)
-    assert asked(answer(REMOTE) | {"bootstrap_room": 7001}, "d-1") == REMOTE
+    assert asked({"do_remote_decode": True, **ROOM}, "p-1").whole == Serve("7001")
+    assert asked({"do_remote_prefill": True, **ROOM}, "d-1").whole == Remote("", "7001", "10.0.0.2", 8998)
+    assert asked({"do_remote_prefill": True, **ROOM, "bootstrap_room": "0"}, "d-1").whole == Remote(
+        "", "0", "10.0.0.2", 8998
+    )
+    assert asked(answer(REMOTE) | {"bootstrap_room": 7001}, "d-1").whole == REMOTE
     for key, bad in (
         ("bootstrap_room", -1),
         ("bootstrap_room", 1 << 63),
@@ -246,7 +258,7 @@ def test_between_engines_of_unlike_make_a_room_is_the_requests_name() -> None:
 
 def test_a_turn_goes_on_where_its_tokens_begin_with_those_that_decode_has() -> None:
     last = LastTurn(REMOTE, 3, digest_of([1, 2, 3]))
-    ask = asked(answer_of_turn(last), "p-2")
+    ask = asked(answer_of_turn(last), "p-2").whole
     assert ask == Serve("p-2", last)
     assert [last.is_prefix_of(turn) for turn in ([1, 2, 3], [1, 2, 3, 4], [1, 2], [1, 2, 4], [2, 1, 3])] == [
         True,
@@ -256,12 +268,12 @@ def test_a_turn_goes_on_where_its_tokens_begin_with_those_that_decode_has() -> N
         False,
     ]
     for key in ("remote_request_id", "remote_num_tokens", "kvmover_tokens_digest"):
-        assert asked(answer_of_turn(last) | {key: None}, "p-2") == Serve("p-2")
+        assert asked(answer_of_turn(last) | {key: None}, "p-2").whole == Serve("p-2")
 
 
 @pytest.mark.parametrize("port", [5600, "5600", 5600.0])
 def test_a_port_is_a_port_in_whatever_spelling_a_router_hands_it_on(port: object) -> None:
-    assert asked({**answer(REMOTE), "remote_port": port}, "d-1") == replace(REMOTE, port=5600)
+    assert asked({**answer(REMOTE), "remote_port": port}, "d-1").whole == replace(REMOTE, port=5600)
 
 
 @pytest.mark.parametrize(
@@ -284,13 +296,26 @@ def test_parameters_that_make_no_sense_are_refused_by_name(key: str, value: obje
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": False, "remote_host": "x"}])
 def test_other_requests_concern_nobody_else(params: dict[str, object] | None) -> None:
-    assert asked(params, "r") is None
+    assert asked(params, "r") == RequestAsk()
 
 
 @pytest.mark.parametrize("key", ["remote_engine_id", "remote_host", "remote_port", "remote_request_id"])
 def test_parameters_that_lack_something_say_what(key: str) -> None:
     with pytest.raises(ValueError, match=f"kv_transfer_params of d-1 have no {key}"):
         asked({name: value for name, value in answer(REMOTE).items() if name != key}, "d-1")
+
+
+def test_a_request_that_moves_says_what_is_there_and_may_move_on() -> None:
+    where = {**answer(REMOTE), "remote_num_tokens": 140}
+    assert asked(where, "d-1") == RequestAsk(Running(REMOTE, 140))
+    assert asked({**where, "kvmover_copy": True}, "d-1") == RequestAsk(Running(REMOTE, 140, goes_on=True))
+    assert asked({**where, "kvmover_movable": "r-2"}, "d-1") == RequestAsk(Running(REMOTE, 140), "r-2")
+    assert asked({"kvmover_movable": "r-1"}, "d-1") == RequestAsk(None, "r-1")
+    assert asked({**answer(REMOTE), "kvmover_movable": "r-1"}, "d-1") == RequestAsk(REMOTE, "r-1")
+    assert asked({"do_remote_decode": True, "kvmover_movable": "r-1"}, "p-1") == RequestAsk(Serve("p-1"))
+    for key, bad in (("kvmover_movable", ""), ("kvmover_movable", [7]), ("kvmover_copy", "perhaps")):
+        with pytest.raises(ValueError, match=f"kv_transfer_params of d-1: .*{key}"):
+            asked({**where, key: bad}, "d-1")
 
 
 def test_options_are_checked_by_name_and_range() -> None:

@@ -537,10 +537,8 @@ class Recorder(RequestTransfers):
         self.gates: dict[str, list[Gate]] = {}
         self.named: dict[str, list[list[list[int]] | None]] = {}
 
-    def send(
-        self, request: str, transfer: str, pages: object, gates: Sequence[Gate] | None, keep_s: float | None
-    ) -> None:
-        self.gates[request] = list(gates or ())
+    def send(self, spec: SendSpec, pages: object, gates: Sequence[Gate] | None) -> None:
+        self.gates[spec.request] = list(gates or ())
 
     def produced(self, request: str, gate: Gate, pages: list[list[int]] | None) -> None:
         self.gates[request].append(gate)

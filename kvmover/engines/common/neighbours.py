@@ -1,0 +1,131 @@
+"""Neighbours are engines that read each other's host memory: how a rank's tier of them is made, and how they meet.
+
+Each engine lays the cards of its ranks at its own address, which is its name too, and connects those that it finds at
+the others'. Who is not there yet, or any more, is looked for again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from threading import Event, Thread
+
+from kvmover.cache.peers import PeerTerms, PeerTier
+from kvmover.config import ConfigError, Settings
+from kvmover.config.settings import PeerSettings, host_and_port
+from kvmover.engines.common.cards import Cards, CardServer, fetch_cards
+from kvmover.errors import KvmoverError, PeerRefused, TransportError
+from kvmover.layout import Fleet, Pool
+from kvmover.transfer import Place
+from kvmover.transport import NixlTransport, Transport
+
+log = logging.getLogger(__name__)
+
+#: How long a rank's thread waits for cards that may be nobody's.
+_FETCH_S = 2.0
+
+#: A failed read is waited for no longer: its pages come back later, and the request goes on.
+_DRAIN_S = 0.5
+
+
+def open_peer_tier(
+    settings: Settings, model: str, fleet: Fleet, rank: int, pools: Sequence[Pool], transport: Transport | None = None
+) -> PeerTier | None:
+    """Of one rank, over its `pools` of the host; None where no `peers.address` is configured. `model` names the weights
+    too, and the tenant: engines of another name are refused. Nothing is connected yet: see Neighbours.
+
+    Raises TierError for a component of which not every page of a prefix is kept, TransportUnavailable without NIXL.
+    """
+    peers = settings.peers
+    if peers.address is None:
+        return None
+    terms = PeerTerms(peers.others(), peers.ask_s, peers.quiet_s, peers.lend_s, peers.read_s)
+    config = settings.mover_config()
+    config = replace(config, silence_s=peers.silence_s, drain_s=min(config.drain_s, _DRAIN_S))
+    wire = transport or NixlTransport(f"peers-{peers.address}-{rank}")
+    try:
+        return PeerTier(wire, model, Place(peers.address, fleet, rank), pools, terms, config)
+    except KvmoverError:
+        wire.close()
+        raise
+
+
+class Neighbours:
+    """Of the ranks in one process, `tiers`. A thread looks for engines of which not every rank is connected.
+
+    One process of an engine lays out the cards of all its ranks, in order: `lay_out`. `close` it before the tiers.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[PeerTier],
+        settings: PeerSettings,
+        fetch: Callable[[str, int, float], Cards] = fetch_cards,
+    ) -> None:
+        self._tiers, self._settings, self._fetch = tuple(tiers), settings, fetch
+        self._desk: CardServer | None = None
+        #: By address: ranks of the engine when it was last met, and what was last said of it.
+        self._ranks: dict[str, int] = {}
+        self._said: dict[str, str] = {}
+        self._over = Event()
+        self._thread = Thread(target=self._run, daemon=True, name="kvmover-neighbours")
+        self._thread.start()
+
+    def lay_out(self, cards: Sequence[bytes]) -> None:
+        """Serve the cards of all ranks at this engine's address. Raises ConfigError for one that cannot be had."""
+        address = self._settings.address
+        assert address is not None, "a tier of peers was made, so there is one"
+        host, port = host_and_port(address)
+        try:
+            self._desk = CardServer(host, port)
+        except OSError as error:
+            raise ConfigError(f"peers.address = {address!r} cannot be listened at: {error}") from error
+        self._desk.lay_out(address, cards)
+
+    def connected(self) -> frozenset[str]:
+        """Engines of which every rank that was found is connected to all ranks in this process."""
+        return frozenset(address for address in self._settings.others() if self._is_whole(address))
+
+    def close(self) -> None:
+        """Be found no more, and end the thread, once the try that it is at is over. Safe to call twice."""
+        self._over.set()
+        if self._desk is not None:
+            self._desk.close()
+            self._desk = None
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            for address in self._settings.others():
+                if not self._over.is_set() and not self._is_whole(address):
+                    self._meet(address)
+            if self._over.wait(self._settings.meet_s):
+                return
+
+    def _is_whole(self, address: str) -> bool:
+        ranks = self._ranks.get(address)
+        return ranks is not None and all(len(tier.ranks(address)) == ranks for tier in self._tiers)
+
+    def _meet(self, address: str) -> None:
+        """Connect what is found. Whatever is wrong there costs this engine no more than what it could have read."""
+        try:
+            found = self._fetch(*host_and_port(address), _FETCH_S)
+            if found.engine != address:
+                raise PeerRefused(f"it calls itself {found.engine}: peers.address there and peers.engines here differ")
+            self._ranks[address] = len(found.cards)  # of an engine that comes back with more, one is not all
+            for tier in self._tiers:
+                for card in found.cards:
+                    tier.connect(card)
+        except PeerRefused as error:
+            self._say(address, f"nothing is shared with the engine at {address}: {error}", logging.WARNING)
+        except TransportError as error:
+            self._say(address, str(error), logging.INFO)
+        else:
+            self._say(address, f"host memory is shared with {len(found.cards)} ranks at {address}", logging.INFO)
+
+    def _say(self, address: str, line: str, level: int) -> None:
+        """Once, until something else is to be said of it."""
+        if self._said.get(address) != line:
+            self._said[address] = line
+            log.log(level, "%s", line)

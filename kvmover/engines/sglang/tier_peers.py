@@ -1,0 +1,98 @@
+"""A rank's host pools are opened to other engines here, and theirs to it: what SGLang asks storage for, peers are asked
+first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kvmover.cache.peers import PeerTier
+from kvmover.cache.prefix import FULL as ATTENTION
+from kvmover.cache.tiers import TieredPool
+from kvmover.config import Settings
+from kvmover.engines.common import ContentOptions, EngineUnsupported, Neighbours, ParallelRank, odd_ones, open_peer_tier
+from kvmover.engines.sglang import engine_radix
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePeers:
+    """`tier`: of this rank, which lends its host pools. `neighbours`: how it meets the others."""
+
+    tier: PeerTier
+    neighbours: Neighbours
+
+    def close(self) -> None:
+        """Lend nothing any more, and ask nobody. The pools outlive it."""
+        self.neighbours.close()
+        self.tier.close()
+
+
+def open_peers(
+    settings: Settings,
+    content: ContentOptions,
+    tiered_pools: Sequence[TieredPool],
+    place: ParallelRank,
+    page_tokens: int,
+    group: dist.ProcessGroup | None,
+) -> EnginePeers | None:
+    """Of the rank at `place`; None where no `peers.address` is configured. All ranks of `group` call this together.
+
+    Raises EngineUnsupported for what peers do not share, TransportUnavailable, and ConfigError for the address.
+    """
+    if settings.peers.address is None:
+        return None
+    _refuse(tiered_pools, place)
+    fleet, pools = place.fleet(page_tokens // place.cp_size), [each.host for each in tiered_pools]
+    tier = open_peer_tier(settings, content.name, fleet, place.rank, pools)
+    assert tier is not None
+    cards = _of_all(tier.card, place, group)
+    neighbours = Neighbours([tier], settings.peers)
+    peers = EnginePeers(tier, neighbours)
+    if place.number == 0:
+        try:
+            neighbours.lay_out(cards)
+        except BaseException:
+            peers.close()
+            raise
+    return peers
+
+
+def _refuse(tiered_pools: Sequence[TieredPool], place: ParallelRank) -> None:
+    """Raise EngineUnsupported for caches that other engines cannot ask for by pages of tokens, or not read."""
+    odd = {
+        "windows or states beside attention KV": any(each.name != ATTENTION for each in tiered_pools),
+        "ranks that hold the same (--attn-cp-size)": place.copies > 1,
+        "data-parallel groups of one server, which has one address (--dp-size)": engine_radix.data_parallel_groups()
+        > 1,
+        "stages of a model whose layers nobody says": place.pp_size > 1
+        and any(each.part.box.layers.count == each.part.component.layers for each in tiered_pools),
+    }
+    asked = odd_ones(odd)
+    if asked:
+        raise EngineUnsupported(f"peers do not share {asked}: leave out peers.address (KVMOVER_PEERS_ADDRESS)")
+
+
+def refuse_unasked(settings: Settings, asked: str) -> None:
+    """Raise EngineUnsupported where peers are configured, and `asked` of SGLang never asks them nor lends."""
+    if settings.peers.address is not None:
+        raise EngineUnsupported(
+            f"peers.address = {settings.peers.address!r} and {asked}: peers share what --enable-hierarchical-cache"
+            " keeps on the host, written through, and are asked where SGLang asks storage: --hicache-storage-backend"
+            ' dynamic with class_name KvmoverStore, and root "none" where there is no store'
+        )
+
+
+def _of_all(card: bytes, place: ParallelRank, group: dist.ProcessGroup | None) -> list[bytes]:
+    """Every rank's, in order."""
+    if group is None:
+        return [card]
+    distributed: Any = import_module("torch.distributed")
+    found: list[Any] = [None] * place.ranks
+    distributed.all_gather_object(found, (place.rank, card), group=group)
+    return [each for _, each in sorted(found)]
