@@ -21,9 +21,9 @@ from kvmover.cache.prefix import FULL, Tier
 from kvmover.config.settings import Settings
 from kvmover.demo.model import GQA
 from kvmover.demo.processes import Crew, Member, ask, ask_all
-from kvmover.demo.rank import TieredRank, TieredSeat
 from kvmover.demo.run import MOVER
 from kvmover.demo.scenarios import Scenario
+from kvmover.demo.tiered_rank import TieredRank, TieredSeat
 from perf.record import RESULTS, Spread, write
 
 TOKENS = (256, 1024, 2048)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvmover.demo.model import Alone, ContiguousCache, ModelShard, Transformer
-from kvmover.demo.rank import Digests, Served
+from kvmover.demo.rank import Digests
 from kvmover.demo.report import RequestReport, Wire
 from kvmover.demo.scenarios import GAP_TOLERANCE, Scenario
+from kvmover.demo.tiered_rank import Served
 
 #: What rows are or may be, by the tokens up to their unit's end and their place in the model.
 RowPlace = tuple[tuple[int, ...], int, int, int]

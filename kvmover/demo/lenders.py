@@ -8,9 +8,9 @@ from kvmover.config.settings import Settings
 from kvmover.demo.judge import Judge
 from kvmover.demo.lives import LIFE_POOL_TOKENS
 from kvmover.demo.processes import Crew, Member, ask, ask_all
-from kvmover.demo.rank import Served, TieredSeat
 from kvmover.demo.report import RequestReport
 from kvmover.demo.scenarios import Scenario
+from kvmover.demo.tiered_rank import Served, TieredSeat
 
 
 class Lenders:

@@ -13,9 +13,9 @@ from kvmover.config.settings import Settings
 from kvmover.demo.judge import Judge
 from kvmover.demo.keeper import DemoKeeper
 from kvmover.demo.processes import Crew, Member, ask, ask_all
-from kvmover.demo.rank import Served, TieredSeat
 from kvmover.demo.report import RequestReport
 from kvmover.demo.scenarios import Scenario
+from kvmover.demo.tiered_rank import Served, TieredSeat
 from kvmover.store import Namespace, PageStore
 
 #: Pages for this many tokens in every pool.

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from kvmover.demo import rank
+from kvmover.demo import verbs
 from kvmover.errors import TransferFailed
 
 #: What ends a program that does not catch it.
@@ -88,7 +88,7 @@ class Crew:
     def _spawned(self) -> Member:
         context = multiprocessing.get_context("spawn")
         near, far = context.Pipe()
-        process = context.Process(target=rank.main, args=(far,), daemon=True)
+        process = context.Process(target=verbs.main, args=(far,), daemon=True)
         process.start()
         far.close()
         return Member(process, near)

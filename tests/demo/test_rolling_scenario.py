@@ -19,7 +19,8 @@ def test_no_request_is_lost_that_the_engines_left_can_serve():
     tries: list[int] = []
     for seed in "0", "1", "2":
         command = "-m", "kvmover", "demo", "--scenario", "rolling", "--requests", "6", "--seed", seed, "--json"
-        ran = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=100, check=True)
+        ran = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=100, check=False)
+        assert ran.returncode == 0, ran.stderr
         report = json.loads(ran.stdout)
         assert report["tokens_identical"]
         assert report["bytes_identical"]

@@ -82,9 +82,18 @@ def test_a_peer_that_never_answers_a_greeting_is_lost_once_and_one_that_is_forgo
     for peer in "ab":
         liveness.greeted(peer, 100.0)
     liveness.forget("b")
-    assert [liveness.look(peer, 100.0 + SILENCE_S - 0.1) for peer in "ab"] == [Duty.GREET, None]
-    assert [liveness.look(peer, 100.0 + SILENCE_S) for peer in "ab"] == [Duty.LOSE, None]
+    assert [liveness.look(peer, 101.0) for peer in "ab"] == [Duty.GREET, None]
+    assert [liveness.look(peer, 101.0 + SILENCE_S - 0.1) for peer in "ab"] == [Duty.GREET, None]
+    assert [liveness.look(peer, 101.0 + SILENCE_S) for peer in "ab"] == [Duty.LOSE, None]
     assert [liveness.look(peer, 200.0) for peer in "ab"] == [None, None]
+
+
+def test_who_greets_and_then_does_not_run_for_long_blames_nobody_for_its_own_silence():
+    liveness = Liveness(PING_S, SILENCE_S)
+    liveness.greeted("a", 100.0)
+    assert liveness.look("a", 100.0 + 3 * SILENCE_S) is Duty.GREET
+    assert liveness.look("a", 100.0 + 4 * SILENCE_S - 0.1) is Duty.GREET
+    assert liveness.look("a", 100.0 + 4 * SILENCE_S) is Duty.LOSE
 
 
 def test_strangers_may_be_heard():

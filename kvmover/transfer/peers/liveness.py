@@ -1,8 +1,8 @@
 """Liveness: which peers to ping, and which have been silent for too long. Pure: peers, times, and what to do.
 
 Only peers that something is awaited from are watched, and those that were greeted and have not been heard since: a
-Hello that is lost is said again. Silence is counted from the first ping that nothing answers, so that a side that was
-itself not running for a while blames nobody.
+Hello that is lost is said again. Silence is counted from the first ping that nothing answers, or from the first Hello
+that is said again, so that a side that was itself not running for a while blames nobody.
 """
 
 from __future__ import annotations
@@ -58,8 +58,11 @@ class Liveness:
         self._greeted.pop(peer, None)
 
     def greeted(self, peer: str, now: float) -> None:
-        """A peer was told of us, and drops whatever we say until it knows."""
-        self._greeted[peer] = now, now + self.ping_s
+        """A peer was told of us, and drops whatever we say until it knows.
+
+        Its silence is not counted yet: what was said leaves with the next poll, and that may be long in coming.
+        """
+        self._greeted[peer] = math.inf, now + self.ping_s
 
     def forget(self, peer: str) -> None:
         """A peer is gone: it is not greeted any more."""
@@ -80,7 +83,7 @@ class Liveness:
 
     def look(self, peer: str, now: float) -> Duty | None:
         """What to do for a peer now. One that is to be lost is blamed once."""
-        for since in (self._greeted.get(peer, (now, now))[0], self._unanswered.get(peer, now)):
+        for since in (self._greeted.get(peer, (math.inf, now))[0], self._unanswered.get(peer, math.inf)):
             if now >= since + self.silence_s:
                 self._greeted.pop(peer, None)
                 self._unanswered.pop(peer, None)
@@ -88,7 +91,7 @@ class Liveness:
                     self._next[peer] = now + self.ping_s
                 return Duty.LOSE
         if peer in self._greeted and now >= self._greeted[peer][1]:
-            self._greeted[peer] = self._greeted[peer][0], now + self.ping_s
+            self._greeted[peer] = min(now, self._greeted[peer][0]), now + self.ping_s
             return Duty.GREET
         if peer in self._awaited and now >= self._next.get(peer, now):
             self._next[peer] = now + self.ping_s
