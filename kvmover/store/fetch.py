@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -62,8 +63,13 @@ def fetch(catalog: PayloadSource, part: PagePart, reads: Sequence[SegmentRead]) 
                 _Group.of(there[first : first + size], tables[first : first + size], part, files)
                 for first in range(0, len(there), size)
             ]
-            for group, reasons in zip(groups, _moved(catalog, groups), strict=True):
-                failures += group.check(catalog, part, files, reasons)
+            found: list[list[SegmentFailure]] = [[] for _ in groups]
+
+            def look(number: int, reasons: list[str]) -> None:
+                found[number] = groups[number].check(catalog, part, files, reasons)
+
+            catalog.files.read_each([group.runs for group in groups], look)
+            failures += chain.from_iterable(found)
     except OSError as error:
         return [Failure(read, Fault.HERE, reason_of(error)) for read in reads]
     return failures
@@ -111,13 +117,6 @@ class _Group:
                 memory = catalog.files.view(read.address, part.nbytes)
                 bad[number] = bad[number] or _tokens(files[read.each.segment], read, tables[number], part, memory)
         return [Failure(read, _fault(reason), reason) for read, reason in zip(self.reads, bad, strict=True) if reason]
-
-
-def _moved(catalog: PayloadSource, groups: Sequence[_Group]) -> Iterator[list[str]]:
-    """The answers of every group; where there are several, the next is read while one is checked."""
-    if len(groups) == 1:
-        return iter([catalog.files.read(groups[0].runs)])
-    return catalog.files.read_ahead(group.runs for group in groups)
 
 
 def _fault(reason: str) -> Fault:

@@ -26,12 +26,14 @@ from kvmover.store.files import (
     Access,
     FileRun,
     Files,
+    Look,
     OpenFile,
     PlainFiles,
     ahead,
     close_quietly,
     file_system_of,
     is_aligned,
+    look_in_order,
     reason_of,
 )
 from kvmover.transport import Memory, NixlAgent, start_agent
@@ -142,8 +144,8 @@ class NixlFiles(Files):
     def write(self, runs: Sequence[FileRun]) -> list[str]:
         return self._begin("WRITE", runs)()
 
-    def read_ahead(self, groups: Iterable[Sequence[FileRun]]) -> Iterator[list[str]]:
-        return ahead(groups, lambda runs: self._begin("READ", runs), _AHEAD)
+    def read_each(self, groups: Sequence[Sequence[FileRun]], look: Look) -> None:
+        look_in_order(ahead(groups, lambda runs: self._begin("READ", runs), _AHEAD), look)
 
     def write_ahead(self, groups: Iterable[Sequence[FileRun]]) -> Iterator[list[str]]:
         return ahead(groups, lambda runs: self._begin("WRITE", runs), _AHEAD)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from kvmover.store.files import SHORT, Access, FileRun, HostMemory, OpenFile, reason_of
+from kvmover.store.files import SHORT, Access, FileRun, HostMemory, Look, OpenFile, reason_of
 from kvmover.transport import Memory
 
 
@@ -43,8 +43,9 @@ class OneCallFiles:
     def write(self, runs: Sequence[FileRun]) -> list[str]:
         return [self._move(os.pwritev, run, view) for run, view in zip(runs, self.views(runs), strict=True)]
 
-    def read_ahead(self, groups: Iterable[Sequence[FileRun]]) -> Iterator[list[str]]:
-        return map(self.read, groups)
+    def read_each(self, groups: Sequence[Sequence[FileRun]], look: Look) -> None:
+        for number, runs in enumerate(groups):
+            look(number, self.read(runs))
 
     def write_ahead(self, groups: Iterable[Sequence[FileRun]]) -> Iterator[list[str]]:
         return map(self.write, groups)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,20 +67,33 @@ def test_runs_in_any_order_go_to_their_places_and_come_back(bench: Bench, unit: 
     assert bench.buffer[len(content) :] == b"\xa5" * (len(bench.buffer) - len(content))
 
 
-def test_groups_are_read_in_order_and_the_next_is_under_way_when_one_is_looked_at(bench: Bench) -> None:
+def test_each_group_is_looked_at_once_when_it_has_come(bench: Bench) -> None:
     bench.path.write_bytes(os.urandom(8 * BLOCK))
-    content, begun = bench.path.read_bytes(), list[int]()
+    content, seen = bench.path.read_bytes(), list[int]()
 
-    def groups() -> Iterator[list[FileRun]]:
-        for n in range(8):
-            begun.append(n)
-            yield [bench.run(n * BLOCK, n * BLOCK, BLOCK)]
-
-    ahead = not isinstance(bench.files, OneCallFiles)
-    for n, reasons in enumerate(bench.files.read_ahead(groups())):
+    def look(n: int, reasons: list[str]) -> None:
         assert reasons == [""]
         assert bench.buffer[n * BLOCK : (n + 1) * BLOCK] == content[n * BLOCK : (n + 1) * BLOCK]
-        assert len(begun) >= min(8, n + 1 + ahead)
+        seen.append(n)
+
+    bench.files.read_each([[bench.run(n * BLOCK, n * BLOCK, BLOCK)] for n in range(8)], look)
+    assert sorted(seen) == list(range(8))
+
+
+def test_what_is_raised_of_one_group_is_raised_once_no_other_is_read_any_more(bench: Bench) -> None:
+    bench.path.write_bytes(os.urandom(8 * BLOCK))
+    under_way: list[int] = []
+
+    def look(n: int, reasons: list[str]) -> None:
+        under_way.append(n)
+        time.sleep(0.01)
+        under_way.remove(n)
+        if n == 2:
+            raise ValueError("group 2")
+
+    with pytest.raises(ValueError, match="group 2"):
+        bench.files.read_each([[bench.run(n * BLOCK, n * BLOCK, BLOCK)] for n in range(8)], look)
+    assert not under_way
 
 
 def test_a_run_past_the_end_fails_alone(bench: Bench) -> None:

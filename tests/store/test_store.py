@@ -475,11 +475,11 @@ def test_a_page_that_goes_while_it_is_read_is_no_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["buffered", "direct", "nixl"])
-def test_a_batch_of_many_groups_is_read_and_written_ahead(
+def test_a_batch_of_many_groups_is_read_and_written_side_by_side(
     tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Groups of two pages, the next under way while one is digested; one page is damaged and one is missing."""
-    for name in ("_BUFFERED_GROUP_BYTES", "_DIRECT_CALL_BYTES"):
+    for name in ("_BUFFERED_BYTES", "_DIRECT_CALL_BYTES"):
         monkeypatch.setattr(f"kvmover.store.files.{name}", 2 * WHOLE.nbytes)
     if backend == "nixl":
         pytest.importorskip("nixl_cu13._api", reason="needs the nixl-cu13 wheel")
@@ -506,7 +506,7 @@ def test_a_batch_of_many_groups_is_read_and_written_ahead(
 
 
 def test_a_disk_that_fills_between_groups_fails_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvmover.store.files._BUFFERED_GROUP_BYTES", 2 * WHOLE.nbytes)
+    monkeypatch.setattr("kvmover.store.files._BUFFERED_BYTES", 2 * WHOLE.nbytes)
     files = FailingFiles()
     with PageStore.open(tmp_path, SPACE, files=files) as store:
         rank, pages = Rank(store, WHOLE), pages_of(9)

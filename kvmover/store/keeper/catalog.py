@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from functools import cached_property
@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from kvmover.store.files import FileRun, OpenFile, PlainFiles, ahead, reason_of
+from kvmover.store.files import OpenFile, PlainFiles, reason_of
 from kvmover.store.guard_lock import GuardLock
 from kvmover.store.index import Index
 from kvmover.store.keeper.journal import (
@@ -85,9 +85,6 @@ class KeeperFiles(PlainFiles):
     def pool(self) -> ThreadPoolExecutor:
         """What the kernel copies, it copies without Python's lock."""
         return ThreadPoolExecutor(_COPIERS, "kvmover-keeper")
-
-    def read_ahead(self, groups: Iterable[Sequence[FileRun]]) -> Iterator[list[str]]:
-        return ahead(groups, lambda runs: self.pool.submit(self.read, runs).result, _COPIERS)
 
 
 class KeeperCatalog:
