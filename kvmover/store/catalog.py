@@ -291,21 +291,24 @@ class Catalog:
 
         Reads that go on in it end well: its blocks stay until they do.
         """
-        more = True
+        more, segment = True, None
         while more:
             with self.lock:
                 more = self.index.drop_some(name, _FORGOTTEN)
                 if not more:
-                    self._forget_empty(name)
+                    segment = self._forget_empty(name)
+        if segment:
+            segment.close()
+        self._data_files.close_ended()
 
-    def _forget_empty(self, name: str) -> None:
-        """A segment of which nothing is in the index."""
+    def _forget_empty(self, name: str) -> Segment | None:
+        """A segment of which nothing is in the index. The caller closes it and its file, not under the lock."""
         self.sizes.drop(name)
         segment = self.segments.pop(name, None)
         if segment:
             self._followed = [each for each in self._followed if each is not segment]
-            segment.close()
         self._data_files.end(name)
+        return segment
 
     @off_lock
     def delete(self, objects: Iterable[StoredObject]) -> int:
@@ -374,7 +377,9 @@ class Catalog:
             for each in empty:
                 self.index.drop(each.name)
                 self._forget_empty(each.name)
+        self._data_files.close_ended()
         for each in empty:
+            each.close()
             try:
                 each.unlink()
             except OSError:

@@ -35,12 +35,13 @@ class LentFiles:
     def __init__(self, folder: Path, files: Files, lock: GuardLock) -> None:
         self._folder, self._files, self._lock = folder, files, lock
         self._open: OrderedDict[str, _Lent] = OrderedDict()
+        self._over: list[OpenFile] = []
 
     @contextmanager
     def lend(self, names: Iterable[str]) -> Generator[dict[str, OpenFile]]:
         """Files that stay open until the end of the block; those that are not there are left out.
 
-        The lock is held only to open and to close: reads go on without it. Raises OSError where this process cannot
+        The lock is held only to open: reads go on without it. Raises OSError where this process cannot
         open a file that is there, which says nothing about its objects.
         """
         lent: dict[str, OpenFile] = {}
@@ -54,6 +55,7 @@ class LentFiles:
             with self._lock:
                 for name in lent:
                     self._give_back(name)
+            self.close_ended()
 
     def has(self, name: str) -> bool:
         """Whether the file is open."""
@@ -64,11 +66,18 @@ class LentFiles:
         return name in self._open and self._open[name].users > 0
 
     def end(self, name: str) -> None:
-        """The file is gone from its folder: close it as soon as nobody uses it. Under the lock."""
+        """The file is gone from its folder: `close_ended` closes it as soon as nobody uses it. Under the lock."""
         if name in self._open:
             self._open[name].doomed = True
             if not self._open[name].users:
-                self._close(name)
+                self._end(name)
+
+    def close_ended(self) -> None:
+        """Close what nobody will use. Not under the lock: who closes a removed file last frees it, 256 MiB in 47 ms."""
+        with self._lock:
+            over, self._over = self._over, []
+        for file in over:
+            self._files.close_file(file)
 
     def _borrow(self, name: str) -> OpenFile | None:
         one = self._open.get(name)
@@ -83,20 +92,21 @@ class LentFiles:
         self._open.move_to_end(name)
         for other in list(self._open)[: max(0, len(self._open) - _OPEN_FILES)]:
             if not self._open[other].users:
-                self._close(other)
+                self._end(other)
         return one.file
 
     def _give_back(self, name: str) -> None:
         one = self._open[name]
         one.users -= 1
         if one.doomed and not one.users:
-            self._close(name)
+            self._end(name)
 
     def close(self) -> None:
         """Close all files, which nobody uses."""
         with self._lock:
             for name in list(self._open):
-                self._close(name)
+                self._end(name)
+        self.close_ended()
 
-    def _close(self, name: str) -> None:
-        self._files.close_file(self._open.pop(name).file)
+    def _end(self, name: str) -> None:
+        self._over.append(self._open.pop(name).file)

@@ -103,9 +103,9 @@ class Watcher(Protocol):
 class Objects(Protocol[Named]):
     """The objects of one namespace. Safe for one thread that asks, one that reads and one that writes.
 
-    `parts_of` and `find` ask nobody whose answer may take long: an engine's scheduler waits for them. What the system
-    does not say is a miss, counted in `counters.lagged`. But for what is said below nothing raises: one object's
-    trouble, or one batch's, is an answer.
+    `parts_of` asks nobody whose answer may take long: an engine's scheduler waits for it. What the system does not say
+    is a miss, counted in `counters.lagged`. But for what is said below nothing raises: one object's trouble, or one
+    batch's, is an answer.
     """
 
     #: What was done here since it was opened, and what opening found.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 from pool_stores import LATE_MASTER, NO_MASTER, NO_ROOM, NOT_MOVED, DictClient, FaultyClient, open_over
@@ -12,7 +13,7 @@ from kvmover.errors import StoreError
 from kvmover.layout import Component, CpOrder, Fleet
 from kvmover.store import Got, Namespace, PagePart, Policy, Put
 from kvmover.store.mooncake.call_lane import CallLane
-from kvmover.store.mooncake.client import STAGING_BYTES
+from kvmover.store.mooncake.client import STAGING_BYTES, Asker
 from kvmover.store.mooncake.format import (
     decode_box,
     decode_header,
@@ -343,21 +344,35 @@ def test_a_pool_that_goes_away_is_a_miss_until_it_is_back(code: int) -> None:
 
 
 def test_a_call_that_hangs_is_waited_for_once_and_ends_alone() -> None:
-    lane, gate, calls = CallLane("test", 0.05, "nobody answers"), threading.Event(), list[int]()
+    lane, gate, calls = CallLane("test"), threading.Event(), list[int]()
     with pytest.raises(TimeoutError, match="nobody answers"):
-        lane.call(gate.wait)
+        lane.call(gate.wait, 0.05, "nobody answers")
     for number in range(20):
         with pytest.raises(TimeoutError, match="nobody answers"):
-            lane.call(lambda number=number: calls.append(number))
+            lane.call(lambda number=number: calls.append(number), 0.05, "nobody answers")
     assert lane.is_busy
     gate.set()
     while lane.is_busy:
         gate.wait(0.01)
-    assert lane.call(lambda: 7) == 7
+    assert lane.call(lambda: 7, 5.0, "") == 7
     with pytest.raises(ZeroDivisionError):
-        lane.call(lambda: 1 // 0)
+        lane.call(lambda: 1 // 0, 5.0, "")
     assert calls == [], "what was refused was never made"
     lane.close()
+
+
+@pytest.mark.proof
+def test_a_slow_master_costs_a_scheduler_a_miss_and_a_worker_nothing_but_time() -> None:
+    class Slow(DictClient):
+        def batch_is_exist(self, keys: list[str]) -> list[int]:
+            time.sleep(1.3 * Asker.SCHEDULER.value)
+            return super().batch_is_exist(keys)
+
+    with open_over(Slow()) as store:
+        rank = Rank(store, WHOLE, slots=24)
+        assert all(answer.ok for answer in rank.put(PAGES))
+        assert rank.exists(PAGES) == [False] * len(PAGES)
+        assert all(answer.ok for answer in rank.get(PAGES))
 
 
 # Bytes

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from threading import Lock
 
-from kvmover.store.mooncake.client import PoolClient
+from kvmover.store.mooncake.client import Asker, PoolClient
 from kvmover.store.mooncake.format import decode_box, encode_box
 from kvmover.store.mooncake.short_list import ShortList
 from kvmover.store.part import PageBox, PartKey
@@ -43,16 +43,16 @@ class BoxesInUse:
         """Whether the whole list is to be read again."""
         return self._clock() - self._read_s >= _READ_S
 
-    def read(self) -> None:
+    def read(self, asker: Asker) -> None:
         """Learn the whole list. Raises OSError."""
-        self._learn(self._list.read())
+        self._learn(self._list.read(asker))
         self._read_s = self._clock()
 
     def announce(self, part: PartKey) -> None:
         """Let everybody know that there are objects of `part`, before there are. Raises OSError."""
         entry = encode_box(part)
         number = next((number for number, known in self._entries.items() if known == entry), None)
-        if number is None or not self._pool.exists([self._list.keys[number]])[0]:
+        if number is None or not self._pool.exists([self._list.keys[number]], Asker.WORKER)[0]:
             self._learn(self._list.add(entry))
 
     def _learn(self, entries: dict[int, bytes]) -> None:

@@ -1,8 +1,9 @@
-"""A CallLane makes calls that may hang, one at a time in a thread of its own. Nobody waits for one beyond a limit."""
+"""A CallLane makes calls that may hang, one at a time in a thread of its own. Nobody waits for one beyond its limit."""
 
 from __future__ import annotations
 
 import errno
+import math
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -28,17 +29,15 @@ class _Call:
 
 
 class CallLane:
-    """A call that runs beyond the limit goes on alone; until it has ended every other is refused at once.
+    """A call that runs beyond its limit goes on alone; until it has ended every other is refused at once.
 
-    So who asks often waits for `limit_s` once, and the memory of a call is its own until it has ended.
+    So who asks often waits for a limit once, and the memory of a call is its own until it has ended.
     """
 
-    def __init__(self, name: str, limit_s: float, silent: str) -> None:
-        """`silent`: the words for who did not answer."""
-        self._limit_s, self._silent = limit_s, silent
+    def __init__(self, name: str) -> None:
         self._calls = SimpleQueue[_Call | None]()
         self._free = Lock()
-        self._began_s: float | None = None
+        self._late_s = math.inf
         Thread(target=self._run, daemon=True, name=name).start()
 
     @property
@@ -46,17 +45,19 @@ class CallLane:
         """Whether a call is under way."""
         return self._free.locked()
 
-    def call(self, make: Callable[[], Answer]) -> Answer:
-        """What `make` answers, or raises. Raises OSError where that takes longer than the limit, or the call before."""
-        until_s = time.monotonic() + self._limit_s
-        began_s = self._began_s
-        is_late = began_s is not None and time.monotonic() - began_s >= self._limit_s
-        if is_late or not self._free.acquire(timeout=self._limit_s):
-            raise OSError(errno.ETIMEDOUT, self._silent)
+    def call(self, make: Callable[[], Answer], limit_s: float, silent: str) -> Answer:
+        """What `make` answers, or raises. `silent`: the words for who did not answer.
+
+        Raises OSError where that takes longer than `limit_s`, the wait for the call before included.
+        """
+        until_s = time.monotonic() + limit_s
+        if time.monotonic() >= self._late_s or not self._free.acquire(timeout=limit_s):
+            raise OSError(errno.ETIMEDOUT, silent)
         call = _Call(make)
+        self._late_s = until_s
         self._calls.put(call)
         if not call.ended.wait(max(0.0, until_s - time.monotonic())):
-            raise OSError(errno.ETIMEDOUT, self._silent)
+            raise OSError(errno.ETIMEDOUT, silent)
         if call.error is not None:
             raise call.error
         return call.answer
@@ -67,8 +68,7 @@ class CallLane:
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
-            self._began_s = time.monotonic()
             call.run()
-            self._began_s = None
+            self._late_s = math.inf
             self._free.release()
             call.ended.set()

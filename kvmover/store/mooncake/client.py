@@ -14,6 +14,7 @@ import socket
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from enum import Enum
 from importlib import import_module
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -22,8 +23,8 @@ from kvmover.store.files import SHORT
 from kvmover.store.mooncake.address import PoolAddress
 from kvmover.store.mooncake.call_lane import CallLane
 
-#: No scheduler waits longer for an answer of the master; nobody waits longer for bytes.
-_ASK_S, _MOVE_S = 1.0, 20.0
+#: Nobody waits longer for bytes.
+_MOVE_S = 20.0
 #: How long a master may take to answer before we join, and members to be told that we leave.
 _ALIVE_S, _LEAVE_S = 2.0, 5.0
 
@@ -48,6 +49,16 @@ _REASONS = {
 }
 
 Buffer: TypeAlias = bytes | memoryview
+
+
+class Asker(Enum):
+    """Who waits for an answer of the master, and for how many seconds.
+
+    All requests of an engine wait for its scheduler. Where a worker gives up, a page is not stored.
+    """
+
+    SCHEDULER = 1.0
+    WORKER = 5.0
 
 
 class MooncakeClient(Protocol):
@@ -163,16 +174,18 @@ class _Staging:
 
 
 class PoolClient:
-    """Safe for one thread that asks, one that reads and one that writes. Every call ends: see `CallLane`."""
+    """Safe for one thread that asks, one that reads and one that writes. Every call ends: see `CallLane`.
+
+    A scheduler's questions wait for no others.
+    """
 
     def __init__(self, location: str, client: MooncakeClient, kept: Any = None) -> None:
         """`kept`: Mooncake's configuration of a put that its master does not evict. Raises OSError."""
         self.location = location
         self._client, self._kept = client, kept
         self._incoming, self._outgoing = _Staging(client), _Staging(client)
-        self._asks = CallLane("kvmover-pool-asks", _ASK_S, SILENT_MASTER)
-        self._reads = CallLane("kvmover-pool-reads", _MOVE_S, SILENT_DONOR)
-        self._writes = CallLane("kvmover-pool-writes", _MOVE_S, SILENT_DONOR)
+        self._asks = {each: CallLane(f"kvmover-pool-{each.name.lower()}") for each in Asker}
+        self._reads, self._writes = CallLane("kvmover-pool-reads"), CallLane("kvmover-pool-writes")
         self._is_open = True
 
     @classmethod
@@ -197,16 +210,16 @@ class PoolClient:
 
     # Questions
 
-    def exists(self, keys: Sequence[str]) -> list[bool]:
+    def exists(self, keys: Sequence[str], asker: Asker) -> list[bool]:
         """Which objects are there, by one question to the master. Raises OSError."""
-        codes = self._ask(lambda: self._client.batch_is_exist(list(keys)))
+        codes = self._ask(lambda: self._client.batch_is_exist(list(keys)), asker)
         if failed := next((code for code in codes if code < 0), 0):
             raise OSError(errno.EREMOTEIO, _REASONS.get(failed, SILENT_MASTER))
         return [code == 1 for code in codes]
 
-    def entries(self, keys: Sequence[str]) -> list[bytes]:
+    def entries(self, keys: Sequence[str], asker: Asker) -> list[bytes]:
         """Small objects, whole; b"" for one that is not there. Raises OSError."""
-        return self._ask(lambda: self._client.get_batch(list(keys)))
+        return self._ask(lambda: self._client.get_batch(list(keys)), asker)
 
     def size(self, key: str) -> int:
         """Bytes of an object. Raises OSError, FileNotFoundError where there is none."""
@@ -286,11 +299,11 @@ class PoolClient:
         if not self._is_open:
             return
         self._is_open = False
-        lanes = (self._asks, self._reads, self._writes)
+        lanes = (*self._asks.values(), self._reads, self._writes)
         if not any(lane.is_busy for lane in lanes):  # Mooncake's client must outlive the calls of it
-            leaving = CallLane("kvmover-pool-leaves", _LEAVE_S, SILENT_MASTER)
+            leaving = CallLane("kvmover-pool-leaves")
             with suppress(OSError):
-                leaving.call(self._leave)
+                leaving.call(self._leave, _LEAVE_S, SILENT_MASTER)
             leaving.close()
         for lane in lanes:
             lane.close()
@@ -300,13 +313,16 @@ class PoolClient:
         self._outgoing.release()
         self._client.close()
 
-    def _ask(self, make: Callable[[], Any]) -> Any:
-        return self._move(self._asks, make)
+    def _ask(self, make: Callable[[], Any], asker: Asker = Asker.WORKER) -> Any:
+        return self._call(self._asks[asker], make, asker.value, SILENT_MASTER)
 
     def _move(self, lane: CallLane, make: Callable[[], Any]) -> Any:
+        return self._call(lane, make, _MOVE_S, SILENT_DONOR)
+
+    def _call(self, lane: CallLane, make: Callable[[], Any], limit_s: float, silent: str) -> Any:
         if not self._is_open:
             raise OSError(errno.EBADF, f"{self.location} was left")
-        return lane.call(make)
+        return lane.call(make, limit_s, silent)
 
 
 def _pieces(memory: memoryview, each: ObjectRanges, places: Sequence[int], codes: Sequence[int]) -> Any:

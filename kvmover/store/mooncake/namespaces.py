@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvmover.errors import StoreError
 from kvmover.store.manifest import Found, decode_manifest, encode_manifest, in_order
 from kvmover.store.mooncake.address import PoolAddress
-from kvmover.store.mooncake.client import PoolClient
+from kvmover.store.mooncake.client import Asker, PoolClient
 from kvmover.store.mooncake.objects import MooncakeObjects
 from kvmover.store.mooncake.short_list import ShortList
 from kvmover.store.namespace import Namespace
@@ -38,7 +38,7 @@ def pool_namespaces(location: str) -> list[Found]:
     address = PoolAddress.parse(location)
     pool = PoolClient.open(address.without_gift())
     try:
-        entries = _manifests(pool, address).read().values()
+        entries = _manifests(pool, address).read(Asker.WORKER).values()
     except OSError as error:
         raise StoreError(f"cannot read {address.location}: {error.strerror}") from error
     finally:

@@ -21,7 +21,7 @@ from kvmover.store.budget import DeletionBudget
 from kvmover.store.fetch import scatter
 from kvmover.store.files import SHORT, HostMemory, reason_of
 from kvmover.store.mooncake.boxes import BoxesInUse
-from kvmover.store.mooncake.client import NO_OBJECT, STAGING_BYTES, ObjectRanges, PoolClient
+from kvmover.store.mooncake.client import NO_OBJECT, STAGING_BYTES, Asker, ObjectRanges, PoolClient
 from kvmover.store.mooncake.format import decode_header, encode_header, header_bytes, object_key
 from kvmover.store.objects import DIGEST, Failure, Fault, ObjectDraft, ObjectRead, Objects, Verdict, Watcher
 from kvmover.store.part import PagePart, PartKey
@@ -92,8 +92,11 @@ class MooncakeObjects(Objects[PoolObject]):
     # Questions
 
     def parts_of(self, pages: Sequence[bytes], wanted: PartKey) -> list[tuple[PartKey, ...]]:
+        return self._parts_of(pages, wanted, Asker.SCHEDULER)
+
+    def _parts_of(self, pages: Sequence[bytes], wanted: PartKey, asker: Asker) -> list[tuple[PartKey, ...]]:
         try:
-            there = self._look(pages, wanted)
+            there = self._look(pages, wanted, asker)
         except OSError as error:
             self.lag(error)
             return [()] * len(pages)
@@ -107,20 +110,20 @@ class MooncakeObjects(Objects[PoolObject]):
     def find(self, pages: Sequence[bytes], wanted: PartKey) -> Sequence[PoolPage | None]:
         return [
             PoolPage(tuple(PoolObject(page, part) for part in parts), parts) if parts else None
-            for page, parts in zip(pages, self.parts_of(pages, wanted), strict=True)
+            for page, parts in zip(pages, self._parts_of(pages, wanted, Asker.WORKER), strict=True)
         ]
 
-    def _look(self, pages: Sequence[bytes], wanted: PartKey) -> list[tuple[PartKey, ...]]:
+    def _look(self, pages: Sequence[bytes], wanted: PartKey, asker: Asker) -> list[tuple[PartKey, ...]]:
         """One question, and one more where it told of boxes that were not known. Raises OSError."""
         if self._boxes.is_due:
-            self._boxes.read()
+            self._boxes.read(asker)
         parts, news = self._boxes.parts_for(wanted), self._boxes.ahead()
         keys = [object_key(self._folder, page, part) for page in pages for part in parts]
-        answers = self._pool.exists([*keys, *news])
+        answers = self._pool.exists([*keys, *news], asker)
         if any(answers[len(keys) :]):
-            self._boxes.read()
+            self._boxes.read(asker)
             if self._boxes.parts_for(wanted) != parts:
-                return self._look(pages, wanted)
+                return self._look(pages, wanted, asker)
         each = len(parts)
         rows = [answers[item * each : (item + 1) * each] for item in range(len(pages))]
         found = [tuple(part for part, there in zip(parts, row, strict=True) if there) for row in rows]
@@ -162,7 +165,7 @@ class MooncakeObjects(Objects[PoolObject]):
             objects.append((encode_header(draft.page, key, part.nbytes, stamp, digests), payload))
         keys = [object_key(self._folder, draft.page, key) for draft in drafts]
         reasons = self._pool.put(keys, objects)
-        there = self._pool.exists(keys)
+        there = self._pool.exists(keys, Asker.WORKER)
         return [
             reason or ("" if is_there else self._why_absent(key))
             for key, reason, is_there in zip(keys, reasons, there, strict=True)
@@ -296,7 +299,7 @@ class MooncakeObjects(Objects[PoolObject]):
     def collect(self) -> Collected:
         """Look for boxes that others use. The rest is the master's."""
         try:
-            self._boxes.read()
+            self._boxes.read(Asker.WORKER)
         except OSError as error:
             self.lag(error)
         return Collected(0, 0, 0, 0)

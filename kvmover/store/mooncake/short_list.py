@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 
-from kvmover.store.mooncake.client import PoolClient
+from kvmover.store.mooncake.client import Asker, PoolClient
 from kvmover.store.mooncake.format import ENTRIES, entry_key
 
 
@@ -19,17 +19,17 @@ class ShortList:
         self._pool = pool
         self.keys = [entry_key(name, number) for number in range(ENTRIES)]
 
-    def read(self) -> dict[int, bytes]:
+    def read(self, asker: Asker) -> dict[int, bytes]:
         """What each number has, of those that are taken. Raises OSError."""
-        taken = [number for number, there in enumerate(self._pool.exists(self.keys)) if there]
-        found = self._pool.entries([self.keys[number] for number in taken]) if taken else []
+        taken = [number for number, there in enumerate(self._pool.exists(self.keys, asker)) if there]
+        found = self._pool.entries([self.keys[number] for number in taken], asker) if taken else []
         return dict(zip(taken, found, strict=True))
 
     def add(self, entry: bytes) -> dict[int, bytes]:
         """Put an entry that is not there yet; the whole list. Raises OSError, ENOSPC where no number is free."""
         tried = set[int]()
         while True:
-            entries = self.read()
+            entries = self.read(Asker.WORKER)
             if entry in entries.values():
                 return entries
             taken = tried | entries.keys()
