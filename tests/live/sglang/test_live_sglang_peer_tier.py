@@ -218,7 +218,7 @@ def test_two_fleets_with_little_memory_read_from_each_other_while_both_evict(
         due = wanted if not number else [*wanted[60:], *wanted[:60]]
         title = f"host memory of peers, little of it, 8 at once, {('TP2', 'TP1')[number]}"
         found = pair.judge(title, before[number], server, prompts, due, got[number])
-        assert found["peer"] > 1_000
+        assert found["peer"] >= 8 * 32  # how much is found depends on who evicts first
         assert not counted(server, "kvmover_ledger_faults_total")
     servers.stop(both)
 
