@@ -115,9 +115,9 @@ def warm(*servers: Server) -> None:
             assert answer.ok, answer.error
 
 
-def usage(server: Server) -> float:
-    """The share of a server's cache that somebody holds, waited for to become none: at most 10 s."""
-    stop = time.monotonic() + 10
+def usage(server: Server, within_s: float = 10.0) -> float:
+    """The share of a server's cache that somebody holds, waited for to become none."""
+    stop = time.monotonic() + within_s
     while True:
         held = server.metrics("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting")
         if not any(held.values()) or time.monotonic() > stop:

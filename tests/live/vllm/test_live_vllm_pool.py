@@ -26,7 +26,7 @@ def test_tp2_reads_from_a_pool_what_tp4_wrote_until_donor_and_master_die(
     whole = [len(prompt) // 16 for prompt in prompts]
     wanted = many(lambda prompt: ask(plain, prompt), prompts)
     got = many(lambda prompt: ask(writer, prompt), prompts, at_once=4)
-    assert usage(writer) == 0
+    assert usage(writer, within_s=60.0) == 0  # four ranks on two cores are still storing
     stored, failed = blocks(writer, "stored_blocks", 4), blocks(writer, "failed_stores", 4)
     said = f"{stored:.0f} blocks stored, {failed:.0f} failed"
     assert not results.add("vllm", "pool of memory, written by TP4", wanted, got, said).failed
