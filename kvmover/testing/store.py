@@ -19,7 +19,7 @@ import os
 import random
 import shutil
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -238,16 +238,29 @@ class StoreConformance:
         me = Identity()
         self.filled(tmp_path, me)
         for path in self.files(tmp_path):
-            raw = bytearray(path.read_bytes())
             step = len(me.payload(PAGES[0])) // 2 + 1
-            for at in range(step // 2, len(raw), 3 * step):
-                raw[at] ^= 0x40
-            path.write_bytes(raw)
+            _flip(path, range(step // 2, path.stat().st_size, 3 * step))
         subject = self.open(tmp_path, me)
         check(subject, me, PAGES)
         assert all(put(subject, me, PAGES))
         assert check(subject, me, PAGES) == [True] * len(PAGES), "a bad page was taken for one that is there"
         subject.close()
+
+    def test_tokens_of_a_damaged_cell_are_never_served(self, tmp_path: Path) -> None:
+        """Pages that one rank wrote whole are read by ranks of which each holds every other token: each cell that they
+        take tokens of is checked as a whole. A store that keeps such fleets apart has nothing for them.
+        """
+        me = Identity()
+        self.filled(tmp_path, me)
+        for path in self.files(tmp_path):
+            step, row = len(me.payload(PAGES[0])) // 2 + 1, me.component.row_bytes
+            size = path.stat().st_size
+            _flip(path, (at for first in range(step // 2, size, step) for at in (first, first + row) if at < size))
+        for rank in range(2):
+            reader = Identity(fleet=Fleet(cp=2, cp_order=CpOrder.TOKEN, page_tokens=16), rank=rank)
+            subject = self.open(tmp_path, reader)
+            check(subject, reader, PAGES)
+            subject.close()
 
     def test_who_differs_in_anything_never_reads_my_pages(self, tmp_path: Path) -> None:
         me = Identity()
@@ -449,6 +462,14 @@ class StoreConformance:
         assert all(put(subject, me, PAGES))
         assert check(subject, me, PAGES) == [True] * len(PAGES)
         subject.close()
+
+
+def _flip(path: Path, places: Iterable[int]) -> None:
+    """A bit of the bytes at these places of a file is another."""
+    raw = bytearray(path.read_bytes())
+    for at in places:
+        raw[at] ^= 0x40
+    path.write_bytes(raw)
 
 
 def _cut(path: Path, safe: int, chance: random.Random) -> None:

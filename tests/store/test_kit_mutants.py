@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvmover.testing.store import Identity, StoreConformance
@@ -188,6 +189,26 @@ class ChecksLengthAlone(Sound):
         return len(content) == HEAD + self.size
 
 
+class CutsTokensUnchecked(Sound):
+    """A rank of every other token takes them out of a whole page, whose digest is of all of it."""
+
+    whole = Identity().part()
+
+    def names(self) -> list[object]:
+        return [*super().names()[:-1], self.whole and self.whole.box]
+
+    def one(self, page: bytes) -> bytes | None:
+        if self.part == self.whole:
+            return super().one(page)
+        part, whole = self.part, self.whole
+        rows = self.path(page).read_bytes()[HEAD:]
+        shape = (part.box.cells, part.component.kv, whole.box.tokens.tokens, part.row_bytes)
+        return np.frombuffer(rows, np.uint8).reshape(shape)[:, :, list(part.box.tokens)].tobytes()
+
+    def exists(self, pages: Sequence[bytes]) -> list[bool]:
+        return [self.held_bytes(page) == HEAD + self.whole.nbytes for page in pages]
+
+
 class KeepsPoison(Sound):
     """A bad page stays, and the next write takes it for one that is there."""
 
@@ -336,6 +357,7 @@ CAUGHT = [
     (BelievesStat, "test_an_empty_file_is_no_hit"),
     (ChecksNothing, "test_a_short_read_fails_alone"),
     (ChecksLengthAlone, "test_damaged_bytes_are_never_served_and_can_be_written_again"),
+    (CutsTokensUnchecked, "test_tokens_of_a_damaged_cell_are_never_served"),
     (KeepsPoison, "test_damaged_bytes_are_never_served_and_can_be_written_again"),
     (AllOrNothing, "test_a_missing_page_fails_alone"),
     (StopsAtTheFirst, "test_every_rank_has_as_many_answers_whatever_fails"),
