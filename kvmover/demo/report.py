@@ -69,8 +69,22 @@ class RequestReport:
 
     @property
     def tokens_identical(self) -> bool:
-        """The text, and how clearly each of its tokens won: a wrong row may keep the text but not the logits."""
-        return self.answer[: self.compared] == self.expected[: self.compared] and self.gaps_agree
+        """Whether every token of the answer is the one-process model's, and each won as clearly as it does there."""
+        return self.answer == self.expected and self.gaps_agree
+
+    @property
+    def after_near_tie(self) -> int:
+        """Tokens that follow a near tie, and therefore answer another text: the token that won it, and all after."""
+        return 0 if self.compared is None else len(self.answer) - self.compared
+
+    @property
+    def passed(self) -> bool:
+        """Whether every byte is right, and every token up to the first near tie.
+
+        A wrong row may keep the text but not how clearly each of its tokens won.
+        """
+        same = self.answer[: self.compared] == self.expected[: self.compared]
+        return same and self.gaps_agree and self.bytes_identical
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +106,7 @@ class ScenarioReport:
         if not self.lossy or not self.requests:
             return ""
         moved = max(request.gaps_moved for request in self.requests)
-        other = sum(r.compared is not None and r.compared < len(r.answer) for r in self.requests)
+        other = sum(request.after_near_tie > 0 for request in self.requests)
         ties = f", which decided {other} near ties otherwise" if other else ""
         return (
             f"every byte is as the definition converts it; a number may be off by {self.lossy:.3g} of itself, and the"
@@ -130,13 +144,12 @@ class RunReport:
         return bool(self.requests) and all(request.bytes_identical for request in self.requests)
 
     @property
-    def identical(self) -> bool:
-        """Whether all tokens and all bytes are those of the one-process model."""
-        return self.tokens_identical and self.bytes_identical
+    def passed(self) -> bool:
+        """Whether every request passed; false of no requests at all."""
+        return bool(self.requests) and all(request.passed for request in self.requests)
 
     def sentence(self) -> str:
-        """What happened, in words."""
-        answers = sum(len(r.answer) if r.compared is None else r.compared for r in self.requests)
+        """Return what happened, in words."""
         exactly = "bit for bit" + ", or as its conversion is defined," * any(each.lossy for each in self.scenarios)
         wired = [request for request in self.requests if not request.hits]
         moved = sum(request.wire.nbytes for request in wired)
@@ -147,7 +160,7 @@ class RunReport:
         read += f" {lent} prompt tokens came from another fleet's host; one was killed as it lent." if lent else ""
         again = sum(request.tries > 1 for request in self.requests)
         died = f" {again} of them outlived an engine that was killed." if again else ""
-        wrong = [r.name for r in self.requests if not (r.tokens_identical and r.bytes_identical)]
+        wrong = [request.name for request in self.requests if not request.passed]
         if not self.requests:
             return "FAILED: there was no request to serve"
         if wrong:
@@ -159,13 +172,25 @@ class RunReport:
             " again"
         )
         return (
-            f"All {answers} tokens of {len(self.requests)} requests in {len(self.scenarios)} scenario{plural} are those"
-            f" of the one-process model{sent if wired else ''}, in {self.seconds:.0f} s.{died}{read}"
+            f"{self._same_tokens()} of {len(self.requests)} requests in {len(self.scenarios)} scenario{plural} are"
+            f" those of the one-process model{self._ties()}{sent if wired else ''}, in {self.seconds:.0f} s.{died}{read}"
         )
+
+    def _same_tokens(self) -> str:
+        tokens = sum(len(request.answer) for request in self.requests)
+        other = sum(request.after_near_tie for request in self.requests)
+        return f"{tokens - other} of {tokens} tokens" if other else f"All {tokens} tokens"
+
+    def _ties(self) -> str:
+        """Return how many tokens are not those of the one-process model, and why."""
+        decided = {each.name: sum(r.after_near_tie for r in each.requests) for each in self.scenarios}
+        names = " and ".join(name for name, other in decided.items() if other)
+        return f"; {sum(decided.values())} follow a near tie that {names} decided otherwise" if names else ""
 
     def as_data(self) -> dict[str, Any]:
         """The JSON contract of `kvmover demo --json`."""
         return {
+            "passed": self.passed,
             "tokens_identical": self.tokens_identical,
             "bytes_identical": self.bytes_identical,
             "nixl": {"version": self.nixl_version, "backend": self.nixl_backend},
@@ -200,6 +225,7 @@ def _request_data(request: RequestReport) -> dict[str, Any]:
         **data,
         "moved_tokens": _moved_tokens(request),
         "tokens_identical": request.tokens_identical,
+        "after_near_tie": request.after_near_tie,
         **wire,
         "gb_per_s": request.wire.gb_per_s,
     }
@@ -213,13 +239,21 @@ _COLUMNS = (
 )
 
 
+def _same(request: RequestReport) -> Text:
+    """Return how many tokens are those of the one-process model."""
+    if not request.passed:
+        return Text(f"{len(request.answer)} DIFFER", "red")
+    if request.after_near_tie:
+        return Text(f"{request.compared} of {len(request.answer)} same, then a near tie", "yellow")
+    return Text(f"{len(request.answer)} same", "green")
+
+
 def show(report: RunReport, console: Console) -> None:
     """One table a scenario, then the sentence."""
     for scenario in report.scenarios:
         console.print(f"{scenario.name}: {scenario.title}", style="bold")
         table = Sheet(_COLUMNS)
         for number, r in enumerate(scenario.requests):
-            same = r.tokens_identical and r.bytes_identical
             table.add(
                 str(number),
                 str(r.prompt_tokens),
@@ -231,11 +265,11 @@ def show(report: RunReport, console: Console) -> None:
                 "+".join(r.wire.routes) or "none",
                 f"{r.wire.seconds * 1e3:.1f}",
                 f"{r.wire.gb_per_s:.3f}",
-                Text(f"{len(r.answer)} same", "green") if same else Text(f"{len(r.answer)} DIFFER", "red"),
+                _same(r),
             )
         console.print(table)
         console.print(scenario.loss(), soft_wrap=True)
     console.print(
         "direct, packed: descriptors that either route posts. ms: from asking to landed, on the slowest rank."
     )
-    console.print(report.sentence(), style="bold green" if report.identical else "bold red", soft_wrap=True)
+    console.print(report.sentence(), style="bold green" if report.passed else "bold red", soft_wrap=True)

@@ -38,7 +38,7 @@ def test_three_ranks_prefill_two_decode_and_the_tokens_are_those_of_one_process(
     report, steps = uneven
     assert report.tokens_identical
     assert report.bytes_identical
-    assert report.identical
+    assert report.passed
     (scenario,) = report.scenarios
     assert scenario.name == "uneven"
     for request in scenario.requests:
@@ -64,7 +64,8 @@ def test_the_second_turn_hits_what_the_first_one_left_and_moves_only_the_rest(
 
 def test_the_json_has_what_others_script_against(uneven: tuple[RunReport, list[tuple[str, int]]]):
     data = json.loads(json.dumps(uneven[0].as_data()))
-    assert data.keys() >= {"tokens_identical", "bytes_identical", "nixl", "seconds", "scenarios", "summary"}
+    assert data.keys() >= {"passed", "tokens_identical", "bytes_identical", "nixl", "seconds", "scenarios", "summary"}
+    assert data["passed"] is True
     assert data["tokens_identical"] is True
     assert data["bytes_identical"] is True
     assert data["nixl"] == {"version": nixl_version(), "backend": "UCX"}
@@ -118,7 +119,7 @@ def test_one_request_that_differs_fails_the_run_and_is_named(
 ):
     report = report_of(RIGHT, replace(wrong, name="uneven-1"))
     assert wrong.tokens_identical == (wrong.answer == wrong.expected and wrong.gaps_agree)
-    assert not report.identical
+    assert not report.passed
     said = "FAILED: 1 of 2 requests differ from the one-process model: ['uneven-1']"
     assert report.sentence() == said
     assert last_line(report) == said
@@ -180,7 +181,7 @@ def test_requests_of_a_trace_that_share_hash_ids_hit(crew: None, tmp_path: Path)
     ]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
     report = run(replace(UNEVEN, requests=3, trace=trace, scale=0.05), lambda what, requests: None)
-    assert report.identical, report.sentence()
+    assert report.passed, report.sentence()
     first, second, third = report.requests
     assert [request.hit_tokens for request in (first, third)] == [0, 0]
     assert second.hit_tokens == 3 * 26 // 24 * 24  # of three shared pages of 512 tokens, 26 each after scaling

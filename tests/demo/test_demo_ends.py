@@ -97,7 +97,7 @@ def test_more_ranks_than_ports_are_refused(no_crew: None):
 
 def test_a_run_without_requests_shows_nothing_and_fails():
     report = RunReport([ScenarioReport("uneven", "a title", [])], 1.0, "1.5.1")
-    assert not report.identical
+    assert not report.passed
     assert not report.as_data()["tokens_identical"]
     assert report.sentence() == "FAILED: there was no request to serve"
 

@@ -30,7 +30,7 @@ PROMPT = tuple(Random("prompt").choices(range(512), k=37))
 @pytest.mark.timeout(100)
 def test_answers_that_move_while_they_are_computed_are_those_of_one_process(crew: None):
     report = run(DemoOptions(scenarios=("migrate",), requests=2), lambda what, requests: None)
-    assert report.identical
+    assert report.passed
     assert all(request.wire.nbytes for request in report.requests)
 
 
