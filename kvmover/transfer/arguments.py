@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from kvmover.errors import LayoutError, PeerRefused, PlanError
-from kvmover.fields import whole
+from kvmover.fields import member, whole
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Fleet
 from kvmover.layout.pool import Pool, PoolSpec
 from kvmover.transfer.memory.arena import ALIGN_BYTES
 from kvmover.transfer.protocol.handshake import Model, Place, check_fleet_pages
 from kvmover.transfer.protocol.wire import MAX_REQUEST_CHARACTERS
-from kvmover.transfer.result import Gate, Transfer
+from kvmover.transfer.result import Gate, Service, Transfer
 
 #: No pool has more pages, so that ids of any type can be compared with its size.
 _MOST = int(np.iinfo(np.int64).max)
@@ -87,18 +87,6 @@ def _table(number: int, given: object) -> npt.NDArray[np.int64]:
     if abs(int(largest)) > _MOST:
         raise PlanError(f"page id {largest} of page table {number} is outside every pool")
     return table.astype(np.int64)
-
-
-def check_offered(tables: PageTables, pools: Sequence[Pool], fleet: Fleet) -> None:
-    """Raise PlanError for tables of a whole request to be sent that are not of these pools.
-
-    A rank may hold nothing of a request only where context parallelism divides it.
-    """
-    check_named(tables, pools)
-    for table, pool in zip(tables, pools, strict=True):
-        component = pool.spec.component
-        if not (table != -1).any() and component.cp_parts(fleet.cp) == 1 and component.extent(1):
-            raise PlanError(f"page table of {component.name} is empty; a request has at least one page")
 
 
 def check_named(tables: Sequence[npt.NDArray[np.int64]], pools: Sequence[Pool]) -> None:
@@ -242,10 +230,75 @@ def card_of(given: object) -> bytes:
     return bytes(cast("bytes", given))
 
 
-def deadline_of(given: object, configured_s: float) -> float:
-    """Seconds that a request may take. Raises PlanError for what is no finite number above 0."""
+def deadline_of(given: object) -> float | None:
+    """Seconds that a request may take; None: as configured. Raises PlanError for what is no finite number above 0."""
     if given is None:
-        return configured_s
+        return None
     if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < math.inf:
         raise PlanError(f"deadline_s = {given!r}; it must be a number of seconds above 0")
     return given
+
+
+class SendArguments(NamedTuple):
+    """The arguments of `send`, read and copied: their caller may change its lists from then on, whoever acts on them.
+
+    Raises PlanError for those that cannot be read. Whether they fit the pools, the mover knows.
+    """
+
+    request: str
+    pages: PageTables
+    gates: list[Gate] | None
+    aux: bytes | None
+    deadline_s: float | None
+    service: Service
+
+    @classmethod
+    def of(
+        cls, request: object, pages: object, gates: object, aux: object, deadline_s: object, service: object
+    ) -> SendArguments:
+        """As they were given."""
+        return cls(
+            request_name(request),
+            page_tables(pages),
+            gates_of(gates),
+            None if aux is None else payload_of(aux),
+            deadline_of(deadline_s),
+            member(Service, service, "service", PlanError),
+        )
+
+
+class ReceiveArguments(NamedTuple):
+    """The arguments of `receive`, read and copied, as those of `send`. Raises LayoutError for what is no range."""
+
+    request: str
+    engine: str
+    positions: range
+    pages: PageTables | None
+    aux_from: tuple[int, ...]
+    deadline_s: float | None
+
+    @classmethod
+    def of(
+        cls, request: object, engine: str, positions: object, pages: object, aux_from: object, deadline_s: object
+    ) -> ReceiveArguments:
+        """As they were given."""
+        return cls(
+            request_name(request),
+            engine,
+            token_range(positions),
+            None if pages is None else page_tables(pages),
+            ranks_of(aux_from),
+            deadline_of(deadline_s),
+        )
+
+
+def check_sent(given: SendArguments, pools: Sequence[Pool], fleet: Fleet) -> None:
+    """Raise PlanError for tables of a request to be sent that are not of these pools.
+
+    Of a request of which all is there, a rank holds nothing only where context parallelism divides it.
+    """
+    check_named(given.pages, pools)
+    for table, pool in zip(given.pages, pools, strict=True) if given.gates is None else ():
+        component = pool.spec.component
+        if not (table != -1).any() and component.cp_parts(fleet.cp) == 1 and component.extent(1):
+            raise PlanError(f"page table of {component.name} is empty; a request has at least one page")

@@ -19,19 +19,16 @@ from kvmover.layout.pool import Pool
 from kvmover.plan.calibration import Calibration
 from kvmover.transfer import nvtx_ranges as ranges
 from kvmover.transfer.arguments import (
+    ReceiveArguments,
+    SendArguments,
     card_of,
-    check_named,
-    check_offered,
+    check_sent,
     check_wanted,
     checked_pools,
-    deadline_of,
     gate_of,
-    gates_of,
     page_tables,
     payload_of,
-    ranks_of,
     request_name,
-    token_range,
     transfer_of,
 )
 from kvmover.transfer.config import MoverConfig, Pace
@@ -248,17 +245,15 @@ class Mover:
         that asks this rank for them, exactly once. The pages belong to the transfer until it has ended, and longer
         while `transfer.held`. Whoever asks for a request that has ended is told how, at once, for an hour: send its
         name again before it is asked for again, or `reopen` it. `deadline_s`: seconds from now at which it fails;
-        None: as configured. `service`: to whom it is given.
+        None: as configured. `service`: to whom it is given. ONCE ends with the first engine that has all it wants: an
+        engine that asks a moment later is told that it was served, though the pages are still there. Where two engines
+        will come, and none of them before the offer, send it REPEATED.
         """
         self._check_thread()
-        tables, gates = page_tables(pages), gates_of(gates)
-        aux = None if aux is None else payload_of(aux)
-        if gates is None:
-            check_offered(tables, self._core.pools, self._core.end.fleet)
-        else:
-            check_named(tables, self._core.pools)
-        transfer = Transfer(request_name(request), self._core.clock())
-        self._source.send(transfer, tables, gates, aux, deadline_of(deadline_s, self._config.deadline_s), service)
+        given = SendArguments.of(request, pages, gates, aux, deadline_s, service)
+        check_sent(given, self._core.pools, self._core.end.fleet)
+        transfer, seconds = Transfer(given.request, self._core.clock()), given.deadline_s or self._config.deadline_s
+        self._source.send(transfer, given.pages, given.gates, given.aux, seconds, given.service)
         return transfer
 
     def produced(self, transfer: Transfer, gate: Gate, pages: Sequence[npt.ArrayLike] | None = None) -> None:
@@ -306,12 +301,12 @@ class Mover:
         PeerUnknown before asking anything: for page ids as `send`, and for a page that two parts would land in.
         """
         self._check_thread()
-        tables, tokens = None if pages is None else page_tables(pages), token_range(positions)
-        if tables is not None:
-            check_wanted(tables, self._core.pools, tokens, self._core.end.fleet)
-        transfer = Transfer(request_name(request), self._core.clock())
-        seconds = deadline_of(deadline_s, self._config.deadline_s)
-        self._destination.receive(ReceiveRequest(transfer, engine, tokens, tables, seconds, ranks_of(aux_from)))
+        given = ReceiveArguments.of(request, engine, positions, pages, aux_from, deadline_s)
+        if given.pages is not None:
+            check_wanted(given.pages, self._core.pools, positions, self._core.end.fleet)
+        transfer, seconds = Transfer(given.request, self._core.clock()), given.deadline_s or self._config.deadline_s
+        wanted = ReceiveRequest(transfer, engine, positions, given.pages, seconds, given.aux_from)
+        self._destination.receive(wanted)
         return transfer
 
     def allocated(self, transfer: Transfer, pages: Sequence[npt.ArrayLike]) -> None:

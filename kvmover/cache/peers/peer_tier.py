@@ -14,6 +14,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy.typing as npt
+
 from kvmover.cache.peers.inventory import HostInventory
 from kvmover.cache.peers.loans import MOST_LOANS, Loan, Loans
 from kvmover.cache.prefix import RadixKey
@@ -21,6 +23,7 @@ from kvmover.errors import PeerUnknown, PlanError, TierError, TransportError
 from kvmover.fields import settle_whole
 from kvmover.layout import Pool
 from kvmover.transfer import Ending, Model, Mover, MoverConfig, Pace, Place, Progress, Transfer
+from kvmover.transfer.arguments import page_tables
 from kvmover.transfer.protocol.wire import Query, Verb
 from kvmover.transport import Transport
 
@@ -205,13 +208,15 @@ class PeerTier:
         request: str,
         source: int,
         positions: range,
-        tables: Sequence[Sequence[int]],
+        tables: Sequence[npt.ArrayLike],
         read: PeerRead,
     ) -> None:
         """Read `positions` of what engine number `source` has offered as `request` into pages of the host.
 
-        `tables`: one a pool, from the prompt's first page on. The pages belong to the read until it is over.
+        `tables`: one a pool, from the prompt's first page on, copied here. The pages belong to the read until it is
+        over. Raises PlanError for tables that are none.
         """
+        into = page_tables(tables)
         engine = self.terms.engines[source]
         name = _name(self.engine, request, engine)
         self._reads.append(read)
@@ -221,7 +226,7 @@ class PeerTier:
                 if number != source:
                     mover.asks.decline(_name(self.engine, request, other))
             mover.asks.take(name)
-            return mover.receive(name, engine, positions, tables, deadline_s=self.terms.read_s)
+            return mover.receive(name, engine, positions, into, deadline_s=self.terms.read_s)
 
         def begun(future: Future[Transfer]) -> None:
             read.error = future.exception()

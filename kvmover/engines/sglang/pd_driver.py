@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from socket import socketpair
 from threading import RLock
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvmover.errors import KvmoverError, PeerUnknown
+from kvmover.transfer.arguments import page_tables
 from kvmover.transfer.config import Pace
 from kvmover.transfer.meter import Snapshot
 from kvmover.transfer.mover import Mover
@@ -159,7 +160,10 @@ class TransferDriver:
                 self._called()
 
     def receive(self, room: int, wanted: Wanted) -> None:
-        """Fetch a request once its engine is connected; `turn` begins it, and tells how it ended."""
+        """Fetch a request once its engine is connected; `turn` begins it, and tells how it ended.
+
+        The page tables are copied here. Raises PlanError for what is none."""
+        wanted = replace(wanted, pages=page_tables(wanted.pages))
         with self._lock:
             self._wanted[room] = wanted
             self._called()

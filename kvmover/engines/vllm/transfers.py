@@ -16,6 +16,7 @@ from kvmover.engines.vllm.connector_metadata import ReceiveSpec, ReleaseSpec, Se
 from kvmover.engines.vllm.handshake import Remote
 from kvmover.errors import KvmoverError, PeerUnknown, TransportError
 from kvmover.transfer import Mover, Progress, Result, Transfer
+from kvmover.transfer.arguments import page_tables
 from kvmover.transfer.result import Gate
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class RequestTransfers:
 
     def send(self, spec: SendSpec, pages: Pages, gates: Sequence[Gate] | None) -> None:
         """Offer a request, under the name by which the other engine asks for it."""
-        tables = [np.asarray(table, np.int64) for table in pages]
+        tables = page_tables(pages)
         keep_s, service = spec.keep_s, spec.service
         self._sends[spec.request] = self._started(
             lambda mover: mover.send(spec.transfer, tables, gates, deadline_s=keep_s, service=service)
@@ -80,7 +81,7 @@ class RequestTransfers:
     def produced(self, request: str, gate: Gate, pages: Pages | None) -> None:
         """One more event to wait for, and pages that come behind those named before. Nothing of a request whose
         transfer is over while its prefill goes on."""
-        tables = None if pages is None else [np.asarray(table, np.int64) for table in pages]
+        tables = None if pages is None else page_tables(pages)
 
         def produced(done: Future[Transfer]) -> None:
             if done.exception() is None:
@@ -101,7 +102,7 @@ class RequestTransfers:
 
     def receive(self, spec: ReceiveSpec, pages: Pages) -> None:
         """Fetch positions of a request into its pages, a table a component; `received` tells how it ended."""
-        tables = [np.asarray(table, np.int64) for table in pages]
+        tables = page_tables(pages)
         self._fetch(spec.request, spec.remote, range(spec.start, spec.stop), tables)
 
     def release(self, spec: ReleaseSpec, entries: Sequence[int]) -> None:

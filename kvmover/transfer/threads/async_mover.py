@@ -7,22 +7,30 @@ import contextlib
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import numpy.typing as npt
 
+from kvmover.plan.calibration import Calibration
+from kvmover.transfer.arguments import ReceiveArguments, SendArguments, card_of, gate_of, page_tables, payload_of
 from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.meter import Snapshot
 from kvmover.transfer.mover import Mover
-from kvmover.transfer.result import Gate, Result, Transfer
+from kvmover.transfer.peers.processes import PeerProcess
+from kvmover.transfer.protocol.handshake import Place
+from kvmover.transfer.result import Ending, Gate, Result, Service, Transfer
 from kvmover.transfer.threads.progress import Progress, driven
+
+if TYPE_CHECKING:
+    import torch
 
 
 class AsyncTransfer:
     """A transfer that has been asked for. `await` it, in one task or in several, for its Result.
 
-    What Mover.send and Mover.receive raise is raised there. A cancelled task aborts the transfer, for all who wait, and
-    is not over before the transfer is: then `transfer` says whether it landed after all, and whether pages are held. A
-    task cancelled before its first step has not awaited anything: the transfer goes on.
+    What does not fit, of arguments that could be read, is raised there. A cancelled task aborts the transfer, for all
+    who wait, and is not over before the transfer is: then `transfer` says whether it landed after all, and whether
+    pages are held. A task cancelled before its first step has not awaited anything: the transfer goes on.
     """
 
     def __init__(self, progress: Progress, begun: Future[Transfer]) -> None:
@@ -45,15 +53,18 @@ class AsyncTransfer:
 
     def produced(self, gate: Gate, pages: Sequence[npt.ArrayLike] | None = None) -> None:
         """As Mover.produced; it takes effect once the transfer has begun. Returns at once."""
-        self._tell(lambda mover, transfer: mover.produced(transfer, gate, pages))
+        given = gate_of(gate), None if pages is None else page_tables(pages)
+        self._tell(lambda mover, transfer: mover.produced(transfer, *given))
 
     def allocated(self, pages: Sequence[npt.ArrayLike]) -> None:
         """As Mover.allocated; it takes effect once the transfer has begun. Returns at once."""
-        self._tell(lambda mover, transfer: mover.allocated(transfer, pages))
+        tables = page_tables(pages)
+        self._tell(lambda mover, transfer: mover.allocated(transfer, tables))
 
     def attach(self, payload: bytes) -> None:
         """As Mover.attach, at most 64 KiB. Returns at once."""
-        self._tell(lambda mover, transfer: mover.attach(transfer, payload))
+        aux = payload_of(payload)
+        self._tell(lambda mover, transfer: mover.attach(transfer, aux))
 
     def abort(self, reason: str) -> None:
         """As Mover.abort. Returns at once; await the transfer for its end."""
@@ -87,6 +98,8 @@ class AsyncMover:
     """The methods of Mover for tasks. None blocks an event loop; `send` and `receive` return at once.
 
     `result = await mover.receive("r1", "prefill", range(4096), [pages])`. One serves all event loops of the process.
+    Their arguments, and those of an AsyncTransfer, are read and copied in the call: what cannot be read is refused by
+    it, and the caller's lists are its own again.
     `progress`: a Progress, or a Mover, which gets one of the default pace; `close` is its end too.
     """
 
@@ -98,6 +111,16 @@ class AsyncMover:
         """The bytes that a peer needs to connect; see Mover.card."""
         return self._progress.card
 
+    @property
+    def config(self) -> MoverConfig:
+        """The configuration that new requests get; see Mover.config."""
+        return self._progress.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pools are."""
+        return self._progress.device
+
     def send(
         self,
         request: str,
@@ -105,14 +128,15 @@ class AsyncMover:
         gates: Sequence[Gate] | None = None,
         aux: bytes | None = None,
         deadline_s: float | None = None,
+        service: Service = Service.ONCE,
     ) -> AsyncTransfer:
         """As Mover.send: offer a request whose KV is in `pages`, one page table [page] of integers a component.
 
-        Returns at once, before the offer is made: `await` the result for its Result. What Mover.send raises is raised
-        there. The pages belong to the transfer until it has ended and is not held.
+        Returns at once, before the offer is made: `await` the result for its Result. What does not fit is raised there.
+        The pages belong to the transfer until it has ended and is not held.
         """
-        begun = self._progress.begin(lambda mover: mover.send(request, pages, gates, aux, deadline_s))
-        return AsyncTransfer(self._progress, begun)
+        given = SendArguments.of(request, pages, gates, aux, deadline_s, service)
+        return AsyncTransfer(self._progress, self._progress.begin(lambda mover: mover.send(*given)))
 
     def receive(
         self,
@@ -125,19 +149,36 @@ class AsyncMover:
     ) -> AsyncTransfer:
         """As Mover.receive: ask `engine` for tokens `positions` of a request and land them in `pages`.
 
-        Returns at once: `await` the result for its Result. PlanError and PeerUnknown are raised there. A cancelled task
-        aborts the transfer.
+        Returns at once: `await` the result for its Result. PeerUnknown, and PlanError for what does not fit, are raised
+        there. A cancelled task aborts the transfer.
         """
-        wanted = request, engine, positions, pages, aux_from, deadline_s
-        return AsyncTransfer(self._progress, self._progress.begin(lambda mover: mover.receive(*wanted)))
+        given = ReceiveArguments.of(request, engine, positions, pages, aux_from, deadline_s)
+        return AsyncTransfer(self._progress, self._progress.begin(lambda mover: mover.receive(*given)))
 
     async def connect(self, card: bytes) -> str:
         """Connect the peer behind `card` and return its transport name. Raises PeerRefused."""
-        return await asyncio.wrap_future(self._progress.submit(lambda mover: mover.connect(card)))
+        known = card_of(card)
+        return await asyncio.wrap_future(self._progress.submit(lambda mover: mover.connect(known)))
 
     async def disconnect(self, engine: str, rank: int | None = None) -> None:
         """As Mover.disconnect: part from one rank of `engine`, or from all (None)."""
         await asyncio.wrap_future(self._progress.submit(lambda mover: mover.disconnect(engine, rank)))
+
+    async def ranks(self, engine: str) -> frozenset[int]:
+        """As Mover.ranks: the ranks of an engine that are connected now."""
+        return await asyncio.wrap_future(self._progress.submit(lambda mover: mover.ranks(engine)))
+
+    async def processes(self, engine: str) -> tuple[PeerProcess, ...]:
+        """As Mover.processes: the processes of an engine that are connected now, by rank."""
+        return await asyncio.wrap_future(self._progress.submit(lambda mover: mover.processes(engine)))
+
+    async def watch(self, call: Callable[[Ending], None]) -> None:
+        """As Mover.watch: `call` is told in the progress thread, in no event loop."""
+        await asyncio.wrap_future(self._progress.submit(lambda mover: mover.watch(call)))
+
+    async def calibrations(self) -> Sequence[Calibration]:
+        """As Mover.calibrations: what was measured of the way to each host."""
+        return await asyncio.wrap_future(self._progress.submit(Mover.calibrations))
 
     async def configure(self, config: MoverConfig) -> None:
         """As Mover.configure: behave by `config` from the next request on. Raises LayoutError."""
@@ -151,9 +192,17 @@ class AsyncMover:
         """As Mover.reopen: a request of this name will be sent again."""
         await asyncio.wrap_future(self._progress.submit(lambda mover: mover.reopen(request)))
 
+    async def waiting(self, request: str) -> list[tuple[Place, range]]:
+        """As Mover.waiting: ranks that have asked for a request before it is sent, and the positions that they want."""
+        return await asyncio.wrap_future(self._progress.submit(lambda mover: mover.waiting(request)))
+
     async def forget(self, engine: str, rank: int) -> None:
         """As Mover.forget: the process of a rank is known to be dead."""
         await asyncio.wrap_future(self._progress.submit(lambda mover: mover.forget(engine, rank)))
+
+    def poll(self) -> None:
+        """Have the thread poll now: something happened that it cannot see, for example the event of a gate."""
+        self._progress.poll()
 
     def snapshot(self) -> Snapshot:
         """Counts, times and gauges, for a MoverCollector; after `close` the last ones. For any thread but a loop's."""

@@ -16,13 +16,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from kvmover.errors import DeadlineExceeded, KvmoverError, LayoutError, PlanError, TransportError
-from kvmover.transfer.config import Pace
+from kvmover.transfer.config import MoverConfig, Pace
 from kvmover.transfer.meter import Count, Snapshot
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.result import Cause, Result, Transfer
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +77,16 @@ class Progress:
     def card(self) -> bytes:
         """The bytes that a peer needs to connect; see Mover.card."""
         return self._mover.card
+
+    @property
+    def config(self) -> MoverConfig:
+        """The configuration that new requests get; see Mover.config."""
+        return self._mover.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pools are."""
+        return self._mover.device
 
     def poll(self) -> None:
         """Have the thread look now, not after its nap: something happened that it cannot see. Returns at once."""

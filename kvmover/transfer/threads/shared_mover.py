@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import numpy.typing as npt
 
 from kvmover.errors import DeadlineExceeded, KvmoverError
+from kvmover.plan.calibration import Calibration
+from kvmover.transfer.arguments import ReceiveArguments, SendArguments, gate_of, page_tables, payload_of, transfer_of
 from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.meter import Snapshot
 from kvmover.transfer.mover import Mover
-from kvmover.transfer.result import Gate, Result, Transfer
+from kvmover.transfer.peers.processes import PeerProcess
+from kvmover.transfer.protocol.handshake import Place
+from kvmover.transfer.result import Ending, Gate, Result, Service, Transfer
 from kvmover.transfer.threads.progress import Progress, driven
+
+if TYPE_CHECKING:
+    import torch
 
 
 class SharedMover:
     """The methods of Mover, where nobody has to poll. A call waits for the poll under way, at worst for its CPU copies.
 
-    `produced`, `allocated`, `attach` and `abort` wait for nothing: an error of theirs fails the transfer. Every call
-    raises TransportError once the mover is closed, but those four, `poll` and `close`, which then have nothing to do.
+    Arguments are read and copied in the calling thread: the caller's lists are its own again when a call returns, and
+    what cannot be read is refused there. `produced`, `allocated`, `attach` and `abort` wait for nothing: pages and
+    payloads that do not fit their transfer fail it. Every call raises TransportError once the mover is closed, but
+    those four, `poll` and `close`, which then have nothing to do.
 
     Of a `Progress`, or of a Mover, which gets one of the default pace.
     """
@@ -33,6 +43,16 @@ class SharedMover:
         """The bytes that a peer needs to connect; see Mover.card."""
         return self._progress.card
 
+    @property
+    def config(self) -> MoverConfig:
+        """The configuration that new requests get; see Mover.config."""
+        return self._progress.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pools are."""
+        return self._progress.device
+
     def connect(self, card: bytes) -> str:
         """Connect the peer behind `card` and return its transport name. Raises PeerRefused."""
         return self._progress.submit(lambda mover: mover.connect(card)).result()
@@ -40,6 +60,22 @@ class SharedMover:
     def disconnect(self, engine: str, rank: int | None = None) -> None:
         """As Mover.disconnect: part from one rank of `engine`, or from all (None)."""
         self._progress.submit(lambda mover: mover.disconnect(engine, rank)).result()
+
+    def ranks(self, engine: str) -> frozenset[int]:
+        """As Mover.ranks: the ranks of an engine that are connected now."""
+        return self._progress.submit(lambda mover: mover.ranks(engine)).result()
+
+    def processes(self, engine: str) -> tuple[PeerProcess, ...]:
+        """As Mover.processes: the processes of an engine that are connected now, by rank."""
+        return self._progress.submit(lambda mover: mover.processes(engine)).result()
+
+    def watch(self, call: Callable[[Ending], None]) -> None:
+        """As Mover.watch: `call` is told in the progress thread, and may make any call that waits for no transfer."""
+        self._progress.submit(lambda mover: mover.watch(call)).result()
+
+    def calibrations(self) -> Sequence[Calibration]:
+        """As Mover.calibrations: what was measured of the way to each host."""
+        return self._progress.submit(Mover.calibrations).result()
 
     def configure(self, config: MoverConfig) -> None:
         """As Mover.configure: behave by `config` from the next request on. Raises LayoutError."""
@@ -52,13 +88,15 @@ class SharedMover:
         gates: Sequence[Gate] | None = None,
         aux: bytes | None = None,
         deadline_s: float | None = None,
+        service: Service = Service.ONCE,
     ) -> Transfer:
         """As Mover.send: offer a request whose KV is in `pages`, one page table [page] of integers a component.
 
         Returns once the offer is made. The pages belong to the transfer until it has ended and is not held. Raises
         PlanError for page tables that do not fit.
         """
-        return self._progress.begin(lambda mover: mover.send(request, pages, gates, aux, deadline_s)).result()
+        given = SendArguments.of(request, pages, gates, aux, deadline_s, service)
+        return self._progress.begin(lambda mover: mover.send(*given)).result()
 
     def receive(
         self,
@@ -74,8 +112,8 @@ class SharedMover:
         Returns once the sources are asked; `wait` or `ended` say when it is over. Raises PlanError and PeerUnknown
         before anything is asked.
         """
-        wanted = request, engine, positions, pages, aux_from, deadline_s
-        return self._progress.begin(lambda mover: mover.receive(*wanted)).result()
+        given = ReceiveArguments.of(request, engine, positions, pages, aux_from, deadline_s)
+        return self._progress.begin(lambda mover: mover.receive(*given)).result()
 
     def refuse(self, request: str, reason: str) -> None:
         """As Mover.refuse: whoever asks for `request`, now or later, is told `reason`."""
@@ -85,25 +123,32 @@ class SharedMover:
         """As Mover.reopen: a request of this name will be sent again."""
         self._progress.submit(lambda mover: mover.reopen(request)).result()
 
+    def waiting(self, request: str) -> list[tuple[Place, range]]:
+        """As Mover.waiting: ranks that have asked for a request before it is sent, and the positions that they want."""
+        return self._progress.submit(lambda mover: mover.waiting(request)).result()
+
     def forget(self, engine: str, rank: int) -> None:
         """As Mover.forget: the process of a rank is known to be dead."""
         self._progress.submit(lambda mover: mover.forget(engine, rank)).result()
 
     def produced(self, transfer: Transfer, gate: Gate, pages: Sequence[npt.ArrayLike] | None = None) -> None:
         """As Mover.produced. Returns at once, also in a signal handler or a callback."""
-        self._progress.tell(transfer, lambda mover: mover.produced(transfer, gate, pages))
+        given = transfer_of(transfer), gate_of(gate), None if pages is None else page_tables(pages)
+        self._progress.tell(transfer, lambda mover: mover.produced(*given))
 
     def allocated(self, transfer: Transfer, pages: Sequence[npt.ArrayLike]) -> None:
         """As Mover.allocated. Returns at once, also in a signal handler or a callback."""
-        self._progress.tell(transfer, lambda mover: mover.allocated(transfer, pages))
+        given = transfer_of(transfer), page_tables(pages)
+        self._progress.tell(transfer, lambda mover: mover.allocated(*given))
 
     def attach(self, transfer: Transfer, payload: bytes) -> None:
         """As Mover.attach, at most 64 KiB. Returns at once."""
-        self._progress.tell(transfer, lambda mover: mover.attach(transfer, payload))
+        given = transfer_of(transfer), payload_of(payload)
+        self._progress.tell(transfer, lambda mover: mover.attach(*given))
 
     def abort(self, transfer: Transfer, reason: str) -> None:
         """As Mover.abort. Returns at once; the transfer ends when nothing can touch its pages."""
-        self._progress.tell(transfer, lambda mover: mover.abort(transfer, reason))
+        self._progress.tell(transfer_of(transfer), lambda mover: mover.abort(transfer, reason))
 
     def poll(self) -> None:
         """Have the thread poll now: something happened that it cannot see, for example the event of a gate."""

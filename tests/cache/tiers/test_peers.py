@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from peer_rig import CONFIG, LendingEngine, SharedNetwork
 from rig import HYBRID, LATENT, PLAIN, SPARSE, until
 
 from kvmover.cache.ledger import Loss
-from kvmover.cache.peers import PeerTerms
+from kvmover.cache.peers import PeerRead, PeerTerms
 from kvmover.cache.prefix import FULL, Tier, WriteBack
 from kvmover.cache.tiers import TierError, unlink
+from kvmover.errors import PlanError
 from kvmover.layout import Fleet
 from kvmover.layout.fleet import CpOrder
 from kvmover.plan.cost import Route
+from kvmover.transfer import Mover
 from kvmover.transfer.peers.asks import Asks
 
 PROMPT = list(range(65))
@@ -304,3 +308,24 @@ def test_trees_whose_pages_have_no_name_on_the_host_are_refused(network):
     for more, said in (({"tiers": WriteBack()}, "write through"), ({"model": HYBRID}, "not kept for every page")):
         with pytest.raises(TierError, match=said):
             LendingEngine(network, "first", TP4, **more)
+
+
+def test_page_tables_of_a_read_may_be_changed_before_the_movers_thread_has_looked_at_them(network, monkeypatch):
+    first, second = pair(network, TP2, TP2)
+    (tier, _), door, seen = [rank.peers for rank in second.ranks], threading.Event(), list[object]()
+    progress = vars(tier)["_progress"]
+
+    def receive(mover, name, engine, positions, tables, **_):
+        seen.extend(map(list, tables))
+        raise PlanError("it is only looked at")
+
+    monkeypatch.setattr(Mover, "receive", receive)
+    progress.submit(lambda _: door.wait(30))
+    tables = [np.array([1, 2, 3]), [4, 5, 6]]
+    tier.read("request", 0, range(12), tables, PeerRead(lambda: False, lambda _: None))
+    tables[0][:], tables[1][:] = 9, [9, 9, 9]
+    door.set()
+    progress.submit(lambda _: None).result()
+    assert seen == [[1, 2, 3], [4, 5, 6]]
+    first.close()
+    second.close()

@@ -42,7 +42,7 @@ from kvmover.engines.sglang.pd_driver import (
     read,
 )
 from kvmover.errors import PeerUnknown, PlanError
-from kvmover.transfer import Pace
+from kvmover.transfer import Gate, Pace
 from tests.transfer.mover_fleets import Pair
 
 PAGE, LAYERS, HEADS, DIM = 4, 3, 2, 8
@@ -431,6 +431,21 @@ def test_a_request_is_asked_for_once_its_engine_is_known_and_connected() -> None
     stub.error = None
     driver.turn()
     assert (stub.said, over, driver.has(7)) == (["receive 7 of p"], [], True)
+
+
+def test_page_tables_of_a_request_that_is_begun_later_may_be_changed_at_once() -> None:
+    pair = Pair.of()
+    src, dst = (TransferDriver(engine.movers[0], lambda *_: None, PACE) for engine in (pair.src, pair.dst))
+    table, others = pair.dst_tables[0][0].copy(), np.arange(0, 64, 2)
+    dst.receive(7, Wanted(lambda: "prefill", range(pair.tokens), [table], 0, 1e9))
+    table[:] = others[: len(table)]
+    for given in (pair.src_tables[0][0].copy(),):
+        src.send(7, [given], [Gate(None)], b"first")
+        given[:] = others[: len(given)]
+    while src.has(7) or dst.has(7):
+        src.turn()
+        dst.turn()
+    pair.assert_landed()
 
 
 def test_an_engine_that_loses_a_rank_is_told_of_once_and_again_when_it_was_back() -> None:
