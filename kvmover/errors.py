@@ -6,7 +6,9 @@ Bad input is refused with the values in the message before anything is sent or w
 from __future__ import annotations
 
 import sys
+from enum import StrEnum
 from importlib.util import find_spec
+from typing import ClassVar
 
 
 class KvmoverError(Exception):
@@ -49,12 +51,26 @@ class LeaseOver(TransportError):
     """A write that was not posted, because the permission for it ended before."""
 
 
+class RefusedFor(StrEnum):
+    """A word for why a peer, or a request of one, was turned away, in metrics; the sentence beside it says it whole."""
+
+    IDENTITY = "identity"
+    WEIGHTS = "weights"
+    HANDSHAKE = "handshake"
+    SEAT = "seat"
+    CAPACITY = "capacity"
+
+
 class PeerRefused(KvmoverError):
     """A handshake that ended because the two sides do not hold the same model: the message gives both values."""
+
+    refused_for: ClassVar[RefusedFor] = RefusedFor.HANDSHAKE
 
 
 class PeerReplaced(PeerRefused):
     """A card of a process whose place a newer one has taken, or had taken: the message has both generations."""
+
+    refused_for = RefusedFor.SEAT
 
 
 class ProtocolError(KvmoverError):

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from kvmover.errors import RefusedFor
 from kvmover.exposition import RANK, Metric, MetricKind, families, named
 from kvmover.plan.cost import Route
 from kvmover.transfer.meter import Count, Gauge, Snapshot, Stage
@@ -33,7 +34,6 @@ METRICS: Mapping[StrEnum, Metric] = {
             Count.LAPSED_CHUNKS: "Chunks not written because the permission was over, and granted again.",
             Count.LATE_MESSAGES: "Messages about what was over when they came.",
             Count.MALFORMED_MESSAGES: "Messages dropped because they made no sense, or came from strangers.",
-            Count.REFUSED_PEERS: "Peers turned away because they hold another model.",
             Count.LOST_PEERS: "Peers that died, fell silent or were replaced.",
             Count.RECONNECTS: "Lost peers that were reached again.",
             Count.RENEWED_SLABS: "Slabs of the arena that were registered anew, to shut lost peers out.",
@@ -121,10 +121,18 @@ _UNOPENED = Metric(
     (*RANK, "reason"),
 )
 
+_REFUSED = Metric(
+    "refused",
+    MetricKind.COUNTER,
+    "Peers, and requests of peers, that were turned away, by why.",
+    (*RANK, "reason"),
+)
+
 
 def _by_how(taken: list[Snapshot]) -> Iterator[Family]:
     """Counts with a label more. Those that did not happen are there too, so that a first failure is a step from 0."""
-    ended, posted, unopened = (cast(Any, metric.family()) for metric in (_ENDED, _POSTED, _UNOPENED))
+    found = _ENDED, _POSTED, _UNOPENED, _REFUSED
+    ended, posted, unopened, refused = (cast(Any, metric.family()) for metric in found)
     for at in taken:
         rank = at.engine, str(at.rank)
         for verb in _VERBS:
@@ -134,4 +142,6 @@ def _by_how(taken: list[Snapshot]) -> Iterator[Family]:
             posted.add_metric((*rank, route), at.meter.routes[route])
         for refusal in Refusal:
             unopened.add_metric((*rank, refusal), at.meter.unopened[refusal])
-    yield from (ended, posted, unopened)
+        for why in RefusedFor:
+            refused.add_metric((*rank, why), at.meter.refused[why])
+    yield from (ended, posted, unopened, refused)

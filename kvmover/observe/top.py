@@ -169,7 +169,7 @@ _COPIES = {
 #: Counters that are failures of their own, though no transfer need have failed for them.
 _FAULTS = {
     "kvmover_lost_peers_total": "peers lost",
-    "kvmover_refused_peers_total": "peers refused",
+    "kvmover_refused_total": "peers and requests refused",
     "kvmover_mismatched_chunks_total": "chunks with another digest",
     "kvmover_malformed_messages_total": "messages malformed",
     "kvmover_unopened_messages_total": "messages without a good seal",

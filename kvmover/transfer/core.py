@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
-from kvmover.errors import KvmoverError, PeerLost, PeerUnknown
+from kvmover.errors import KvmoverError, PeerLost, PeerUnknown, RefusedFor
 from kvmover.layout.component import Component
 from kvmover.layout.pool import Pool
 from kvmover.regions import BoundMemory
+from kvmover.repeats import Repeats
 from kvmover.shared_memory import HostProcess, MapMode
 from kvmover.transfer.arguments import least_chunk_bytes
 from kvmover.transfer.config import Exports, Integrity, MoverConfig
@@ -92,6 +93,7 @@ class Core:
     later: deque[Callable[[], None]] = field(default_factory=deque["Callable[[], None]"])
     outbox: dict[str, list[bytes]] = field(default_factory=dict[str, "list[bytes]"])
     timers: Timers[Timer] = field(default_factory=Timers[Timer])
+    repeats: Repeats = field(default_factory=Repeats)
     components: tuple[Component, ...] = field(init=False)
     bound: tuple[BoundMemory, ...] = field(init=False)
     compiler: Compiler = field(init=False)
@@ -176,6 +178,16 @@ class Core:
     def awaits_no_more(self, peer: str) -> None:
         """One thing less is awaited from a peer."""
         self.liveness.awaits_no_more(peer)
+
+    def refused(self, peer: str, refused_for: RefusedFor, words: str) -> None:
+        """A peer, or a request of it, was turned away: count it, and say so once a minute."""
+        self.meter.turned_away(refused_for)
+        self.warn(peer, refused_for, f"refused {peer}: {words}")
+
+    def warn(self, peer: str, about: StrEnum, words: str) -> None:
+        """Write a warning of what a peer does, once a minute of those `about` the same."""
+        if (more := self.repeats.more((peer, about), self.clock())) is not None:
+            log.warning("%s%s", words, more)
 
     def contain(self, request: str, act: Callable[..., object], *arguments: object) -> str | None:
         """Why `act` failed, or None. Whatever it raises is the affair of one attempt at `request`: who calls this ends

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from kvmover.errors import RefusedFor
 from kvmover.exposition import OPERATION_BOUNDS_S, DurationHistogram
 
 
@@ -25,7 +26,6 @@ class Count(StrEnum):
     LAPSED_CHUNKS = "lapsed_chunks"
     LATE_MESSAGES = "late_messages"
     MALFORMED_MESSAGES = "malformed_messages"
-    REFUSED_PEERS = "refused_peers"
     LOST_PEERS = "lost_peers"
     RECONNECTS = "reconnects"
     RENEWED_SLABS = "renewed_slabs"
@@ -92,7 +92,8 @@ def _empty() -> dict[Stage, DurationHistogram]:
 @dataclass(slots=True)
 class Meter:
     """`ended`: transfers by (verb, how): `("receive", "landed")`, or a Cause. `routes`: chunks by route.
-    `unopened`: messages that were dropped unread, by a Refusal of their seal.
+    `unopened`: messages that were dropped unread, by a Refusal of their seal. `refused`: peers, and requests of peers,
+    that were turned away, by a RefusedFor.
 
     `beats` goes up with whatever is counted or timed: while it stands still, nothing happens.
     """
@@ -102,6 +103,7 @@ class Meter:
     ended: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     routes: Counter[str] = field(default_factory=Counter[str])
     unopened: Counter[str] = field(default_factory=Counter[str])
+    refused: Counter[str] = field(default_factory=Counter[str])
     beats: int = 0
 
     def add(self, count: Count, by: int = 1) -> None:
@@ -116,16 +118,27 @@ class Meter:
             spent_s[stage] += seconds
         self.beats += 1
 
-    def refused(self, refusal: str) -> None:
+    def left_unopened(self, refusal: str) -> None:
         """Count a message that was dropped unread, by a Refusal."""
         self.unopened[refusal] += 1
+        self.beats += 1
+
+    def turned_away(self, refused_for: RefusedFor) -> None:
+        """Count a peer, or a request of one, that was turned away."""
+        self.refused[refused_for] += 1
         self.beats += 1
 
     def copy(self) -> Meter:
         """A copy that does not change, for exporters in other threads."""
         stages = {stage: histogram.copy() for stage, histogram in self.stages.items()}
         return Meter(
-            self.counts.copy(), stages, self.ended.copy(), self.routes.copy(), self.unopened.copy(), self.beats
+            self.counts.copy(),
+            stages,
+            self.ended.copy(),
+            self.routes.copy(),
+            self.unopened.copy(),
+            self.refused.copy(),
+            self.beats,
         )
 
 

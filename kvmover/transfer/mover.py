@@ -205,7 +205,7 @@ class Mover:
         understood, loaded or sent before the digests were compared, and before that its seal where there are keys.
         Raises PeerReplaced for a card of a process whose place a newer one took: it opens nothing.
         """
-        return self._connections.connect(self._core.auth.verify_card(card_of(card)))
+        return self._connections.connect(card_of(card))
 
     def disconnect(self, engine: str, rank: int | None = None) -> None:
         """Part from one rank of `engine`, or from all (None): an engine that was taken out of service is not dialled.
@@ -414,26 +414,26 @@ class Mover:
         try:
             payload = self._core.auth.verify(note.peer, note.payload)
         except Unverified as error:  # not even a sign of life
-            self.meter.refused(error.refusal)
-            log.warning("dropped a message: %s", error)
+            self.meter.left_unopened(error.refusal)
+            self._core.warn(note.peer, error.refusal, f"dropped a message: {error}")
             return 1
         self._connections.heard(note.peer)
         try:
             messages = wire.split(payload)
         except ProtocolError as error:
-            return self._malformed(note.peer, error)
+            return self._malformed(note.peer, f"message from {note.peer}: {error}")
         for encoded in messages:
             try:
                 message = wire.decode(encoded)
             except ProtocolError as error:
-                self._malformed(note.peer, error)
+                self._malformed(note.peer, f"message from {note.peer}: {error}")
             else:
                 self._told(note.peer, message)
         return max(1, len(messages))
 
-    def _malformed(self, name: str, error: ProtocolError) -> int:
+    def _malformed(self, name: str, words: str) -> int:
         self.meter.add(Count.MALFORMED_MESSAGES)
-        log.warning("dropped a message from %s: %s", name, error)
+        self._core.warn(name, Count.MALFORMED_MESSAGES, f"dropped a {words}")
         return 1
 
     def _told(self, name: str, message: wire.AnyMessage) -> None:
@@ -449,8 +449,7 @@ class Mover:
             return
         peer = self._core.peers.get(name)
         if peer is None:
-            self.meter.add(Count.MALFORMED_MESSAGES)
-            log.warning("dropped a %s from %s, who is not connected", type(message).__name__, name)
+            self._malformed(name, f"{type(message).__name__} from {name}, who is not connected")
             return
         self._lend(peer, message)
         if isinstance(message, wire.Ping):

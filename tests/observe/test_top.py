@@ -191,7 +191,7 @@ def test_what_ever_went_wrong_stays_on_the_screen():
     engine.meters[0].add(Count.LOST_PEERS, 2)
     engine.receive(0, 1.0, "peer_lost")
     before = engine.scrape(0.0)
-    engine.meters[0].refused(Refusal.FORGED)
+    engine.meters[0].left_unopened(Refusal.FORGED)
     rows = shown(between(engine, before, 1.0))
     assert rows["failures"] == ["now", "in all"]
     assert rows["peers lost"] == ["0", "2"]

@@ -62,7 +62,7 @@ def test_a_sandbox_that_is_too_small_to_measure_in_is_not_measured_in(nbytes: in
     mover, target = stranger(pair), pair.dst.movers[0]
     says(pair, mover, sandbox=Memory(MemoryKind.HOST, 4096, nbytes), host="elsewhere")
     assert target.meter.counts[Count.FAULTS] == 0
-    assert target.meter.counts[Count.REFUSED_PEERS] == 0
+    assert target.meter.refused.total() == 0
     assert target.ranks("stranger") == {0}
 
 
@@ -76,7 +76,7 @@ def test_a_process_says_of_itself_what_it_said_before():
         says(pair, mover, host=f"host {number}")
         says(pair, mover, arena=replace(known.arena, address=4096))
     assert target._core.peers[mover._transport.name].card == known
-    assert target.meter.counts[Count.REFUSED_PEERS] == 40
+    assert target.meter.refused.total() == 40
     assert len(target._core.links._links) == 1
     says(pair, mover, registration=3)
     assert target._core.peers[mover._transport.name].card.registration == 3

@@ -128,7 +128,7 @@ def test_a_card_that_computes_to_nowhere_costs_nobody_a_request_or_a_region():
     speak(name, wire.encode(WANT))
     speak(name, wire.encode(wire.Granted("request", 1, (wire.Grant(0, 0),))))
     pair.bench.turn()
-    assert source.meter.counts[Count.REFUSED_PEERS] == 1
+    assert source.meter.refused.total() == 1
     lands(pair, "request")
     pair.bench.assert_nothing_is_left()
 

@@ -12,7 +12,7 @@ from mover_network import FaultyNetwork
 from kvmover.errors import PeerRefused, PeerReplaced, PeerUnknown
 from kvmover.layout import Fleet, Pool
 from kvmover.transfer.config import Backoff
-from kvmover.transfer.meter import Count, Gauge
+from kvmover.transfer.meter import Gauge
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.auth import Key, Keys
@@ -63,7 +63,7 @@ def test_a_stranger_with_the_card_of_another_process_unseats_nobody(generation: 
     pair.bench.turn()
     other = another(pair, Place("prefill", FLEET, 0, generation))
     say(pair, another(pair, Place("stranger", FLEET, 0)), other._connections.card)
-    assert target.meter.counts[Count.REFUSED_PEERS] == 1
+    assert target.meter.refused.total() == 1
     assert seated(target) == name(pair.src.movers[0])
     assert name(other) not in target._core.peers._by_name
     assert name(other) not in target._transport._peers  # pyright: ignore[reportAttributeAccessIssue]
@@ -126,7 +126,7 @@ def test_nobody_has_two_seats():
         rank = msgspec.msgpack.decode(envelope.body, type=Rank)
         rank = msgspec.structs.replace(rank, place=msgspec.structs.replace(rank.place, engine=engine))
         say(pair, stranger, msgspec.msgpack.encode(Card(envelope.digest, envelope.model, msgspec.msgpack.encode(rank))))
-    assert target.meter.counts[Count.REFUSED_PEERS] == 1
+    assert target.meter.refused.total() == 1
     assert seated(target) == name(pair.src.movers[0])
     network.cut(name(stranger))
     target._core.say(name(stranger), wire.Ping())
@@ -168,7 +168,7 @@ def test_a_process_that_was_cut_off_and_replaced_never_gets_its_seat_back():
         assert set(pass_time(4.0)) == {name(new)}
         request.assert_landed()
     assert [transfer.landed().reason for transfer in landed] == [None] * 60
-    assert target.meter.counts[Count.REFUSED_PEERS] > 0
+    assert target.meter.refused.total() > 0
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0]], ids=str)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mover_cases import Case, cases, messages
 from mover_fleets import CONFIG, SMALL_CHUNKS, Bench, Engine, HandClock, Pair, truth_of
 
-from kvmover.errors import LayoutError, PeerLost, PeerRefused, PeerUnknown, PlanError, TransferFailed
+from kvmover.errors import LayoutError, PeerLost, PeerRefused, PeerUnknown, PlanError, RefusedFor, TransferFailed
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
@@ -680,8 +680,40 @@ def test_a_hello_that_cannot_be_accepted_is_counted_and_the_loop_goes_on():
     for card in cards:
         speaker.notify(source._transport.name, wire.encode(wire.Hello(card)))
     pair.bench.turn()
-    assert source.meter.counts[Count.REFUSED_PEERS] == len(cards)
+    assert source.meter.refused.total() == len(cards)
     still_works(pair)
+
+
+def test_who_is_refused_again_and_again_is_counted_each_time_and_written_of_once_a_minute(
+    caplog: pytest.LogCaptureFixture,
+):
+    clock = HandClock()
+    pair = Pair.of(clock=clock)
+    _, speaker = stranger(pair)
+    source = pair.src.movers[0]
+    speaker.connect(source._transport.metadata())
+    for _ in range(121):
+        speaker.notify(source._transport.name, wire.encode(wire.Hello(stranger(pair, "tay")[0].card)))
+        pair.bench.turn()
+        clock.now += 1.0
+    assert source.meter.refused == {RefusedFor.HANDSHAKE: 121}
+    first, *others = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    assert first.endswith("this side holds toy (attention 2x2x2x64 bfloat16), protocol 4")
+    assert [line.rpartition(" (")[2] for line in others] == ["59 more like it since the last line)"] * 2
+
+
+@pytest.mark.parametrize("reason", RefusedFor)
+def test_what_is_turned_away_is_counted_by_its_reason(reason: RefusedFor):
+    pair = Pair.of()
+    pair.src.movers[0]._core.refused("p.1", reason, "it is another's")
+    assert pair.src.movers[0].snapshot().meter.refused == {reason: 1}
+
+
+def test_a_card_that_connect_refuses_is_counted_too():
+    pair = Pair.of()
+    with pytest.raises(PeerRefused):
+        pair.dst.movers[0].connect(stranger(pair, "tay")[0].card)
+    assert pair.dst.movers[0].meter.refused == {RefusedFor.HANDSHAKE: 1}
 
 
 def test_a_hello_that_the_transport_cannot_follow_does_not_end_the_loop(monkeypatch: pytest.MonkeyPatch):
@@ -696,7 +728,7 @@ def test_a_hello_that_the_transport_cannot_follow_does_not_end_the_loop(monkeypa
     newcomer.connect(source.card)
     newcomer.poll()
     pair.bench.turn()
-    assert source.meter.counts[Count.REFUSED_PEERS] == 1
+    assert source.meter.refused.total() == 1
     still_works(pair)
 
 

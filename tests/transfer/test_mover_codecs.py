@@ -101,7 +101,7 @@ def test_a_peer_that_consents_is_refused_by_one_that_does_not() -> None:
     pair.src.movers[0].configure(replace(TOLERANT, lossy=0.0))
     pair.dst.movers[0].connect(pair.src.movers[0].card)
     pair.bench.turn()
-    assert pair.src.movers[0].meter.counts[Count.REFUSED_PEERS] == 1
+    assert pair.src.movers[0].meter.refused.total() == 1
     assert not pair.src.movers[0].ranks("decode")
 
 

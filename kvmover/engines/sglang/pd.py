@@ -244,7 +244,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
             self._driver.connect(call.card)
         except (PeerRefused, TransportError) as error:
             refused = str(error)
-            log.error("refused a decode rank: %s", error)
+            self._exchange.refused("a decode rank", refused)
         where = engine_pd.NetworkAddress(*call.answer_to)
         answer = frames(Answer(call.key, self._name, refused))
         self._send_multipart_locked(where.to_tcp(), answer, is_ipv6=where.is_ipv6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
@@ -21,6 +22,7 @@ from kvmover.engines.common import (
 from kvmover.engines.sglang.pd_cache import RankCache
 from kvmover.errors import PeerRefused, ProtocolError, TransportError
 from kvmover.layout import DTYPE_BYTES
+from kvmover.repeats import Repeats
 from kvmover.transfer.protocol.handshake import MAX_CARD_BYTES
 from kvmover.transfer.protocol.wire import MAX_RANKS
 
@@ -57,11 +59,12 @@ class Met:
 class Exchange:
     """How a rank goes along with engines of another make. `model`: what these call its weights; None: with none.
 
-    `foreign`: prefill engines of another make, by address.
+    `foreign`: prefill engines of another make, by address. `repeats`: what was said of engines that cannot be met.
     """
 
     model: str | None
     foreign: dict[str, str] = field(default_factory=dict[str, str])
+    repeats: Repeats = field(default_factory=Repeats)
 
     @classmethod
     def of(cls, settings: Settings) -> Exchange:
@@ -87,9 +90,14 @@ class Exchange:
             for card in found.cards:
                 connect(card)
         except (PeerRefused, TransportError) as error:
-            log.error("refused the prefill at %s: %s", bootstrap_addr, error)
+            self.refused(f"the prefill at {bootstrap_addr}", str(error))
             return Met(found.engine, str(error))
         return Met(found.engine)
+
+    def refused(self, peer: str, words: str) -> None:
+        """Write that a peer cannot be connected, and why, once a minute."""
+        if (more := self.repeats.more((peer, words), time.monotonic())) is not None:
+            log.error("refused %s: %s%s", peer, words, more)
 
     def has_changed(self, bootstrap_addr: str) -> bool:
         """Whether another engine is at the address now than the one that was met there."""

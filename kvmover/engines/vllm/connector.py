@@ -28,7 +28,7 @@ from kvmover.engines.vllm.request_accounts import ExternalTokens, RequestAccount
 from kvmover.engines.vllm.request_hints import RequestHints
 from kvmover.engines.vllm.scheduler import ConnectorScheduler, HeldBlocks, Home, Role, token_hashes
 from kvmover.engines.vllm.transfers import RequestTransfers
-from kvmover.engines.vllm.worker import ConnectorWorker, Ended, failed, marks, unbegun
+from kvmover.engines.vllm.worker import ConnectorWorker, Ended, FailureLog, marks
 from kvmover.layout import Fleet
 from kvmover.observe.logs import Guest
 from kvmover.observe.metrics import MoverCollector
@@ -248,7 +248,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             first,
             settings.mover.chunk_layers,
             bool(whole.drafts),
-            failed if settings.logging.level is None else unbegun,
+            FailureLog().failed if settings.logging.level is None else FailureLog().unbegun,
         )
         log.info("serves %d blocks of %s", self._blocks, "; ".join(cache.component.name for cache in made))
 

@@ -20,6 +20,7 @@ from kvmover.cache.prefix import DEFAULT_NAMESPACE, KeyUnits, RadixKey, chain
 from kvmover.engines.common import EngineUnsupported
 from kvmover.engines.vllm.scheduler import is_tokens_alone
 from kvmover.layout import Component, Layout, Pool, PoolSpec
+from kvmover.repeats import Repeats, form_of
 
 if TYPE_CHECKING:
     from kvmover.transport import Memory
@@ -129,6 +130,7 @@ class PeerChunks:
     counts: Counter[str] = field(default_factory=Counter[str])
     _jobs: list[PeerJob] = field(default_factory=list[PeerJob])
     _serial: int = 0
+    _repeats: Repeats = field(default_factory=Repeats)
 
     def prompt(self, request: Any) -> PeerPrompt | None:
         """Of a request that is new; None where other things than tokens make its KV."""
@@ -184,12 +186,17 @@ class PeerChunks:
         def ended(outcome: int | BaseException) -> None:
             job.outcome, job.seconds = outcome, self.clock() - job.began_s
             if isinstance(outcome, BaseException):
-                log.warning("%d chunks for %s were not read: %s", len(rows), prompt.request.request_id, outcome)
+                self._unread(f"{len(rows)} chunks for {prompt.request.request_id}", outcome)
 
         job.read = PeerRead(lambda: False, ended)
         positions = range(first * self.chunk_tokens, stop * self.chunk_tokens)
         table = [0] * first + [rows[chunk] for chunk in job.run]
         self.tier.read(prompt.name, prompt.source, positions, [table], job.read)
+
+    def _unread(self, chunks: str, error: BaseException) -> None:
+        """Write why chunks were not read, once a minute of those for the same reason."""
+        if (more := self._repeats.more(form_of(str(error)), self.clock())) is not None:
+            log.warning("%s were not read: %s%s", chunks, error, more)
 
     def finished(self) -> list[PeerJob]:
         """Jobs that have ended since the last call; what they read is lent on."""

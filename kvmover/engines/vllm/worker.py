@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,6 +14,7 @@ from kvmover.engines.vllm.caches import ComponentCache
 from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, RankEnding, ReceiveSpec, SendSpec, Tables
 from kvmover.engines.vllm.transfers import Over, RequestTransfers
 from kvmover.layout import Fleet
+from kvmover.repeats import Repeats, form_of
 from kvmover.transfer.result import ALL, Cause, Gate, Service
 
 if TYPE_CHECKING:
@@ -33,16 +35,24 @@ class Tell(Protocol):
     def __call__(self, way: str, over: Over) -> None: ...
 
 
-def failed(way: str, over: Over) -> None:
-    """Whichever it was. What the engine itself gave up is no warning."""
-    given_up = over.result is not None and over.result.cause is Cause.ABORTED
-    log.log(logging.INFO if given_up else logging.WARNING, "%s was not %s: %s", over.request, way, over.reason)
+@dataclass(slots=True)
+class FailureLog:
+    """Writes a line for a transfer that failed, once a minute of those whose reason has one form."""
 
+    clock: Callable[[], float] = time.monotonic
+    _repeats: Repeats = field(default_factory=Repeats)
 
-def unbegun(way: str, over: Over) -> None:
-    """One that never began: of the others the mover's watchers tell."""
-    if over.result is None:
-        failed(way, over)
+    def failed(self, way: str, over: Over) -> None:
+        """Write of any that failed. What the engine itself gave up is no warning."""
+        given_up = over.result is not None and over.result.cause is Cause.ABORTED
+        if (more := self._repeats.more((way, given_up, form_of(str(over.reason))), self.clock())) is not None:
+            level = logging.INFO if given_up else logging.WARNING
+            log.log(level, "%s was not %s: %s%s", over.request, way, over.reason, more)
+
+    def unbegun(self, way: str, over: Over) -> None:
+        """Write of one that never began: of the others the mover's watchers tell."""
+        if over.result is None:
+            self.failed(way, over)
 
 
 @dataclass(slots=True)
@@ -83,7 +93,7 @@ class ConnectorWorker:
     first_layer: int = 0
     layer_wise: int = 0
     drafts: bool = False
-    told: Tell = failed
+    told: Tell = field(default_factory=lambda: FailureLog().failed)
     counts: Counter[str] = field(default_factory=Counter[str])
     _settled: KvmoverConnectorMetadata | None = None
     _computing: list[Computing] = field(default_factory=list[Computing])

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from kvmover.errors import LayoutError, PeerRefused, PeerReplaced, TransportError
+from kvmover.errors import LayoutError, PeerRefused, PeerReplaced, RefusedFor, TransportError
 from kvmover.transfer.config import Backoff
 from kvmover.transfer.core import Core, TimerKind
 from kvmover.transfer.destination.quarantine import WriteLeases
@@ -203,8 +203,12 @@ class Connections:
         return write_card(self.model, self.core.card)
 
     def connect(self, card: bytes) -> str:
-        """Seat the peer behind a verified `card` and tell it of us."""
-        name = self._seat(card)
+        """Seat the peer behind a `card`, once it is verified, and tell it of us."""
+        try:
+            name = self._seat(self.core.auth.verify_card(card))
+        except PeerRefused as error:
+            self.core.meter.turned_away(error.refused_for)
+            raise
         self.core.liveness.greeted(name, self.core.clock())
         self.core.timers.sooner((TimerKind.PEER, name), self.core.liveness.due(name))
         self._greet(name)
@@ -249,9 +253,10 @@ class Connections:
             self.leases.heard(name, hello.stamp_us, core.clock())
             self.welcomed(name)
             core.say(name, wire.Pong(core.stamp_us()))
-        except (PeerRefused, TransportError) as error:
-            core.meter.add(Count.REFUSED_PEERS)
-            log.warning("refused %s: %s", name, error)
+        except PeerRefused as error:
+            core.refused(name, error.refused_for, str(error))
+        except TransportError as error:
+            core.refused(name, RefusedFor.HANDSHAKE, str(error))
 
     def heard(self, name: str) -> None:
         """Anything at all, from a peer."""

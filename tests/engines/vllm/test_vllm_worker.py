@@ -25,8 +25,8 @@ from kvmover.engines.vllm.connector_metadata import (
     Tables,
 )
 from kvmover.engines.vllm.handshake import Remote
-from kvmover.engines.vllm.transfers import RequestTransfers
-from kvmover.engines.vllm.worker import ConnectorWorker, Ended, unbegun
+from kvmover.engines.vllm.transfers import Over, RequestTransfers
+from kvmover.engines.vllm.worker import ConnectorWorker, Ended, FailureLog
 from kvmover.errors import TransportError
 from kvmover.layout import Fleet
 from kvmover.plan.cost import RDMA, Route
@@ -515,12 +515,31 @@ def test_what_the_engine_gives_up_itself_is_no_warning(
     assert said_of(caplog, "d") == [("WARNING", "d was not received: the client left")]
 
 
+def test_transfers_that_fail_for_one_reason_are_a_line_a_minute_and_none_is_left_uncounted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = 0.0
+    log = FailureLog(lambda: now)
+    for number in range(200):
+        request = f"r-{number}"
+        log.failed("received", Over(request, f"request p-{number} is already being received"))
+        now += 0.5
+    log.failed("received", Over("other", "peer holds toy"))
+    log.failed("sent", Over("other", "peer holds toy"))
+    assert [record.getMessage() for record in caplog.records] == [
+        "r-0 was not received: request p-0 is already being received",
+        "r-120 was not received: request p-120 is already being received (119 more like it since the last line)",
+        "other was not received: peer holds toy",
+        "other was not sent: peer holds toy",
+    ]
+
+
 def test_where_the_mover_tells_of_transfers_the_worker_tells_of_those_that_never_began(
     make: Callable[..., Engine], caplog: pytest.LogCaptureFixture
 ) -> None:
     make("src")
     dst = make("dst")
-    dst.worker.told = unbegun
+    dst.worker.told = FailureLog().unbegun
     dst.step(KvmoverConnectorMetadata(receives=[RECEIVE]))
     dst.step(KvmoverConnectorMetadata(aborts=[AbortSpec("d", "enough")]))
     dst.take()

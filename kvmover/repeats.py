@@ -1,0 +1,64 @@
+"""Repeats decides which of the warnings that say the same are written: one a key a minute, with the number left out."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+#: Keys that are known at a time, and so lines a minute at most: whoever makes up names fills no log.
+MAX_KEYS = 256
+
+_NAMED = re.compile(r"\S*\d\S*")
+
+
+def form_of(sentence: str) -> str:
+    """Returns a sentence without the words in it that have digits, which are names, sizes and times: what it has in
+    common with those that say the same of others.
+
+    >>> form_of("request cmpl-7 was not landed in 30.0 s")
+    'request # was not landed in # s'
+    """
+    return _NAMED.sub("#", sentence)
+
+
+@dataclass(slots=True)
+class _Written:
+    """When a warning was written, and how many like it were left out since."""
+
+    at_s: float
+    left_out: int = 0
+
+
+@dataclass(slots=True)
+class Repeats:
+    """Warnings that were written, by key: who and why, as (peer, reason). Times in seconds, of which the caller has the
+    clock.
+
+    >>> repeats = Repeats()
+    >>> repeats.more("a", 0.0), repeats.more("a", 1.0), repeats.more("a", 2.0), repeats.more("b", 2.0)
+    ('', None, None, '')
+    >>> repeats.more("a", 61.0)
+    ' (2 more like it since the last line)'
+    """
+
+    every_s: float = 60.0
+    _written: OrderedDict[Hashable, _Written] = field(default_factory=OrderedDict[Hashable, _Written])
+
+    def more(self, key: Hashable, now_s: float) -> str | None:
+        """Returns the end of a warning that is to be written now, empty where none like it was left out; None for one
+        that is to be left out.
+        """
+        known = self._written.get(key)
+        if known is not None and now_s - known.at_s < self.every_s:
+            known.left_out += 1
+            return None
+        if known is None and len(self._written) >= MAX_KEYS:
+            oldest = next(iter(self._written.values()))
+            if now_s - oldest.at_s < self.every_s:
+                return None
+            self._written.popitem(last=False)
+        self._written[key] = _Written(now_s)
+        self._written.move_to_end(key)
+        return f" ({known.left_out} more like it since the last line)" if known and known.left_out else ""
