@@ -8,6 +8,13 @@ from kvmover.faces import public
 
 if TYPE_CHECKING:
     from kvmover.engines.common.cards import CARDS_PATH, Cards, CardServer, EngineMake, fetch_cards
+    from kvmover.engines.common.checkpoint import (
+        CheckpointDigest,
+        UnknownWeights,
+        combined,
+        digest_of_adapter,
+        digest_of_checkpoint,
+    )
     from kvmover.engines.common.exchange import EXCHANGED_DTYPES, exchanged
     from kvmover.engines.common.first_token import FirstToken, ToldLogprobs, told_logprobs
     from kvmover.engines.common.hinted_requests import HINTS_KEY, HintedRequests, outcome_of, pin_limits
@@ -38,6 +45,13 @@ _HOMES = {
         "Cards",
         "EngineMake",
         "fetch_cards",
+    ),
+    "checkpoint": (
+        "CheckpointDigest",
+        "UnknownWeights",
+        "combined",
+        "digest_of_adapter",
+        "digest_of_checkpoint",
     ),
     "exchange": (
         "EXCHANGED_DTYPES",
@@ -106,6 +120,7 @@ __all__ = [
     "BounceBuffer",
     "CardServer",
     "Cards",
+    "CheckpointDigest",
     "ContentOptions",
     "Election",
     "EmptyBackend",
@@ -124,8 +139,12 @@ __all__ = [
     "TenantGroups",
     "Tested",
     "ToldLogprobs",
+    "UnknownWeights",
     "Upkeep",
     "as_bytes",
+    "combined",
+    "digest_of_adapter",
+    "digest_of_checkpoint",
     "election",
     "exchanged",
     "fetch_cards",
