@@ -173,7 +173,8 @@ class RunReport:
         )
         return (
             f"{self._same_tokens()} of {len(self.requests)} requests in {len(self.scenarios)} scenario{plural} are"
-            f" those of the one-process model{self._ties()}{sent if wired else ''}, in {self.seconds:.0f} s.{died}{read}"
+            f" those of the one-process model{self._ties()}{sent if wired else ''},"
+            f" in {self.seconds:.0f} s.{died}{read}"
         )
 
     def _same_tokens(self) -> str:
