@@ -104,9 +104,9 @@ $(READY): pyproject.toml constraints-cpu.txt $(wildcard setup.py core/*)
 ifeq ($(GPU),)
 	@$(PIP) install torch --constraint constraints-cpu.txt
 	@$(PIP) install triton==$(NEWEST_TRITON)
-	@$(PIP) install --no-build-isolation --editable ".[test,perf,dev]"
+	@$(PIP) install --no-build-isolation --editable ".[test,dev]"
 else
-	@$(PIP) install --no-build-isolation --editable ".[cuda13,test,perf,dev]"
+	@$(PIP) install --no-build-isolation --editable ".[cuda13,test,dev]"
 endif
 	@$(PIP) install --no-deps nixl nixl-cu13
 	@touch $@

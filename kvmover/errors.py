@@ -113,8 +113,16 @@ class MissingLibrary(KvmoverError, ImportError):
     """A library that is not installed: the message says what needs it, and how to install it."""
 
 
+def how_to_install(extra: str) -> str:
+    """Return how to install an extra of kvmover, which no index has: `pip install '.[s3]' in a checkout ...`."""
+    return f"pip install '.[{extra}]' in a checkout of kvmover, or 'WHEEL[{extra}]' with the path of its wheel"
+
+
 def need(module: str, what: str, extra: str) -> None:
-    """Raise MissingLibrary where `module` cannot be imported: `the demo needs torch: pip install 'kvmover[torch]'`."""
+    """Raise MissingLibrary where `module` cannot be imported: `the demo needs torch, which is not installed: ...`.
+
+    `extra`: the extra of kvmover that brings it; the message says how to install that.
+    """
     if module not in sys.modules and find_spec(module) is None:
         name = module.replace("_", "-")
-        raise MissingLibrary(f"{what} needs {name}, which is not installed: pip install 'kvmover[{extra}]'")
+        raise MissingLibrary(f"{what} needs {name}, which is not installed: {how_to_install(extra)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from perf.record import first, read
 
@@ -12,7 +12,15 @@ def headline() -> str:
     lines = ["| Measured | kvmover | beside it |", "|---|---|---|"]
     lines += [f"| {question} | {ours} | {theirs} |" for question, ours, theirs in _headlines()]
     gpu, cpu = first("bench_kernels", what="kvmover"), first("transfer", of_contiguous="1.0")
-    return "\n".join([*lines, "", f"The first two rows: {gpu['hardware']}. The others: {cpu['hardware']}.", ""])
+    where = f"The first two rows: {gpu['hardware']}, {gpu['date']}; {of_lost_code(gpu)} The others: {cpu['hardware']}."
+    return "\n".join([*lines, "", where, ""])
+
+
+def of_lost_code(row: Mapping[str, str]) -> str:
+    """Return the sentence for a measurement whose commit is unknown; empty where what was measured is known."""
+    if row["commit"] != "unknown":
+        return ""
+    return "commit unknown: the row mover has changed since, and what was measured is no longer in the tree."
 
 
 def _headlines() -> Iterator[tuple[str, str, str]]:

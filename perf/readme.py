@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from perf.headline import best_clone, headline, places
+from perf.headline import best_clone, headline, of_lost_code, places
 from perf.record import RESULTS, read
 from perf.shared_table import shared
 
@@ -104,6 +104,7 @@ def _kernels() -> list[str]:
     share = f"share of the fastest clone, {best} GB/s"
     lines = [
         f"**Gather and scatter on a GPU**, payload GB/s and {share} ({_about(rows[0])}):",
+        *_lost(rows[0]),
         "",
         "| | row | gather | scatter | SGLang's staging kernels as released: gather, scatter | with aligned pointers |",
         "|---|---|---|---|---|---|",
@@ -123,11 +124,17 @@ def _kernels() -> list[str]:
     return lines
 
 
+def _lost(row: dict[str, str]) -> list[str]:
+    said = of_lost_code(row)
+    return [f"{row['date']}, {said}"] if said else []
+
+
 def _budgets() -> list[str]:
     rows = [row for row in read("roofline") if row["sms"]]
     budgets = list(dict.fromkeys(row["sms"] for row in rows))
     lines = [
         "**Under a budget of SMs**, payload GB/s, and how much longer a bf16 matrix product takes beside the gather:",
+        *_lost(rows[0]),
         "",
         f"| SMs | {' | '.join(budgets)} |",
         f"|---|{'---|' * len(budgets)}",

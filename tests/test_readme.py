@@ -61,6 +61,12 @@ PICTURES = re.findall(
 )
 
 
+def test_every_picture_of_the_pages_is_drawn_by_a_command() -> None:
+    drawn = {picture for _, picture in PICTURES}
+    root = readme.README.parent
+    assert {str(path.relative_to(root)) for path in (root / "docs").glob("*.svg")} == drawn
+
+
 def test_a_picture_is_what_the_command_draws_today(tmp_path: Path) -> None:
     assert len(PICTURES) == 2
     for number, (command, picture) in enumerate(PICTURES):

@@ -23,6 +23,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from kvmover.errors import how_to_install
 from kvmover.observe.formats import bytes_in_words
 
 #: The Triton releases for which the kernels are compiled in the tests.
@@ -68,7 +69,7 @@ def python() -> Iterator[Finding]:
 def pytorch() -> Iterator[Finding]:
     """Imports it: that is where a broken install shows."""
     if not find_spec("torch"):
-        yield Finding("torch", Status.MISSING, "not installed", "pip install 'kvmover[torch]'; needed to move bytes")
+        yield Finding("torch", Status.MISSING, "not installed", f"needed to move bytes; {how_to_install('torch')}")
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -88,7 +89,7 @@ def triton() -> Iterator[Finding]:
     found = _version("triton")
     oldest, newest = _dotted(OLDEST_TRITON), _dotted(NEWEST_TRITON)
     if found is None:
-        yield Finding("triton", Status.MISSING, "not installed", "pip install 'kvmover[torch]'; needed on a GPU")
+        yield Finding("triton", Status.MISSING, "not installed", f"needed on a GPU; {how_to_install('torch')}")
     elif _older(found, OLDEST_TRITON):
         yield Finding("triton", Status.PROBLEM, f"{found} is too old", f"install triton {oldest} or newer")
     elif _older(found, (NEWEST_TRITON[0], NEWEST_TRITON[1] + 1)):
@@ -123,7 +124,7 @@ def gpus() -> Iterator[Finding]:
 def cupy() -> Iterator[Finding]:
     """Copies between host and device go through it. Imported only where it is installed."""
     if not find_spec("cupy"):
-        remedy = "pip install 'kvmover[cuda13]' or 'kvmover[cuda12]'" if _gpus() else ""
+        remedy = f"{how_to_install('cuda13')}; cuda12 for CUDA 12" if _gpus() else ""
         yield Finding("cupy", Status.MISSING, "not installed; bulk copies on a GPU need it", remedy)
         return
     yield Finding("cupy", Status.OK, str(import_module("cupy").__version__))
@@ -133,7 +134,7 @@ def nixl() -> Iterator[Finding]:
     """The wheels that are installed, and each plugin of theirs."""
     wheels = [(wheel, found) for wheel in NIXL_WHEELS if (found := _version(wheel))]
     if not wheels:
-        yield Finding("nixl", Status.MISSING, "not installed", "pip install 'kvmover[nixl]'; needed between processes")
+        yield Finding("nixl", Status.MISSING, "not installed", f"needed between processes; {how_to_install('nixl')}")
     for wheel, found in wheels:
         old = _older(found, OLDEST_NIXL)
         remedy = f"install {wheel} {_dotted(OLDEST_NIXL)} or newer" if old else ""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvmover.cache.ledger import Account
 from kvmover.config.settings import LogFormat, LoggingSettings, Settings
-from kvmover.errors import KvmoverError, need
+from kvmover.errors import KvmoverError, how_to_install, need
 from kvmover.observe import logs
 from kvmover.observe.runlog import RunLog
 from kvmover.transfer.result import Ending
@@ -34,7 +34,7 @@ class Spans:
         try:
             self._api: Any = import_module("opentelemetry.trace")
         except ImportError:
-            raise KvmoverError("spans need OpenTelemetry: pip install 'kvmover[otel]'") from None
+            raise KvmoverError(f"spans need OpenTelemetry: {how_to_install('otel')}") from None
         self._tracer = self._api.get_tracer("kvmover", __version__)
         self._parent, self._clock = parent, clock
 

@@ -107,7 +107,7 @@ def test_without_torch_there_is_one_sentence_with_a_remedy(
 ):
     monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.setattr(errors, "find_spec", lambda name: None)
-    said = "needs torch, which is not installed: pip install 'kvmover[torch]'"
+    said = f"needs torch, which is not installed: {errors.how_to_install('torch')}"
     with pytest.raises(SystemExit) as end:
         cli.main(["demo"])
     assert end.value.code == 2

@@ -16,7 +16,7 @@ from kvmover.observe import checks, doctor
 from kvmover.observe.checks import Finding, Status
 
 FINE = Finding("python", Status.OK, "3.11.7")
-ABSENT = Finding("nixl", Status.MISSING, "not installed", "pip install 'kvmover[nixl]'")
+ABSENT = Finding("nixl", Status.MISSING, "not installed", "pip install '.[nixl]'")
 BROKEN = Finding("nixl-cu13 UCX", Status.PROBLEM, "does not load: misses libnope.so.1")
 
 
@@ -62,7 +62,7 @@ def test_json_holds_every_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert status_of("--json") == 0
     assert json.loads(capsys.readouterr().out)["findings"] == [
         {"name": "python", "status": "ok", "detail": "3.11.7", "remedy": ""},
-        {"name": "nixl", "status": "missing", "detail": "not installed", "remedy": "pip install 'kvmover[nixl]'"},
+        {"name": "nixl", "status": "missing", "detail": "not installed", "remedy": "pip install '.[nixl]'"},
     ]
 
 
@@ -71,7 +71,7 @@ def test_brackets_in_a_remedy_are_printed_and_not_taken_for_markup(
 ) -> None:
     only(monkeypatch, ABSENT)
     status_of()
-    assert "-> pip install 'kvmover[nixl]'" in capsys.readouterr().out
+    assert "-> pip install '.[nixl]'" in capsys.readouterr().out
 
 
 def test_a_check_that_dies_is_a_finding_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,7 +233,7 @@ def test_a_span_hangs_below_the_engines_own(engines: Engines, exported: Any) -> 
 
 def test_without_opentelemetry_spans_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.trace", None)
-    with pytest.raises(KvmoverError, match=r"pip install 'kvmover\[otel\]'"):
+    with pytest.raises(KvmoverError, match=r"pip install '\.\[otel\]'"):
         Spans()
 
 

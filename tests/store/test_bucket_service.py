@@ -132,7 +132,7 @@ def test_a_bucket_that_is_not_there_is_no_empty_one(bucket: str) -> None:
 
 def test_without_obstore_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(StoreError, match=r"s3://bucket needs obstore: pip install 'kvmover\[s3\]'"):
+    with pytest.raises(StoreError, match=r"s3://bucket needs obstore: pip install '\.\[s3\]'"):
         ObjectBucket.open("s3://bucket")
 
 

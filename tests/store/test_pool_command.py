@@ -99,7 +99,7 @@ def test_what_is_no_location_of_a_pool_is_refused_with_its_words(location: str, 
 def test_a_process_without_mooncake_hears_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_see_alive", lambda address: None)
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
-    with pytest.raises(StoreError, match=r"host:5/kvmover needs Mooncake: pip install 'kvmover\[mooncake\]'"):
+    with pytest.raises(StoreError, match=r"host:5/kvmover needs Mooncake: pip install '\.\[mooncake\]'"):
         PoolClient.open(PoolAddress("host", 5))
 
 

@@ -19,7 +19,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast
 
-from kvmover.errors import StoreError
+from kvmover.errors import StoreError, how_to_install
 from kvmover.store.location import SCHEMES, is_bucket
 
 log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class ObjectBucket:
             import obstore
             from obstore.store import from_url
         except ImportError as error:
-            raise StoreError(f"{location} needs obstore: pip install 'kvmover[s3]'") from error
+            raise StoreError(f"{location} needs obstore: {how_to_install('s3')}") from error
         try:
             store = from_url(location, client_options=_client_options(), retry_config=_retry_config())
         except Exception as error:  # obstore has a base of its own for what it cannot make of a location

@@ -18,7 +18,7 @@ from enum import Enum
 from importlib import import_module
 from typing import Any, Literal, Protocol, TypeAlias
 
-from kvmover.errors import StoreError
+from kvmover.errors import StoreError, how_to_install
 from kvmover.store.files import SHORT
 from kvmover.store.mooncake.address import PoolAddress
 from kvmover.store.mooncake.call_lane import CallLane
@@ -195,7 +195,7 @@ class PoolClient:
         try:
             mooncake: Any = import_module("mooncake.store")
         except ImportError as error:
-            raise StoreError(f"{address.location} needs Mooncake: pip install 'kvmover[mooncake]' ({error})") from error
+            raise StoreError(f"{address.location} needs Mooncake: {how_to_install('mooncake')} ({error})") from error
         client, kept = mooncake.MooncakeDistributedStore(), mooncake.ReplicateConfig()
         kept.with_hard_pin, kept.replica_num = True, 2
         here = (_own_host(address), address.metadata, address.donate_bytes, _ENTRIES_BYTES)
