@@ -23,7 +23,7 @@ def check_result(scene: Scene, order: Order, result: Result) -> None:
     if result.landed == (result.cause is not None):
         raise Broken(f"{order.name} ended with reason {result.reason} and cause {result.cause}")
     if not result.landed and not scene.twice_spoilt(order.request.name):
-        if scene.calm and not _came_late(order, result):
+        if scene.calm and not _came_late(scene, order, result):
             raise Broken(f"{order.name} failed though nothing went wrong: {result.reason}")
         # A source that gives up reuses what is being read, so a pull may find the wrong bytes without a wrong bit.
         if result.cause is Cause.INTEGRITY and scene.scenario.config.verb is Verb.PUSH:
@@ -36,9 +36,21 @@ def check_result(scene: Scene, order: Order, result: Result) -> None:
         _check_whole(scene, order)
 
 
-def _came_late(order: Order, result: Result) -> bool:
-    """Of two decode engines one may ask when the other was served, and the request is over."""
-    return order.request.asked.other_s is not None and result.reason == SERVED
+def _came_late(scene: Scene, order: Order, result: Result) -> bool:
+    """Of two decode engines one may ask when the other was served, and the request is over: at some rank of the source,
+    for one who had asked all of them before they sent it is served as the other is.
+    """
+    if order.request.asked.other_s is None or result.reason != SERVED:
+        return False
+    scenario, seat = scene.scenario, order.seat.place
+    fleets = scenario.fleets["p"], scenario.fleets[seat.engine]
+    sources = related(scenario.components, *fleets, scenario.config.replicas).sources_of(seat.rank)
+    waited = (
+        other.seat.place.rank
+        for other in scene.orders
+        if other.verb == "send" and other.request is order.request and seat.engine in other.waited
+    )
+    return order.verb == "send" or not {*sources, *order.request.asked.aux_from} <= {*waited}
 
 
 def _check_whole(scene: Scene, order: Order) -> None:

@@ -27,6 +27,7 @@ from kvmover.transfer.peers.table import Peer, Peers
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.chunks import Lane
 from kvmover.transfer.protocol.wire import Verb
+from kvmover.transfer.source import driver as source_driver
 from kvmover.transfer.source import machine as source_machine
 from kvmover.transfer.source.attempts import Request, SendAttempt
 from kvmover.transfer.source.driver import SourceDriver
@@ -519,6 +520,11 @@ def ranks_are_counted_without_their_engine(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Request, "all_asked", property(all_asked))
 
 
+def what_one_engine_said_is_heard_before_another_asked(patch: pytest.MonkeyPatch) -> None:
+    """Of two that waited for `send`, one ends the request before the other's Want is looked at."""
+    patch.setattr(source_driver, "sorted", lambda said, key: said, raising=False)
+
+
 # What the engine is told.
 
 
@@ -596,6 +602,7 @@ MUTATIONS: list[tuple[Mutation, str]] = [
     (a_chunk_is_told_before_it_is_copied, "default"),
     (what_fails_one_engine_fails_all, "several"),
     (ranks_are_counted_without_their_engine, "several"),
+    (what_one_engine_said_is_heard_before_another_asked, "staggered"),
     (a_spoilt_chunk_of_a_failed_request_is_whole, "default"),
     (reads_count_unconfirmed, "ambushed"),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -50,6 +51,8 @@ def linked(one: str, other: str) -> bool:
 class Profile:
     """What the wire does to what it carries, and how much else goes wrong. Probabilities are for each note, each write
     and read, and `calm` for a whole schedule in which nothing does, `others` for one with a second decode engine.
+    `grids` of the prefill; `tokens` of a request, at least and at most; how much decodes ask `ahead_s` of its prefill;
+    how often their pages are `allocated` part by part.
     """
 
     name: str
@@ -78,6 +81,10 @@ class Profile:
     sharing: float = 0.2
     revocations: tuple[Revocation | None, ...] = (None, None, Revocation.UNPROVEN)
     others: float = 0.25
+    grids: tuple[tuple[int, int, int], ...] = GRIDS
+    tokens: tuple[int, int] = (1, 12)
+    ahead_s: float = 0.0
+    allocated: float = 0.3
 
 
 #: What NIXL does: notes of one peer stay in order and none is lost while the peer lives; a write may take for ever.
@@ -123,6 +130,17 @@ REVOKED = replace(
 REPLACED = replace(DEFAULT, name="replaced", calm=0.0, crashes=0.0, replaced=1.0)
 #: Two decode engines of several ranks that ask for the same requests.
 SEVERAL = replace(DEFAULT, name="several", calm=0.4, crashes=0.3, others=1.0)
+#: Two decode engines that ask before the ranks of a prefill send, each in its own time, of which some have no chunk.
+STAGGERED = replace(
+    DEFAULT,
+    name="staggered",
+    calm=1.0,
+    others=1.0,
+    grids=((1, 1, 2), (1, 1, 3), (2, 1, 2)),
+    tokens=(1, 3),
+    ahead_s=0.3,
+    allocated=0.9,
+)
 PROFILES = {
     profile.name: profile
     for profile in (
@@ -138,6 +156,7 @@ PROFILES = {
         REPLACED,
         PULLED,
         SEVERAL,
+        STAGGERED,
     )
 }
 
@@ -284,7 +303,7 @@ class Scenario:
         random = Random(f"scenario {seed}")
         calm = random.random() < profile.calm
         components = random.choice(MODELS)
-        fleets = {engine: _fleet(random) for engine in ENGINES}
+        fleets = {engine: _fleet(random, profile.grids if engine == "p" else GRIDS) for engine in ENGINES}
         own = Random(f"compressed {seed}")
         if own.random() < 0.125:
             components, fleets = COMPRESSED, {engine: _own_pages(own, fleet) for engine, fleet in fleets.items()}
@@ -304,7 +323,9 @@ class Scenario:
             ),
             () if calm else tuple(_faults(random, profile, fleets)),
         )
-        drawn = scenario._allocating(Random(f"allocated {seed}"))._asked_twice(Random(f"other {seed}"), profile)
+        drawn = scenario._allocating(Random(f"allocated {seed}"), profile.allocated)._asked_twice(
+            Random(f"other {seed}"), profile
+        )
         return drawn._on_one_host() if drawn.shared else drawn
 
     def _on_one_host(self) -> Scenario:
@@ -317,9 +338,9 @@ class Scenario:
             ),
         )
 
-    def _allocating(self, random: Random) -> Scenario:
+    def _allocating(self, random: Random, often: float) -> Scenario:
         """Some requests get their pages at the destination part by part."""
-        shared = (_parts(random) if random.random() < 0.3 else () for _ in self.requests)
+        shared = (_parts(random) if random.random() < often else () for _ in self.requests)
         requests = (replace(asked, allocated=parts) for asked, parts in zip(self.requests, shared, strict=True))
         return replace(self, requests=tuple(requests))
 
@@ -344,8 +365,8 @@ class Scenario:
         return self.config.integrity is Integrity.DIGEST
 
 
-def _fleet(random: Random) -> Fleet:
-    return Fleet(*random.choice(GRIDS), page_tokens=random.choice([2, 4]), cp_order=random.choice(list(CpOrder)))
+def _fleet(random: Random, grids: Sequence[tuple[int, int, int]] = GRIDS) -> Fleet:
+    return Fleet(*random.choice(grids), page_tokens=random.choice([2, 4]), cp_order=random.choice(list(CpOrder)))
 
 
 def _own_pages(random: Random, fleet: Fleet) -> Fleet:
@@ -375,9 +396,10 @@ def _config(random: Random, profile: Profile, calm: bool) -> MoverConfig:
 
 
 def _request(random: Random, profile: Profile, name: str, sources: int, calm: bool) -> Asked:
-    tokens = random.randint(1, 12)
+    tokens = random.randint(*profile.tokens)
     first = random.uniform(0, 0.3)
     begin = first + random.choice([0, random.uniform(0, 0.3)]), first + random.choice([0, random.uniform(0, 0.3)])
+    begin = begin[0] + profile.ahead_s, begin[1]
     start, steps = random.choice([0, 0, 0, random.randint(0, tokens)]), _steps(random, tokens)
     asked = Asked(
         name,

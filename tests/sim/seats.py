@@ -82,7 +82,7 @@ class Order:
 
     `pages` [component], of each of which so many are `named`, and `numbers`, those of them as the geometry counts them
     that a receive may be written to, and a send is made of. `generation` of a receive's attempt. Of a send, `computed`
-    so far; `seen` are chunks that were found ready.
+    so far; `seen` are chunks that were found ready; `waited` are engines of which a rank had asked before.
     """
 
     verb: Literal["send", "receive"]
@@ -96,6 +96,7 @@ class Order:
     computed: list[Step] = field(default_factory=list[Step])
     named: list[int] = field(default_factory=list[int])
     seen: set[tuple[str, int, int]] = field(default_factory=set["tuple[str, int, int]"])
+    waited: set[str] = field(default_factory=set[str])
 
     def part(self, share: float) -> list[npt.NDArray[np.int64]]:
         """The pages of each table that come to `share` of it, behind those named; they are named from here on."""

@@ -100,6 +100,35 @@ def test_two_engines_that_ask_before_it_is_sent_are_both_served():
     scene.holds(1)
 
 
+def test_a_source_rank_that_sends_last_serves_all_who_had_asked_it_though_one_has_all_it_wants():
+    """Of one token the second context-parallel rank has nothing: the first engine is done with it before it sends."""
+    bench = Bench((Component.attention(2, 2, 64, "bfloat16"),), QUICK, HandClock())
+    source = bench.engine("prefill", Fleet(cp=2, page_tokens=4))
+    engines = [bench.engine(name, Fleet(page_tokens=4)) for name in "AB"]
+    for engine in engines:
+        engine.connect(source)
+    bench.turn()
+    tables, truth = source.tables(1), truth_of(bench.components, 1)
+    source.fill(tables, truth)
+    wanted = [engine.tables(1, 1) for engine in engines]
+    before = [engine.snapshot() for engine in engines]
+    (first,) = engines[0].receive("request", "prefill", range(1), wanted[0])
+    bench.turn()
+    second = engines[1].movers[0].receive("request", "prefill", range(1), None)
+    bench.turn()
+    sent = [source.movers[0].send("request", tables[0])]
+    bench.turn(20)
+    assert first.landed()
+    sent.append(source.movers[1].send("request", tables[1]))
+    bench.turn(20)
+    engines[1].movers[0].allocated(second, wanted[1][0])
+    bench.ended([*sent, second])
+    assert reasons(*sent, first, second) == [None] * 4
+    for engine, held, at in zip(engines, before, wanted, strict=True):
+        engine.assert_holds(engine.landed(held, at, truth))
+    bench.assert_nothing_is_left()
+
+
 def test_who_asks_after_the_request_was_served_hears_so_at_once():
     scene = Scene(1, 1)
     asked, sent = scene.receive(0), scene.send()

@@ -72,10 +72,10 @@ class SourceDriver:
         self.reopen(transfer.request)
         request.failed.update((engine, (reason, Cause.PEER_LOST)) for engine, reason in lost.items())
         request.expected.update(dict.fromkeys(lost, frozenset[int]()))
-        for early in self._take_early(transfer.request):
-            for message in early.messages():
-                assert isinstance(message, wire.About)
-                self.hear(early.peer, message)
+        said = [(early.peer, message) for early in self._take_early(transfer.request) for message in early.messages()]
+        for peer, message in sorted(said, key=lambda each: not isinstance(each[1], wire.Want)):
+            assert isinstance(message, wire.About)
+            self.hear(peer, message)  # first who asked, all of them: what one engine said since may end the request
         self._settle(request)
 
     def produced(self, transfer: Transfer, gate: Gate, pages: Pages | None) -> None:
