@@ -338,6 +338,8 @@ TEXTS: Mapping[str, str] = {
     "mover.replicas": "stripe: ranks with equal shards each send a part of the pages; elect: one of them sends all.",
     "mover.chunk_layers": "Layers in a chunk, so that chunks can leave while a prefill computes; 0: all layers.",
     "mover.integrity": "digest: a digest of each chunk is compared after it has landed; none: nothing is.",
+    "mover.identity": "checked: a request whose prompt one side cannot name by content is refused; trust: it is served."
+    " A prompt that differs is refused by either.",
     "mover.sms": "Streaming multiprocessors that a copy kernel on the GPU may use; `none`: all.",
     "mover.engine": "What copies on the GPU. auto: the row mover, or what was measured as faster on this GPU. rows:"
     " the row mover. green_context: the same on SMs set aside for it. ring: bulk copies through shared memory."

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvmover.transfer.mover import Mover
     from kvmover.transfer.peers.processes import PeerProcess
     from kvmover.transfer.protocol.auth import Key, Keys
+    from kvmover.transfer.protocol.content import Content, IdentityCheck
     from kvmover.transfer.protocol.handshake import Model, Place
     from kvmover.transfer.result import Cause, Ending, Gate, Result, Service, Transfer
     from kvmover.transfer.threads.async_mover import AsyncMover, AsyncTransfer
@@ -24,8 +25,10 @@ _HOME = {
     "AsyncMover": "threads.async_mover",
     "AsyncTransfer": "threads.async_mover",
     "Cause": "result",
+    "Content": "protocol.content",
     "Ending": "result",
     "Gate": "result",
+    "IdentityCheck": "protocol.content",
     "Integrity": "config",
     "Key": "protocol.auth",
     "Keys": "protocol.auth",
@@ -46,8 +49,10 @@ __all__ = [
     "AsyncMover",
     "AsyncTransfer",
     "Cause",
+    "Content",
     "Ending",
     "Gate",
+    "IdentityCheck",
     "Integrity",
     "Key",
     "Keys",

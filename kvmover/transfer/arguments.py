@@ -15,6 +15,7 @@ from kvmover.layout.component import Component
 from kvmover.layout.fleet import Fleet
 from kvmover.layout.pool import Pool, PoolSpec
 from kvmover.transfer.memory.arena import ALIGN_BYTES
+from kvmover.transfer.protocol.content import Content
 from kvmover.transfer.protocol.handshake import Model, Place, check_fleet_pages
 from kvmover.transfer.protocol.wire import MAX_REQUEST_CHARACTERS
 from kvmover.transfer.result import Gate, Service, Transfer
@@ -239,6 +240,20 @@ def deadline_of(given: object) -> float | None:
     return given
 
 
+def content_of(given: object) -> Content | None:
+    """The prompt that a caller names, or None. Raises PlanError for what is no Content."""
+    if given is not None and not isinstance(given, Content):
+        raise PlanError(f"content = {given!r:.60}; it must be a Content, or None")
+    return given
+
+
+def contents_of(given: object) -> tuple[Content, ...]:
+    """What beginnings of a request are of. Raises PlanError for what is no Content."""
+    if not isinstance(given, Iterable):
+        raise PlanError(f"contents = {given!r:.60}; give a list of Content")
+    return tuple(content for each in cast("Iterable[object]", given) if (content := content_of(each)) is not None)
+
+
 class SendArguments(NamedTuple):
     """The arguments of `send`, read and copied: their caller may change its lists from then on, whoever acts on them.
 
@@ -251,10 +266,18 @@ class SendArguments(NamedTuple):
     aux: bytes | None
     deadline_s: float | None
     service: Service
+    content: Content | None
 
     @classmethod
     def of(
-        cls, request: object, pages: object, gates: object, aux: object, deadline_s: object, service: object
+        cls,
+        request: object,
+        pages: object,
+        gates: object,
+        aux: object,
+        deadline_s: object,
+        service: object,
+        content: object,
     ) -> SendArguments:
         """As they were given."""
         return cls(
@@ -264,6 +287,7 @@ class SendArguments(NamedTuple):
             None if aux is None else payload_of(aux),
             deadline_of(deadline_s),
             member(Service, service, "service", PlanError),
+            content_of(content),
         )
 
 
@@ -276,10 +300,18 @@ class ReceiveArguments(NamedTuple):
     pages: PageTables | None
     aux_from: tuple[int, ...]
     deadline_s: float | None
+    content: Content | None
 
     @classmethod
     def of(
-        cls, request: object, engine: str, positions: object, pages: object, aux_from: object, deadline_s: object
+        cls,
+        request: object,
+        engine: str,
+        positions: object,
+        pages: object,
+        aux_from: object,
+        deadline_s: object,
+        content: object,
     ) -> ReceiveArguments:
         """As they were given."""
         return cls(
@@ -289,6 +321,7 @@ class ReceiveArguments(NamedTuple):
             None if pages is None else page_tables(pages),
             ranks_of(aux_from),
             deadline_of(deadline_s),
+            content_of(content),
         )
 
 

@@ -19,6 +19,7 @@ from kvmover.plan.cost import RDMA, Costs, Route
 from kvmover.plan.legs import Replicas
 from kvmover.transfer.memory.arena import ALIGN_BYTES
 from kvmover.transfer.protocol.auth import Keys
+from kvmover.transfer.protocol.content import IdentityCheck
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transport.base import Revocation
 
@@ -98,6 +99,8 @@ class MoverConfig:
     `chunk_layers`: layers in a chunk, so that chunks leave while a prefill computes; 0: all. The destination's to
     choose.
     `integrity`: whether what landed is compared by a digest a chunk. The destination's to choose.
+    `identity`: whether a request goes to who asks for it where one side cannot say of which prompt it is. The source's
+    to choose.
     `sms`: streaming multiprocessors that a copy may use; None: all. 8 of an H200 pack three times as fast as a 400 Gb/s
     network carries.
     `engine`: what copies on the GPU; `auto`: the row mover, or what was measured as the fastest on this GPU, in
@@ -127,6 +130,7 @@ class MoverConfig:
     replicas: Replicas = Replicas.STRIPE
     chunk_layers: int = 0
     integrity: Integrity = Integrity.NONE
+    identity: IdentityCheck = IdentityCheck.CHECKED
     sms: int | None = 8
     engine: CopyEngine = CopyEngine.AUTO
     exports: Exports = Exports.NONE
@@ -148,7 +152,7 @@ class MoverConfig:
                 f"mover config has sandbox_bytes = {self.sandbox_bytes}; 0 or {LEAST_REGION_BYTES} and more"
             )
         kinds = {"verb": Verb, "replicas": Replicas, "integrity": Integrity, "exports": Exports, "engine": CopyEngine}
-        settle(self, what, LayoutError, **kinds)
+        settle(self, what, LayoutError, **kinds, identity=IdentityCheck)
         if self.route is not None:
             settle(self, what, LayoutError, route=Route)
         if self.revocation is not None:

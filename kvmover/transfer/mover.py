@@ -25,6 +25,7 @@ from kvmover.transfer.arguments import (
     check_sent,
     check_wanted,
     checked_pools,
+    contents_of,
     gate_of,
     page_tables,
     payload_of,
@@ -46,6 +47,7 @@ from kvmover.transfer.peers.processes import PeerProcess
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.auth import MessageAuth, Unverified
+from kvmover.transfer.protocol.content import Content
 from kvmover.transfer.protocol.handshake import Model, Place
 from kvmover.transfer.result import Ending, Gate, Service, Transfer
 from kvmover.transfer.source.driver import SourceDriver
@@ -234,6 +236,7 @@ class Mover:
         aux: bytes | None = None,
         deadline_s: float | None = None,
         service: Service = Service.ONCE,
+        content: Content | None = None,
     ) -> Transfer:
         """Offer a request whose KV is in `pages`: one page table a component, ids in the order of the request.
 
@@ -247,25 +250,35 @@ class Mover:
         name again before it is asked for again, or `reopen` it. `deadline_s`: seconds from now at which it fails;
         None: as configured. `service`: to whom it is given. ONCE ends with the first engine that has all it wants: an
         engine that asks a moment later is told that it was served, though the pages are still there. Where two engines
-        will come, and none of them before the offer, send it REPEATED.
+        will come, and none of them before the offer, send it REPEATED. `content`: the prompt that the KV is of; who
+        asks for another one is refused before a byte moves, and the request goes on.
         """
         self._check_thread()
-        given = SendArguments.of(request, pages, gates, aux, deadline_s, service)
+        given = SendArguments.of(request, pages, gates, aux, deadline_s, service, content)
         check_sent(given, self._core.pools, self._core.end.fleet)
-        transfer, seconds = Transfer(given.request, self._core.clock()), given.deadline_s or self._config.deadline_s
+        transfer = Transfer(given.request, self._core.clock(), given.content)
+        seconds = given.deadline_s or self._config.deadline_s
         self._source.send(transfer, given.pages, given.gates, given.aux, seconds, given.service)
         return transfer
 
-    def produced(self, transfer: Transfer, gate: Gate, pages: Sequence[npt.ArrayLike] | None = None) -> None:
+    def produced(
+        self,
+        transfer: Transfer,
+        gate: Gate,
+        pages: Sequence[npt.ArrayLike] | None = None,
+        contents: Sequence[Content] = (),
+    ) -> None:
         """Add a gate to a request that was sent with some, as many as none: `gates=[]` promises nothing yet.
 
         `pages`: what is added to the end of its page tables, one list a component, as `send` takes them; lists may be
         empty. A prefill in chunks names the pages of each as it computes it: those of 512 tokens by
         `produced(transfer, Gate(event, tokens=512), [[4, 9]])`, and so on. What a passed gate covers moves as soon as
         its pages are named. The time that the transfer may take begins anew. Raises PlanError, and adds nothing, as
-        `send`, and for a request that was sent without gates. Of a transfer that has ended nothing is kept.
+        `send`, and for a request that was sent without gates. Of a transfer that has ended nothing is kept. `contents`:
+        of a request that decodes, what longer beginnings of it are of, one each.
         """
-        self._source.produced(transfer_of(transfer), gate_of(gate), None if pages is None else page_tables(pages))
+        tables = None if pages is None else page_tables(pages)
+        self._source.produced(transfer_of(transfer), gate_of(gate), tables, contents_of(contents))
 
     def attach(self, transfer: Transfer, payload: bytes) -> None:
         """Hand over the `aux` of a request that was sent without: the first token is known after the last layer."""
@@ -291,20 +304,23 @@ class Mover:
         pages: Sequence[npt.ArrayLike] | None,
         aux_from: Sequence[int] = (),
         deadline_s: float | None = None,
+        content: Content | None = None,
     ) -> Transfer:
         """Ask `engine` for `positions` of a request and land them in `pages`.
 
         `positions.stop` is the length of the request; what lies before `positions.start` is here already and is not
         sent. Page tables cover the request from its beginning; None: pages are named as they are allocated, by
         `allocated`. `aux_from`: ranks of `engine` whose payload the transfer waits for, the same on every rank of this
-        fleet. `deadline_s`: seconds from now at which it fails; None: as configured. Raises PlanError, LayoutError or
+        fleet. `deadline_s`: seconds from now at which it fails; None: as configured. `content`: the prompt that is
+        meant, as a whole; a source whose request is of another one ends the transfer. Raises PlanError, LayoutError or
         PeerUnknown before asking anything: for page ids as `send`, and for a page that two parts would land in.
         """
         self._check_thread()
-        given = ReceiveArguments.of(request, engine, positions, pages, aux_from, deadline_s)
+        given = ReceiveArguments.of(request, engine, positions, pages, aux_from, deadline_s, content)
         if given.pages is not None:
             check_wanted(given.pages, self._core.pools, positions, self._core.end.fleet)
-        transfer, seconds = Transfer(given.request, self._core.clock()), given.deadline_s or self._config.deadline_s
+        transfer = Transfer(given.request, self._core.clock(), given.content)
+        seconds = given.deadline_s or self._config.deadline_s
         wanted = ReceiveRequest(transfer, engine, positions, given.pages, seconds, given.aux_from)
         self._destination.receive(wanted)
         return transfer

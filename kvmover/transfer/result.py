@@ -11,6 +11,7 @@ from kvmover.errors import PlanError, TransferFailed
 from kvmover.fields import settle_whole
 from kvmover.plan.cost import Route
 from kvmover.transfer.meter import Stage
+from kvmover.transfer.protocol.content import Content
 
 #: More layers and positions than any model or request has.
 ALL = 1 << 62
@@ -134,12 +135,13 @@ class Ending:
 class Transfer:
     """One request on one rank. Poll the mover and look at `result`.
 
-    `held`: an operation may still touch the pages. It can only be true of a transfer that ended with `result.held`, and
-    turns false when that is over: then they are the engine's again.
+    `content`: the prompt that its caller named. `held`: an operation may still touch the pages. It can only be true of
+    a transfer that ended with `result.held`, and turns false when that is over: then they are the engine's again.
     """
 
     request: str
     started: float
+    content: Content | None = None
     result: Result | None = field(default=None)
     held: bool = False
 

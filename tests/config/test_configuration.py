@@ -32,6 +32,7 @@ OTHERS = {
     "mover.verb": "pull",
     "mover.replicas": "elect",
     "mover.integrity": "digest",
+    "mover.identity": "trust",
     "mover.sandbox_bytes": "256 KiB",
     "mover.sms": "none",
     "mover.exports": "pools",

@@ -215,7 +215,7 @@ def test_a_card_is_read_by_the_page() -> None:
     assert end == len(mover.card)
     keys = ("name", "layers", "kv", "heads", "dim", "dtype", "window", "states", "row_tokens")
     model = {"name": "tiny", "components": [{key: getattr(KV, key) for key in keys}]}
-    assert card["digest"] == hashlib.sha256(msgspec.msgpack.encode([4, model])).digest()
+    assert card["digest"] == hashlib.sha256(msgspec.msgpack.encode([5, model])).digest()
     body, _ = unpack(card["body"], 0)
     assert (body["place"]["engine"], body["place"]["rank"], body["place"]["fleet"]["tp"]) == ("prefill", 1, 2)
     assert body["pools"][0]["layout"]["axes"] == ["layer", "kv", "page", "token", "head", "dim"]

@@ -16,6 +16,7 @@ from kvmover.engines.sglang import options as sglang
 from kvmover.engines.vllm import options as vllm
 from kvmover.plan.cost import Route
 from kvmover.transfer.config import MoverConfig
+from kvmover.transfer.protocol.content import IdentityCheck
 from kvmover.transfer.protocol.wire import Verb
 
 KEY = {key.name: key for key in keys()}
@@ -51,6 +52,7 @@ MOVER = [
     Row("chunk_bytes", "mover.costs.chunk_bytes", MoverConfig().costs.chunk_bytes, 4096, 8192),
     Row("verb", "mover.verb", Verb.PULL, Verb.PUSH, "pull"),
     Row("route", "mover.route", None, Route.PACKED, "direct"),
+    Row("identity", "mover.identity", IdentityCheck.CHECKED, IdentityCheck.TRUST, "checked"),
 ]
 ADAPTERS = {"vllm": (vllm.parse, vllm.KEYS, [*STORE, *MOVER]), "sglang": (sglang.parse, sglang.STORE_KEYS, STORE)}
 CASES = [

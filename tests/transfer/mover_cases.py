@@ -12,6 +12,7 @@ from kvmover.layout import Component, CpOrder, Fleet
 from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
 from kvmover.transfer.protocol import wire
+from kvmover.transfer.protocol.content import Content
 from kvmover.vocabulary import AXES
 
 numbers = st.integers(0, 4) | st.integers(0, 2**63 - 1)
@@ -25,6 +26,10 @@ def kinds_of_messages(requests: list[str] | None = None) -> dict[type, st.Search
     tables = st.lists(st.binary(max_size=64), max_size=3).map(tuple)
     digest = st.none() | st.integers(0, 2**64 - 1)
     positive, ranks = st.integers(1, 4) | st.integers(1, wire.MOST), st.integers(0, wire.MAX_RANKS - 1)
+    content = st.none() | st.builds(
+        Content, numbers, st.binary(min_size=16, max_size=16) | st.just(b""), st.text(max_size=9)
+    )
+    said = (st.builds(wire.WriteLease), st.none(), content)
     choices = (st.sampled_from(Route), st.sampled_from(Replicas), positive, tables, numbers, st.sampled_from(wire.Verb))
     fields: dict[type, tuple[st.SearchStrategy[Any], ...]] = {
         wire.Hello: (st.binary(max_size=100),),
@@ -33,7 +38,7 @@ def kinds_of_messages(requests: list[str] | None = None) -> dict[type, st.Search
         wire.Registered: (st.binary(max_size=64), numbers),
         wire.Query: (about[0], st.binary(max_size=96), numbers),
         wire.Holding: (about[0], numbers),
-        wire.Want: (*about, numbers, numbers, *choices, st.booleans(), st.lists(ranks, max_size=2).map(tuple)),
+        wire.Want: (*about, numbers, numbers, *choices, st.booleans(), st.lists(ranks, max_size=2).map(tuple), *said),
         wire.Noted: (*about, numbers),
         wire.Offered: (*about, ranges, tables),
         wire.Granted: (*about, grants),

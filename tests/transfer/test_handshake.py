@@ -128,7 +128,7 @@ def test_another_shape_of_the_same_model_is_welcome(fleet: Fleet, order: str):
 def test_the_body_of_a_stranger_is_not_read(body: bytes):
     stranger = Model("stranger", ())
     card = msgspec.msgpack.encode(Card(stranger.digest(), stranger.text(), body))
-    with pytest.raises(PeerRefused, match=r"peer holds stranger \(\), protocol 4; this side holds toy"):
+    with pytest.raises(PeerRefused, match=r"peer holds stranger \(\), protocol 5; this side holds toy"):
         read_card(MODEL, card)
 
 

@@ -61,8 +61,8 @@ def value(kind: Any, dice: random.Random, names: list[str]) -> Any:
             return max(ge or 0, min(drawn, most))
         case schemas.StrType():
             return dice.choice(names)
-        case schemas.BytesType():
-            return dice.randbytes(4 * dice.randrange(40))
+        case schemas.BytesType(max_length=most):
+            return dice.randbytes(4 * dice.randrange(40))[:most]
         case schemas.BoolType():
             return dice.random() < 0.5
         case schemas.EnumType(cls=cls):

@@ -652,7 +652,7 @@ def test_another_model_is_refused_with_both_sides_values_and_nothing_is_loaded()
     pair = Pair.of()
     other, _ = stranger(pair, "tay")
     with pytest.raises(
-        PeerRefused, match=r"peer holds tay \(attention 2x2x2x64 bfloat16\), protocol 4; this side holds toy"
+        PeerRefused, match=r"peer holds tay \(attention 2x2x2x64 bfloat16\), protocol 5; this side holds toy"
     ):
         pair.dst.movers[0].connect(other.card)
     assert other._transport.name not in pair.dst.movers[0]._transport._peers
@@ -698,7 +698,7 @@ def test_who_is_refused_again_and_again_is_counted_each_time_and_written_of_once
         clock.now += 1.0
     assert source.meter.refused == {RefusedFor.HANDSHAKE: 121}
     first, *others = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
-    assert first.endswith("this side holds toy (attention 2x2x2x64 bfloat16), protocol 4")
+    assert first.endswith("this side holds toy (attention 2x2x2x64 bfloat16), protocol 5")
     assert [line.rpartition(" (")[2] for line in others] == ["59 more like it since the last line)"] * 2
 
 

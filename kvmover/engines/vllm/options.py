@@ -23,6 +23,7 @@ KEYS: Mapping[str, str] = {
     "arena_bytes": "mover.arena_bytes",
     "chunk_bytes": "mover.costs.chunk_bytes",
     "verb": "mover.verb",
+    "identity": "mover.identity",
     "route": "mover.route",
 }
 

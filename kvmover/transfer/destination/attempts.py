@@ -365,4 +365,5 @@ def _want(
         digests,
         tuple(dict.fromkeys(wanted.aux_from)),
         leases.renewed(peer),
+        content=wanted.transfer.content,
     )

@@ -13,8 +13,9 @@ import numpy.typing as npt
 from kvmover.errors import ProtocolError
 from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
+from kvmover.transfer.protocol.content import Content
 
-VERSION = 4
+VERSION = 5
 _HEAD = b"kvm" + bytes([VERSION])
 
 #: How a sealed message begins (see `auth`), and what a seal adds to it at most.
@@ -161,7 +162,8 @@ class Want(About, frozen=True):
     push, one int32 little-endian page table a component; empty otherwise. A table may have the request's first pages
     only: said again with longer ones, it names more. `aux`: source ranks whose payload is awaited, the same for all
     ranks of the destination. `lease`: also grants the pages of a direct push. `grant`: a region for the only chunk, as
-    if Granted came right behind: it goes without being offered, as soon as it is there.
+    if Granted came right behind: it goes without being offered, as soon as it is there. `content`: the prompt that the
+    destination means; a source whose request is of another one answers with Abort.
     """
 
     start: Natural
@@ -176,6 +178,7 @@ class Want(About, frozen=True):
     aux: Annotated[tuple[RankNumber, ...], msgspec.Meta(max_length=MAX_RANKS)] = ()
     lease: WriteLease = WriteLease()
     grant: Grant | None = None
+    content: Content | None = None
 
 
 class Noted(About, frozen=True):

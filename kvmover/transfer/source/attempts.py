@@ -20,11 +20,15 @@ from kvmover.transfer.meter import Stage, summed
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.chunks import Cut, Lane, plans_between, related
+from kvmover.transfer.protocol.content import Content, IdentityCheck, disagreement
 from kvmover.transfer.protocol.wire import PAGE_ID_BYTES, Verb, decoded, encoded
 from kvmover.transfer.result import Cause, Gate, Result, Service, Transfer
 from kvmover.transfer.source.state import Event, Faulted, Sending, WriteFailed
 from kvmover.transfer.source.writes import Job, Pages
 from kvmover.transfer.tombstones import SERVED
+
+#: Beginnings of a growing request whose content is remembered: a router asks for one of the last few tokens.
+MAX_CONTENTS = 1024
 
 #: As many bytes in a message as any stamp takes.
 MAX_STAMP_US = 1 << 62
@@ -123,7 +127,8 @@ class Request:
     is not served any more, and by which cause; what fails one engine fails no other. `reason`: why the request is
     failing for all; its transfer ends when no destination is being served any more. `deadline_s`: how long it has from
     when it was sent, or more of it was produced. `given_bytes`, `released`: of one that is given repeatedly, what
-    engines have had that may ask again, and whether one wants no more.
+    engines have had that may ask again, and whether one wants no more. `contents`: what its beginnings are of, by their
+    length in tokens: of a request that was sent whole its prompt's alone.
     """
 
     transfer: Transfer
@@ -135,6 +140,7 @@ class Request:
     service: Service = Service.ONCE
     given_bytes: int = 0
     released: bool = False
+    contents: dict[int, Content] = field(default_factory=dict[int, Content])
     passed: list[Gate] = field(default_factory=list[Gate])
     expected: dict[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
     failed: dict[str, tuple[str, Cause]] = field(default_factory=dict[str, "tuple[str, Cause]"])
@@ -162,7 +168,10 @@ class Request:
         check_aux(aux)
         deadline = transfer.started + deadline_s
         left = deadline - core.clock()
-        return cls(transfer, list(pages), None if gates is None else list(gates), deadline, aux, left, service)
+        request = cls(transfer, list(pages), None if gates is None else list(gates), deadline, aux, left, service)
+        if transfer.content is not None:
+            request.name_contents((transfer.content,))
+        return request
 
     @property
     def all_asked(self) -> bool:
@@ -197,6 +206,25 @@ class Request:
         """Whether it has ended, and no attempt of it has anything in flight."""
         attempts = self.attempts.values()
         return self.transfer.ended and all(a.state.finished and not a.state.in_flight for a in attempts)
+
+    def name_contents(self, contents: Iterable[Content]) -> None:
+        """Remember what longer beginnings of the request are of, the latest 1,024."""
+        self.contents.update((content.tokens, content) for content in contents)
+        for tokens in sorted(self.contents)[:-MAX_CONTENTS]:
+            del self.contents[tokens]
+
+    def is_behind(self, wanted: Content | None) -> bool:
+        """Whether a request that is given repeatedly has not grown to what a Want names."""
+        growing = self.service is Service.REPEATED and self.reason is None and not self.transfer.ended
+        return growing and wanted is not None and wanted.tokens > max(self.contents, default=wanted.tokens)
+
+    def disagrees(self, want: wire.Want, identity: IdentityCheck) -> str | None:
+        """Returns why the request is not the one that a Want means; None where it is."""
+        newest = self.contents[max(self.contents)] if self.contents else None
+        held = self.contents.get(want.content.tokens, newest) if want.content else newest
+        if held is not None and want.stop > held.tokens:
+            return f"the KV here is of {held}, and tokens below {want.stop} were asked for"
+        return disagreement(held, want.content, identity)
 
     def asks_anew(self, before: SendAttempt, want: wire.Want) -> bool:
         """Whether who asks has ended an attempt that is open here, and will be served when that is known."""

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from kvmover.errors import PlanError, ProtocolError
+from kvmover.errors import PlanError, ProtocolError, RefusedFor
 from kvmover.transfer import nvtx_ranges as ranges
 from kvmover.transfer.core import Core, TimerKind
 from kvmover.transfer.events import Cancel, PeerGone, Tick
 from kvmover.transfer.meter import Count, Gauge
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
+from kvmover.transfer.protocol.content import Content
 from kvmover.transfer.protocol.wire import decoded
 from kvmover.transfer.result import Cause, Gate, Service, Transfer
 from kvmover.transfer.source import machine
@@ -72,14 +73,19 @@ class SourceDriver:
         self.reopen(transfer.request)
         request.failed.update((engine, (reason, Cause.PEER_LOST)) for engine, reason in lost.items())
         request.expected.update(dict.fromkeys(lost, frozenset[int]()))
-        said = [(early.peer, message) for early in self._take_early(transfer.request) for message in early.messages()]
-        for peer, message in sorted(said, key=lambda each: not isinstance(each[1], wire.Want)):
-            assert isinstance(message, wire.About)
-            self.hear(peer, message)  # first who asked, all of them: what one engine said since may end the request
+        self._hear_early(transfer.request)
         self._settle(request)
 
-    def produced(self, transfer: Transfer, gate: Gate, pages: Pages | None) -> None:
-        """One more event to wait for, and more pages, of a request that was sent before all of it was computed."""
+    def _hear_early(self, name: str) -> None:
+        """Hear those who asked, all of them, and then what each has said since: that may end the request."""
+        said = [(early.peer, message) for early in self._take_early(name) for message in early.messages()]
+        for peer, message in sorted(said, key=lambda each: not isinstance(each[1], wire.Want)):
+            assert isinstance(message, wire.About)
+            self.hear(peer, message)
+
+    def produced(self, transfer: Transfer, gate: Gate, pages: Pages | None, contents: Sequence[Content] = ()) -> None:
+        """One more event to wait for, more pages and what they are of, of a request that was sent before all of it was
+        computed."""
         request = self._open(transfer)
         if request is None or transfer.ended:
             return
@@ -87,6 +93,7 @@ class SourceDriver:
             raise PlanError(f"request {transfer.request} was sent as if all of it were in its pages")
         if pages is not None:
             request.name(pages, self.core.pools)
+        request.name_contents(contents)
         request.gates.append(gate)
         if gate.event is None:
             request.let(gate)
@@ -97,6 +104,8 @@ class SourceDriver:
         self._gated.watch(request)
         for attempt in list(request.attempts.values()) if pages is not None or gate.event is None else ():
             self._offer(request, attempt)  # of what a gate covers that has passed
+        if contents:
+            self._hear_early(transfer.request)
 
     def attach(self, transfer: Transfer, payload: bytes) -> None:
         """Hand over what goes beside the cache, once."""
@@ -181,8 +190,13 @@ class SourceDriver:
         request = self._requests.get(want.request)
         if request is not None and self._forget(request):
             request = None
-        if request is None:
+        if request is None or request.is_behind(want.content):
             self._ask_early(peer, want)
+            return
+        unlike = request.disagrees(want, self.core.config.identity)
+        if unlike is not None:  # the request is for others: it goes on
+            self.core.refused(peer.name, RefusedFor.IDENTITY, f"{want.request}: {unlike}")
+            self.core.say(peer.name, wire.Abort(want.request, want.generation, unlike))
             return
         before = request.attempts.get(peer.name)
         if before is not None and request.asks_anew(before, want):
@@ -477,6 +491,7 @@ class SourceDriver:
         self._gated.watch(request)
         self.core.timers.cancel((TimerKind.REQUEST, request.transfer.request))
         self._over_for_all(request.transfer.request, request.reason or SERVED)
+        self._hear_early(request.transfer.request)  # who waits for it to grow
 
     def _over_for_all(self, name: str, how: str) -> None:
         self._closed.end(name, how, max(self.core.clock() + MEMORY_S, self.core.remembered_until()))

@@ -12,11 +12,20 @@ from typing import TYPE_CHECKING
 import numpy.typing as npt
 
 from kvmover.plan.calibration import Calibration
-from kvmover.transfer.arguments import ReceiveArguments, SendArguments, card_of, gate_of, page_tables, payload_of
+from kvmover.transfer.arguments import (
+    ReceiveArguments,
+    SendArguments,
+    card_of,
+    contents_of,
+    gate_of,
+    page_tables,
+    payload_of,
+)
 from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.meter import Snapshot
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.peers.processes import PeerProcess
+from kvmover.transfer.protocol.content import Content
 from kvmover.transfer.protocol.handshake import Place
 from kvmover.transfer.result import Ending, Gate, Result, Service, Transfer
 from kvmover.transfer.threads.progress import Progress, driven
@@ -51,9 +60,11 @@ class AsyncTransfer:
         """None before it has begun, which it has when it ended, and where it could not begin."""
         return self._begun.result() if self._begun.done() and self._begun.exception() is None else None
 
-    def produced(self, gate: Gate, pages: Sequence[npt.ArrayLike] | None = None) -> None:
+    def produced(
+        self, gate: Gate, pages: Sequence[npt.ArrayLike] | None = None, contents: Sequence[Content] = ()
+    ) -> None:
         """As Mover.produced; it takes effect once the transfer has begun. Returns at once."""
-        given = gate_of(gate), None if pages is None else page_tables(pages)
+        given = gate_of(gate), None if pages is None else page_tables(pages), contents_of(contents)
         self._tell(lambda mover, transfer: mover.produced(transfer, *given))
 
     def allocated(self, pages: Sequence[npt.ArrayLike]) -> None:
@@ -129,13 +140,14 @@ class AsyncMover:
         aux: bytes | None = None,
         deadline_s: float | None = None,
         service: Service = Service.ONCE,
+        content: Content | None = None,
     ) -> AsyncTransfer:
         """As Mover.send: offer a request whose KV is in `pages`, one page table [page] of integers a component.
 
         Returns at once, before the offer is made: `await` the result for its Result. What does not fit is raised there.
         The pages belong to the transfer until it has ended and is not held.
         """
-        given = SendArguments.of(request, pages, gates, aux, deadline_s, service)
+        given = SendArguments.of(request, pages, gates, aux, deadline_s, service, content)
         return AsyncTransfer(self._progress, self._progress.begin(lambda mover: mover.send(*given)))
 
     def receive(
@@ -146,13 +158,14 @@ class AsyncMover:
         pages: Sequence[npt.ArrayLike] | None,
         aux_from: Sequence[int] = (),
         deadline_s: float | None = None,
+        content: Content | None = None,
     ) -> AsyncTransfer:
         """As Mover.receive: ask `engine` for tokens `positions` of a request and land them in `pages`.
 
         Returns at once: `await` the result for its Result. PeerUnknown, and PlanError for what does not fit, are raised
         there. A cancelled task aborts the transfer.
         """
-        given = ReceiveArguments.of(request, engine, positions, pages, aux_from, deadline_s)
+        given = ReceiveArguments.of(request, engine, positions, pages, aux_from, deadline_s, content)
         return AsyncTransfer(self._progress, self._progress.begin(lambda mover: mover.receive(*given)))
 
     async def connect(self, card: bytes) -> str:

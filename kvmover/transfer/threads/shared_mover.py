@@ -11,11 +11,20 @@ import numpy.typing as npt
 
 from kvmover.errors import DeadlineExceeded, KvmoverError
 from kvmover.plan.calibration import Calibration
-from kvmover.transfer.arguments import ReceiveArguments, SendArguments, gate_of, page_tables, payload_of, transfer_of
+from kvmover.transfer.arguments import (
+    ReceiveArguments,
+    SendArguments,
+    contents_of,
+    gate_of,
+    page_tables,
+    payload_of,
+    transfer_of,
+)
 from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.meter import Snapshot
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.peers.processes import PeerProcess
+from kvmover.transfer.protocol.content import Content
 from kvmover.transfer.protocol.handshake import Place
 from kvmover.transfer.result import Ending, Gate, Result, Service, Transfer
 from kvmover.transfer.threads.progress import Progress, driven
@@ -89,13 +98,14 @@ class SharedMover:
         aux: bytes | None = None,
         deadline_s: float | None = None,
         service: Service = Service.ONCE,
+        content: Content | None = None,
     ) -> Transfer:
         """As Mover.send: offer a request whose KV is in `pages`, one page table [page] of integers a component.
 
         Returns once the offer is made. The pages belong to the transfer until it has ended and is not held. Raises
         PlanError for page tables that do not fit.
         """
-        given = SendArguments.of(request, pages, gates, aux, deadline_s, service)
+        given = SendArguments.of(request, pages, gates, aux, deadline_s, service, content)
         return self._progress.begin(lambda mover: mover.send(*given)).result()
 
     def receive(
@@ -106,13 +116,14 @@ class SharedMover:
         pages: Sequence[npt.ArrayLike] | None,
         aux_from: Sequence[int] = (),
         deadline_s: float | None = None,
+        content: Content | None = None,
     ) -> Transfer:
         """As Mover.receive: ask `engine` for tokens `positions` of a request and land them in `pages`.
 
         Returns once the sources are asked; `wait` or `ended` say when it is over. Raises PlanError and PeerUnknown
         before anything is asked.
         """
-        given = ReceiveArguments.of(request, engine, positions, pages, aux_from, deadline_s)
+        given = ReceiveArguments.of(request, engine, positions, pages, aux_from, deadline_s, content)
         return self._progress.begin(lambda mover: mover.receive(*given)).result()
 
     def refuse(self, request: str, reason: str) -> None:
@@ -131,9 +142,20 @@ class SharedMover:
         """As Mover.forget: the process of a rank is known to be dead."""
         self._progress.submit(lambda mover: mover.forget(engine, rank)).result()
 
-    def produced(self, transfer: Transfer, gate: Gate, pages: Sequence[npt.ArrayLike] | None = None) -> None:
+    def produced(
+        self,
+        transfer: Transfer,
+        gate: Gate,
+        pages: Sequence[npt.ArrayLike] | None = None,
+        contents: Sequence[Content] = (),
+    ) -> None:
         """As Mover.produced. Returns at once, also in a signal handler or a callback."""
-        given = transfer_of(transfer), gate_of(gate), None if pages is None else page_tables(pages)
+        given = (
+            transfer_of(transfer),
+            gate_of(gate),
+            None if pages is None else page_tables(pages),
+            contents_of(contents),
+        )
         self._progress.tell(transfer, lambda mover: mover.produced(*given))
 
     def allocated(self, transfer: Transfer, pages: Sequence[npt.ArrayLike]) -> None:
