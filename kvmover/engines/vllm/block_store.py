@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -30,6 +31,9 @@ log = logging.getLogger(__name__)
 
 #: Blocks that are being stored and not told of yet: the oldest are forgotten beyond so many.
 _MOST_AWAITED = 1 << 16
+
+#: Blocks that were told of: one that is forgotten is told of again when its prompt comes again.
+_MOST_TOLD = 1 << 18
 
 
 class Event(Protocol):
@@ -232,29 +236,46 @@ class StoreLookup:
 
 @dataclass(slots=True)
 class StoredBlockEvents:
-    """Events of blocks that are being stored, told when all `ranks` are done with them."""
+    """Events of blocks that are being stored, each told once, when all `ranks` are done with the block.
+
+    A block is ordered to be stored again whenever its prompt comes again, also by two requests at once.
+    """
 
     ranks: int
     _awaited: dict[bytes, Any] = field(default_factory=dict[bytes, Any])
-    _done: Counter[bytes] = field(default_factory=Counter[bytes])
+    _done: dict[bytes, set[int]] = field(default_factory=dict[bytes, set[int]])
+    _told: dict[bytes, None] = field(default_factory=dict[bytes, None])
     _ready: list[Any] = field(default_factory=list[Any])
 
-    def expect(self, block_hash: bytes, event: Any) -> None:
-        """`event` is to be told once every rank has stored the block."""
-        self._awaited[block_hash] = event
-        if len(self._awaited) > _MOST_AWAITED:
-            oldest = next(iter(self._awaited))
-            del self._awaited[oldest], self._done[oldest]
+    def expect(self, block_hash: bytes, event: Callable[[], Any]) -> None:
+        """Have an event told once every rank has stored a block, unless it was. `event` makes it, if it is needed."""
+        if block_hash in self._told:
+            self._told[block_hash] = self._told.pop(block_hash)  # the newest
+        elif block_hash not in self._awaited:
+            self._awaited[block_hash] = event()
+            if len(self._awaited) > _MOST_AWAITED:
+                oldest = next(iter(self._awaited))
+                del self._awaited[oldest]
+                self._done.pop(oldest, None)
 
-    def heard(self, ranks: Mapping[bytes, int]) -> None:
-        """So many more ranks are done with each block."""
-        for block_hash, count in ranks.items():
+    def heard(self, ranks: Mapping[bytes, AbstractSet[int]]) -> None:
+        """Hear by hash which ranks are done with a block."""
+        for block_hash, done in ranks.items():
             if block_hash not in self._awaited:
                 continue
-            self._done[block_hash] += count
-            if self._done[block_hash] >= self.ranks:
+            have = self._done.setdefault(block_hash, set())
+            have |= done
+            if len(have) == self.ranks:
                 self._ready.append(self._awaited.pop(block_hash))
+                self._told[block_hash] = None
                 del self._done[block_hash]
+                if len(self._told) > _MOST_TOLD:
+                    del self._told[next(iter(self._told))]
+
+    def forget(self) -> None:
+        """Tell of blocks again when they are stored again: the store was cleared."""
+        self._told.clear()
+        self._ready.clear()
 
     def take(self) -> list[Any]:
         """Events whose blocks are whole in the store since the last call."""

@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvmover.cache.ledger import AccountGroup
@@ -70,11 +71,11 @@ class KvmoverHandshakeMetadata(engine.HandshakeMetadata):
 
 @dataclass
 class KvmoverWorkerMetadata(engine.WorkerMetadata):
-    """Of a step. `stored`: how many ranks are done with storing a block, by its hash. `ended`: transfers, by rank.
+    """Of a step. `stored`: the ranks that are done with storing a block, by its hash. `ended`: transfers, by rank.
     `held`: on how many ranks more than before a request's blocks may be written though its fetch has failed; -1: on
     one less."""
 
-    stored: dict[bytes, int]
+    stored: dict[bytes, frozenset[int]]
     ended: list[RankEnding]
     held: dict[str, int]
 
@@ -82,9 +83,10 @@ class KvmoverWorkerMetadata(engine.WorkerMetadata):
         """What two ranks told, as one."""
         held = Counter(self.held)
         held.update(other.held)
-        return KvmoverWorkerMetadata(
-            dict(Counter(self.stored) + Counter(other.stored)), self.ended + other.ended, dict(held)
-        )
+        stored = dict(self.stored)
+        for block_hash, ranks in other.stored.items():
+            stored[block_hash] = stored.get(block_hash, frozenset()) | ranks
+        return KvmoverWorkerMetadata(stored, self.ended + other.ended, dict(held))
 
 
 class KvmoverStats(engine.Stats):
@@ -327,7 +329,8 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         ended, step = self._worker.take_endings(), self._ended
         held = dict.fromkeys(step.held, 1) | dict.fromkeys(step.returned, -1)
         self._ended = Ended()
-        return KvmoverWorkerMetadata(dict(Counter(done)), ended, held) if done or ended or held else None
+        stored = dict.fromkeys(done, frozenset((self._place.rank,)))
+        return KvmoverWorkerMetadata(stored, ended, held) if done or ended or held else None
 
     # The scheduler's half
 
@@ -412,7 +415,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         """Tell of blocks when they are stored: their tokens are known as long as the request is."""
         known, group = self._scheduler.live[save.request], self._groups[0]
         for number, block_hash in enumerate(save.hashes, known.saved - len(save.hashes)):
-            event = engine.stored_event(known.request, number, group.block_tokens, 0, group.kind)
+            event = partial(engine.stored_event, known.request, number, group.block_tokens, 0, group.kind)
             self._events.expect(block_hash, event)
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -446,6 +449,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         self._hints.pins.forget()
         if self._lookup:
             self._lookup.clear()
+            self._events.forget()
         return True
 
     # Either half

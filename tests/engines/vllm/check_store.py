@@ -144,6 +144,25 @@ def test_stored_blocks_are_told_once_by_all_ranks_together(engines: Callable[...
     assert {event.medium for event in told} == {"STORAGE"}
 
 
+def test_a_block_is_told_of_once_however_often_its_prompt_comes(engines: Callable[..., Engine]) -> None:
+    a = engines(tp=2, events=True)
+    told: list[Any] = []
+    take = a.scheduler.connector.take_events
+    a.scheduler.connector.take_events = lambda: [told.append(event) or event for event in take()]
+    a.ask("first", PROMPT)
+    a.ask("beside it", PROMPT)
+    a.finish("first", "beside it")
+    a.drain()
+    compute(a, "again")
+    compute(a, "longer", [*PROMPT, *range(12)])
+    hashes = [each for event in told for each in event.block_hashes]
+    assert len(hashes) == len(set(hashes)) == 7
+    assert a.scheduler.reset_connector_cache()
+    assert a.scheduler.reset_prefix_cache()
+    compute(a, "after a reset")
+    assert [each for event in told for each in event.block_hashes][7:] == hashes[:6]
+
+
 def test_a_reset_of_the_connector_deletes_what_is_stored(engines: Callable[..., Engine]) -> None:
     a, b = engines(), engines()
     compute(a, "a")

@@ -12,7 +12,7 @@ import torch
 
 from kvmover.config.settings import StoreSettings
 from kvmover.engines.common import ParallelRank
-from kvmover.engines.vllm.block_store import BlockStore, OffloadWorker, StoreLookup, page_of
+from kvmover.engines.vllm.block_store import BlockStore, OffloadWorker, StoredBlockEvents, StoreLookup, page_of
 from kvmover.engines.vllm.caches import CacheGroup, ComponentCache, LayerCache, ModelTotals, component_caches
 from kvmover.engines.vllm.connector_metadata import LoadSpec, SaveSpec
 from kvmover.store import Namespace, PagePart
@@ -171,3 +171,20 @@ def test_a_scheduler_clears_what_its_ranks_have_stored(make: Callable[..., Rank]
         lookout.clear()
         assert lookout.leading(HASHES) == 0
     assert rank.load(LoadSpec("d", HASHES[:1], (4,))) == [False]
+
+
+def test_a_block_is_told_of_when_each_rank_has_stored_it_and_not_when_one_has_twice() -> None:
+    events = StoredBlockEvents(2)
+    events.expect(HASHES[0], lambda: "first")
+    events.expect(HASHES[0], lambda: "again")
+    events.heard({HASHES[0]: frozenset((1,))})
+    events.heard({HASHES[0]: frozenset((1,))})
+    assert events.take() == []
+    events.heard({HASHES[0]: frozenset((0,))})
+    events.expect(HASHES[0], lambda: pytest.fail("made for nobody"))
+    events.heard({HASHES[0]: frozenset((0, 1))})
+    assert events.take() == ["first"]
+    events.forget()
+    events.expect(HASHES[0], lambda: "stored anew")
+    events.heard({HASHES[0]: frozenset((0, 1))})
+    assert events.take() == ["stored anew"]
