@@ -34,6 +34,15 @@ if TYPE_CHECKING:
         page_ids,
     )
     from kvmover.engines.common.parallel_rank import ParallelRank, layers_of
+    from kvmover.engines.common.prompt_content import (
+        TOKENS_ALONE,
+        PromptHasher,
+        PromptInput,
+        PromptParts,
+        adapter_parts,
+        content_of,
+        digest_of_tensors,
+    )
     from kvmover.engines.common.release import EngineUnsupported, Tested, odd_ones
     from kvmover.engines.common.routing_hints import RoutingHints, TenantGroups, hints_of
     from kvmover.engines.common.store import StoreWorker, Upkeep, open_store
@@ -94,6 +103,15 @@ _HOMES = {
         "ParallelRank",
         "layers_of",
     ),
+    "prompt_content": (
+        "TOKENS_ALONE",
+        "PromptHasher",
+        "PromptInput",
+        "PromptParts",
+        "adapter_parts",
+        "content_of",
+        "digest_of_tensors",
+    ),
     "release": (
         "EngineUnsupported",
         "Tested",
@@ -117,6 +135,7 @@ __all__ = [
     "EXCHANGED_DTYPES",
     "HINTS_KEY",
     "STORE_KEYS",
+    "TOKENS_ALONE",
     "BounceBuffer",
     "CardServer",
     "Cards",
@@ -134,6 +153,9 @@ __all__ = [
     "PackedBackend",
     "ParallelRank",
     "PoolBackend",
+    "PromptHasher",
+    "PromptInput",
+    "PromptParts",
     "RoutingHints",
     "StoreWorker",
     "TenantGroups",
@@ -141,10 +163,13 @@ __all__ = [
     "ToldLogprobs",
     "UnknownWeights",
     "Upkeep",
+    "adapter_parts",
     "as_bytes",
     "combined",
+    "content_of",
     "digest_of_adapter",
     "digest_of_checkpoint",
+    "digest_of_tensors",
     "election",
     "exchanged",
     "fetch_cards",
