@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, Flag, auto
 from typing import Any, Protocol
 
@@ -191,9 +191,7 @@ class ConnectorScheduler:
     def new(self, request: Any) -> None:
         """A request arrived. A prefill for others stops short of what is left to them."""
         known, left = self._live(request), self.left_tokens
-        if left and isinstance(known.ask, Serve) and request.num_prompt_tokens > left:
-            if request.prompt_token_ids is None:
-                return
+        if isinstance(known.ask, Serve) and self._cuts(request):
             del request.prompt_token_ids[-left:]
             del request._all_token_ids[-left:]
             request.num_prompt_tokens -= left
@@ -350,7 +348,16 @@ class ConnectorScheduler:
         ):
             log.warning("%s is for an engine of another kv_role; it is computed here", request.request_id)
             return RequestAsk()
+        if isinstance(said.whole, Serve) and self._cuts(request) and is_asked_for_its_prompt(request):
+            reason = "log probabilities of the prompt were asked for, and the pages of a whole prompt cannot be served"
+            self.metadata.refusals.append(RefuseSpec(said.whole.transfer, reason))
+            log.info("%s is computed for this engine alone: %s", request.request_id, reason)
+            return replace(said, whole=None)
         return said
+
+    def _cuts(self, request: Any) -> bool:
+        """Whether a prefill of this engine leaves the end of a prompt to who goes on with it."""
+        return 0 < self.left_tokens < request.num_prompt_tokens and request.prompt_token_ids is not None
 
     def _release(self, known: Live) -> None:
         """Nobody here needs a request's KV any more, where it is; of a copy somebody will."""
@@ -435,6 +442,13 @@ class ConnectorScheduler:
 
 def _copied(tables: Tables) -> Tables:
     return tuple(list(table) for table in tables)
+
+
+def is_asked_for_its_prompt(request: Any) -> bool:
+    """Whether log probabilities of a prompt's tokens are to be answered: vLLM counts on one for each token, and no
+    engine that is asked for them fetches any KV."""
+    sampling = getattr(request, "sampling_params", None)
+    return getattr(sampling, "prompt_logprobs", None) is not None
 
 
 def is_tokens_alone(request: Any) -> bool:

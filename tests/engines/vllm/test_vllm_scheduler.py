@@ -42,6 +42,7 @@ class Request:
     over: bool = False
     generated: int = 0
     max_tokens: int = 9
+    sampling_params: Any = None
     prompt_token_ids: list[int] = field(init=False)
     _all_token_ids: list[int] = field(init=False)
 
@@ -238,6 +239,33 @@ def test_where_pages_are_given_back_the_last_token_is_left_to_decode() -> None:
     assert scheduler.matched(request, 0) == 99
     scheduler.allocated(request, tables(), 99)
     assert step(scheduler).receives == [ReceiveSpec("d-1", REMOTE, 0, 99, tables())]
+
+
+def test_a_prompt_whose_log_probabilities_are_asked_for_is_whole_and_not_served() -> None:
+    """vLLM's front end pairs each token of the prompt with one of them."""
+    scheduler = ConnectorScheduler(TOKENS, late=True, left_tokens=1, home=Home("prefill", "10.0.0.1", 5600))
+    asking = SimpleNamespace(prompt_logprobs=0)
+    request = Request("p-1", kv_transfer_params={"do_remote_decode": True}, sampling_params=asking)
+    scheduler.new(request)
+    assert (request.num_prompt_tokens, len(request.all_token_ids), len(request.prompt_token_ids)) == (100, 100, 100)
+    assert scheduler.matched(request, 0) == 0
+    scheduler.allocated(request, tables(), 0)
+    (refused,) = step(scheduler, (request, 100)).refusals
+    assert refused.transfer == "p-1"
+    assert "log probabilities of the prompt" in refused.reason
+    assert scheduler.finished(request, tables(), RequestOutcome.DELIVERED) == (False, None)
+    assert step(scheduler) == KvmoverConnectorMetadata()
+
+
+def test_where_nothing_is_left_to_decode_such_a_prompt_is_served() -> None:
+    scheduler = ConnectorScheduler(TOKENS, home=Home("prefill", "10.0.0.1", 5600))
+    asking = SimpleNamespace(prompt_logprobs=0)
+    request = Request("p-1", kv_transfer_params={"do_remote_decode": True}, sampling_params=asking)
+    scheduler.new(request)
+    assert scheduler.matched(request, 0) == 0
+    scheduler.allocated(request, tables(), 0)
+    assert step(scheduler, (request, 100)).sends
+    assert scheduler.finished(request, tables(), RequestOutcome.DELIVERED)[0]
 
 
 def kept(**how: Any) -> tuple[ConnectorScheduler, dict[str, Any] | None, bool]:
