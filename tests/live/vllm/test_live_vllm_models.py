@@ -9,7 +9,14 @@ from tests.live.conftest import ModelMaker, Servers
 from tests.live.server import Server
 from tests.live.table import Results
 from tests.live.vllm_client import ask, split, usage, warm
+from tests.live.vllm_forms import Form, ask_choices, split_choices
 from tests.live.vllm_servers import kvmover, vllm
+
+#: Whose prompts' log probabilities are answered: of a model with windows the pages of such a prompt are not served.
+OF_THE_PROMPT = (
+    Form("echo", {"prompt": list(range(100)), "echo": True}),
+    Form("prompt_logprobs", {"prompt": list(range(120, 250)), "prompt_logprobs": 2}),
+)
 
 
 def test_bfloat16(servers: Servers, model: ModelMaker, results: Results) -> None:
@@ -21,7 +28,8 @@ def test_bfloat16(servers: Servers, model: ModelMaker, results: Results) -> None
         vllm("vllm-bf16-16", weights, kv=kvmover(), dtype=kind),
         vllm("vllm-bf16-32", weights, kv=kvmover(), block_tokens=32, dtype=kind),
     )
-    _same(trio, servers, results, "bf16, blocks of 16 to 32", at_once=1, gap=0.1)
+    _same(trio, results, "bf16, blocks of 16 to 32", at_once=1, gap=0.1)
+    servers.stop(trio)
 
 
 def test_a_latent_cache(servers: Servers, model: ModelMaker, results: Results) -> None:
@@ -31,7 +39,8 @@ def test_a_latent_cache(servers: Servers, model: ModelMaker, results: Results) -
         vllm("vllm-latent-tp2", weights, kv=kvmover(), tp=2),
         vllm("vllm-latent-tp1", weights, kv=kvmover(verb="push", route="packed")),
     )
-    _same(trio, servers, results, "MLA, TP2 to TP1", at_once=8)
+    _same(trio, results, "MLA, TP2 to TP1", at_once=8)
+    servers.stop(trio)
 
 
 def test_sliding_windows(servers: Servers, model: ModelMaker, results: Results) -> None:
@@ -42,7 +51,11 @@ def test_sliding_windows(servers: Servers, model: ModelMaker, results: Results) 
         vllm("vllm-windows-16", weights, kv=kvmover()),
         vllm("vllm-windows-32", weights, kv=kvmover(), block_tokens=32),
     )
-    _same(trio, servers, results, "sliding windows, blocks of 16 to 32", at_once=8)
+    _same(trio, results, "sliding windows, blocks of 16 to 32", at_once=8)
+    wanted = [answer for form in OF_THE_PROMPT for answer in ask_choices(trio[0], form)]
+    got = [answer for form in OF_THE_PROMPT for answer in split_choices(*trio[1:], form)]
+    assert not results.add("vllm", "sliding windows, log probabilities of the prompt", wanted, got).failed
+    servers.stop(trio)
 
 
 def test_windows_on_pipeline_stages(servers: Servers, model: ModelMaker, results: Results) -> None:
@@ -53,12 +66,11 @@ def test_windows_on_pipeline_stages(servers: Servers, model: ModelMaker, results
         vllm("vllm-stages-pp2", weights, kv=kvmover(), pp=2),
         vllm("vllm-stages-32", weights, kv=kvmover(), block_tokens=32),
     )
-    _same(trio, servers, results, "sliding windows, PP2 to TP1, blocks of 16 to 32", at_once=8)
+    _same(trio, results, "sliding windows, PP2 to TP1, blocks of 16 to 32", at_once=8)
+    servers.stop(trio)
 
 
-def _same(
-    trio: Sequence[Server], servers: Servers, results: Results, scenario: str, at_once: int, gap: float = GAP
-) -> None:
+def _same(trio: Sequence[Server], results: Results, scenario: str, at_once: int, gap: float = GAP) -> None:
     plain, first, second = trio
     warm(*trio)
     prompts = prompts_of(20, seed=20)
@@ -73,4 +85,3 @@ def _same(
     assert moved["vllm:kvmover_received_bytes_total"] > 0
     assert moved["vllm:kvmover_received_failures_total"] == 0
     assert usage(first) == usage(second) == 0
-    servers.stop(trio)
