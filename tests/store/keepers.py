@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from kvmover.store.keeper import memory
+from kvmover.store.keeper import machine, memory
 from kvmover.store.keeper.server import KeeperServer
 
 #: Of each keeper here.
@@ -19,6 +19,20 @@ CAPACITY_BYTES = 64 << 20
 def location(folder: Path, fleet: str = "", generation: int = 0) -> str:
     """Where the keeper of a folder is, and who comes."""
     return f"keeper://{folder / 'keeper.sock'}?fleet={fleet}&generation={generation}"
+
+
+def _break(name: str, calls: int) -> None:
+    """Have a function of the state machine raise, once, at the call after so many."""
+    left, whole = [calls], getattr(machine, name)
+
+    def broken(*arguments: Any, **named: Any) -> Any:
+        left[0] -= 1
+        if left[0] == -1:
+            setattr(machine, name, whole)
+            raise ZeroDivisionError(f"{name} is broken for this test")
+        return whole(*arguments, **named)
+
+    setattr(machine, name, broken)
 
 
 def _serve(pipe: Connection, seals: bool) -> None:
@@ -39,6 +53,11 @@ def _serve(pipe: Connection, seals: bool) -> None:
             pipe.send(len(keepers[folder].state.sessions))
         elif verb == "slabs":
             pipe.send([Path(f"/proc/{os.getpid()}/fd/{fd}") for fd in keepers[folder]._slabs.values()])
+        elif verb == "break":
+            _break(*arguments)
+            pipe.send(None)
+        elif verb == "faults":
+            pipe.send(keepers[folder].faults)
         elif verb == "check":
             keepers[folder].state.check()
             pipe.send(None)

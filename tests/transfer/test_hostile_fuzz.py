@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-import msgspec.inspect as schemas
 import pytest
 from mover_fleets import CONFIG, Bench, Engine, HandClock, Pair
 
@@ -26,10 +25,10 @@ from kvmover.transfer.protocol.auth import Key, Keys
 from kvmover.transfer.protocol.handshake import Card, Rank
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transport import LoopbackNetwork
+from tests.drawn_values import ODD, damaged, drawn
 
 SEEDS = range(int(os.environ.get("KVMOVER_FUZZ", "3")))
 KINDS: tuple[type[msgspec.Struct], ...] = wire.AnyMessage.__args__
-ODD = (0, 1, 2, 3, 7, 15, 16, 255, 256, 4095, 4096, 16384, 65535, 1 << 20, 1 << 31, 1 << 32, 1 << 62, (1 << 63) - 1)
 
 
 class Recording(LoopbackNetwork):
@@ -52,38 +51,9 @@ def silent():
     logging.disable(logging.NOTSET)
 
 
-def value(kind: Any, dice: random.Random, names: list[str]) -> Any:
-    """A value of a schema, small, odd or as large as may be."""
-    match kind:
-        case schemas.IntType(ge=ge, le=le, lt=lt):
-            most = le if le is not None else lt - 1 if lt is not None else (1 << 63) - 1
-            drawn = dice.choice([dice.choice(ODD), dice.randrange(8), dice.randrange(4096)])
-            return max(ge or 0, min(drawn, most))
-        case schemas.StrType():
-            return dice.choice(names)
-        case schemas.BytesType(max_length=most):
-            return dice.randbytes(4 * dice.randrange(40))[:most]
-        case schemas.BoolType():
-            return dice.random() < 0.5
-        case schemas.EnumType(cls=cls):
-            return dice.choice(list(cls))
-        case schemas.VarTupleType(item_type=item):
-            return tuple(value(item, dice, names) for _ in range(dice.choice([0, 1, 1, 2, 5, 40])))
-        case schemas.TupleType(item_types=items):
-            return tuple(value(item, dice, names) for item in items)
-        case schemas.UnionType(types=types):
-            return value(dice.choice(types), dice, names)
-        case schemas.NoneType():
-            return None
-        case schemas.StructType(cls=cls, fields=fields):
-            return cls(**{each.name: value(each.type, dice, names) for each in fields})
-        case _:
-            raise AssertionError(f"no value of {kind}")
-
-
 def message(dice: random.Random, names: list[str]) -> Any:
     """One of any kind."""
-    made = value(schemas.type_info(dice.choice(KINDS)), dice, names)
+    made = drawn(dice.choice(KINDS), dice, names)
     changes: dict[str, Any] = {}
     if isinstance(made, wire.Want) and dice.random() < 0.7:  # one that could be served
         start = dice.randrange(60)
@@ -91,23 +61,6 @@ def message(dice: random.Random, names: list[str]) -> Any:
     if isinstance(made, wire.About) and dice.random() < 0.7:
         changes["generation"] = dice.randrange(3)
     return msgspec.structs.replace(made, **changes)
-
-
-def damaged(note: bytes, dice: random.Random) -> bytes:
-    """A note with some of its bytes changed, cut off, repeated or put somewhere else."""
-    body = bytearray(note)
-    for _ in range(dice.randrange(1, 5)):
-        at = dice.randrange(len(body) + 1)
-        match dice.randrange(4):
-            case 0:
-                body[at : at + 1] = dice.randbytes(1)
-            case 1:
-                del body[at : at + dice.randrange(12)]
-            case 2:
-                body[at:at] = body[at : at + dice.randrange(40)]
-            case _:
-                body[at : at + 2] = dice.choice([b"\xc1", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc0"])
-    return bytes(body)
 
 
 def odd_card(mover: Mover, dice: random.Random) -> bytes:

@@ -117,8 +117,8 @@ def step(state: KeeperState, event: KeeperEvent, now: int) -> Actions:
 def _heard(state: KeeperState, session: KeeperSession, request: Request | None, now: int) -> Actions:
     match request:
         case ListNamespaces(first):
-            manifests = islice(state.namespaces.values(), first, first + LISTED)
-            return [Reply(session.number, Listed([kept.manifest for kept in manifests]))]
+            manifests = [kept.manifest for kept in state.namespaces.values()]
+            return [Reply(session.number, Listed(manifests[first : first + LISTED]))]
         case Attach():
             return _attach(state, session, request, now)
         case None:
@@ -201,11 +201,13 @@ def _attach(state: KeeperState, session: KeeperSession, asked: Attach, now: int)
         return refused
     actions: Actions = []
     if asked.fleet:
+        mine = [other for other in state.sessions.values() if other.fleet == asked.fleet]
+        older = [other for other in mine if other.generation < asked.generation and other.fenced_by is None]
+        for other in older:  # nobody is fenced who may still fill a slab
+            actions += _seal(state, other.slab, now)
+        for other in older:
+            other.fenced_by = asked.generation
         state.generations[asked.fleet] = asked.generation
-        for other in state.sessions.values():
-            if other.fleet == asked.fleet and other.generation < asked.generation and other.fenced_by is None:
-                other.fenced_by = asked.generation
-                actions += _seal(state, other.slab, now)
     session.namespace = asked.namespace
     kept = state.namespaces.setdefault(asked.namespace, KeptNamespace(asked.manifest))
     kept.manifest = kept.manifest or asked.manifest

@@ -20,7 +20,15 @@ from kvmover.store.files import reason_of
 from kvmover.store.keeper import memory
 from kvmover.store.keeper.journal import JournalChange, encode_entry
 from kvmover.store.keeper.machine import step
-from kvmover.store.keeper.messages import PACKET_BYTES, Attach, KeeperRefusal, Refused, decode_request, encode
+from kvmover.store.keeper.messages import (
+    PACKET_BYTES,
+    Attach,
+    CommitObjects,
+    KeeperRefusal,
+    Refused,
+    decode_request,
+    encode,
+)
 from kvmover.store.keeper.proving import SealedSlab, SlabProver
 from kvmover.store.keeper.rewriting import is_overgrown, rewritten
 from kvmover.store.keeper.state import (
@@ -29,8 +37,11 @@ from kvmover.store.keeper.state import (
     DropSlab,
     FillGrant,
     JournalGrant,
+    KeeperAction,
     KeeperEvent,
     KeeperState,
+    KeeperTick,
+    KeptNamespace,
     MakeSlab,
     ReadGrant,
     Reply,
@@ -39,6 +50,7 @@ from kvmover.store.keeper.state import (
     SessionOpened,
     SessionOver,
     SlabFailed,
+    SlabProved,
 )
 
 log = logging.getLogger(__name__)
@@ -75,6 +87,8 @@ class KeeperServer:
         self._journals: dict[bytes, int] = {}
         self._sockets: dict[int, socket.socket] = {}
         self._next_session, self._over = 1, False
+        #: How often the state machine has raised.
+        self.faults = 0
         self._lock_fd, self._listener = _listen(path)
         self._selector, self._prover = selectors.DefaultSelector(), SlabProver()
         self._selector.register(self._prover.wake_fd, selectors.EVENT_READ, self._proved)
@@ -153,7 +167,7 @@ class KeeperServer:
     def _step(self, event: KeeperEvent) -> None:
         now, words = int(time.time()), ""
         gone, failed = list[int](), list[int]()
-        for action in step(self.state, event, now):
+        for action in self._decided(event, now):
             match action:
                 case MakeSlab(number, nbytes):
                     words = self._make(number, nbytes)
@@ -176,6 +190,54 @@ class KeeperServer:
         for number in gone:
             self._end(number)
         self._tidy(now)
+
+    def _decided(self, event: KeeperEvent, now: int) -> list[KeeperAction]:
+        """Returns what is to be done. An exception of the state machine ends the session that it is about, and no
+        other: what was half done is undone.
+        """
+        try:
+            return step(self.state, event, now)
+        except Exception:
+            self.faults += 1
+            number = None if isinstance(event, SlabFailed | SlabProved | KeeperTick) else event.session
+            asked = type(event.request if isinstance(event, SessionHeard) else event).__name__
+            log.exception("fault %d of this keeper, which ends session %s: its %s", self.faults, number, asked)
+        self._undo(event, number, now)
+        if number in self._sockets:
+            self._end(number)
+        elif number is not None:
+            self.state.sessions.pop(number, None)
+        return []
+
+    def _undo(self, event: KeeperEvent, session: int | None, now: int) -> None:
+        """Let memory, journals and state say the same again, after a step that may have changed any of them by half.
+
+        Nobody was told of a slab that it made or dropped: that is gone. So is the one that `session` fills, where it
+        was committing to it or has ended.
+        """
+        slabs = self.state.slabs
+        for number in self._slabs.keys() - slabs.keys():
+            self._drop(number)
+        lost = {slab.number for slab in slabs.values() if slab.number not in self._slabs}
+        if isinstance(event, SessionOver) or (isinstance(event, SessionHeard) and type(event.request) is CommitObjects):
+            lost |= {slab.number for slab in slabs.values() if slab.writer == session}
+        for name, kept in self.state.namespaces.items():
+            kept.end = kept.base + self._journal_bytes(name)
+            held = {each.segment for _, page in kept.index.pages() for each in page.objects}
+            for nowhere in held - {slab.name for slab in slabs.values()}:
+                kept.index.drop(nowhere)
+        sealed = [slab for slab in slabs.values() if slab.writer is None]
+        lost |= {slab.number for slab in sealed if self.state.namespaces[slab.namespace].index.empty(slab.name)}
+        for number in sorted(lost):
+            self._step(SlabFailed(number))
+        for slab in sealed:
+            if slab.number in self._slabs and not memory.is_sealed(self._slabs[slab.number]):
+                self._seal(slab.number, slab.end)
+        for name, kept in self.state.namespaces.items():
+            self._rewrite(name, kept, now)
+
+    def _journal_bytes(self, namespace: bytes) -> int:
+        return os.fstat(self._journal(namespace)).st_size
 
     def _make(self, number: int, nbytes: int) -> str:
         """Why there is no memory for a slab, or ""."""
@@ -229,8 +291,7 @@ class KeeperServer:
             memory.give_back(self._slabs.pop(number))
 
     def _append(self, namespace: bytes, entry: bytes) -> None:
-        journal = self._journal(namespace)
-        os.pwrite(journal, entry, os.fstat(journal).st_size)
+        os.pwrite(self._journal(namespace), entry, self._journal_bytes(namespace))
 
     def _journal(self, namespace: bytes) -> int:
         if namespace not in self._journals:
@@ -264,15 +325,19 @@ class KeeperServer:
         """Write journals anew that have grown."""
         for namespace, kept in self.state.namespaces.items():
             if is_overgrown(kept):
-                old = self._journals.pop(namespace)
-                data = os.pread(old, kept.end - kept.base, 0)
-                ended = encode_entry(JournalChange.ENDED, kept.end, now)
-                os.pwrite(old, ended, len(data))
-                kept.end += len(ended)
-                proved = {slab.name for slab in self.state.slabs.values() if slab.is_proved}
-                fresh = rewritten(kept, data, now, proved)
-                os.close(old)
-                os.pwrite(self._journal(namespace), fresh, 0)
+                self._rewrite(namespace, kept, now)
+
+    def _rewrite(self, namespace: bytes, kept: KeptNamespace, now: int) -> None:
+        """End a journal: who follows it takes the next one, which says all that is so now."""
+        old = self._journals.pop(namespace)
+        data = os.pread(old, kept.end - kept.base, 0)
+        ended = encode_entry(JournalChange.ENDED, kept.end, now)
+        os.pwrite(old, ended, len(data))
+        kept.end += len(ended)
+        proved = {slab.name for slab in self.state.slabs.values() if slab.is_proved}
+        fresh = rewritten(kept, data, now, proved)
+        os.close(old)
+        os.pwrite(self._journal(namespace), fresh, 0)
 
 
 def _listen(path: Path) -> tuple[int, socket.socket]:
