@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from perf.record import first, read
+from perf.record import first, passed, read
 
 
 def headline() -> str:
@@ -102,7 +102,7 @@ def _live() -> Iterator[tuple[str, str, str]]:
 
 def _exchanged() -> Iterator[tuple[str, str, str]]:
     """What engines of unlike make did for each other in the last whole run of live servers, where that had any."""
-    rows = [row for row in read("live") if row["engine"] in ("sglang-vllm", "vllm-sglang")]
+    rows = [row for row in passed("live") if row["engine"] in ("sglang-vllm", "vllm-sglang")]
     if rows:
         requests, same = (sum(int(row[name]) for row in rows) for name in ("requests", "same"))
         asked = "SGLang and vLLM for each other, live: answers whose every token is the decode engine's own"

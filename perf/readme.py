@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from perf.headline import best_clone, headline, of_lost_code, places
-from perf.record import RESULTS, read
+from perf.record import RESULTS, passed, read
 from perf.shared_table import shared
 
 ROOT = Path(__file__).parent.parent
@@ -54,9 +54,10 @@ def scenarios() -> str:
     """The block between the markers of docs/live.md: a row a scenario of the last whole run that was kept."""
     if not (RESULTS / "live.csv").exists():
         return "No whole run is kept here yet.\n"
-    rows = read("live")
+    rows = passed("live")
     lines = [
-        f"Last run: {rows[0]['date']}, commit {rows[0]['commit']} ({_about(rows[0])}).",
+        f"Last run in which all passed: {rows[0]['date']}, commit {rows[0]['commit']} ({_about(rows[0])}).",
+        *_failed_runs(),
         "",
         "| engine | scenario | requests | same | wrong | failed | largest gap | p50, p99 ms | seen |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -68,10 +69,16 @@ def scenarios() -> str:
     return "\n".join([*lines, ""])
 
 
+def _failed_runs() -> list[str]:
+    """Return a line for each run in which tests failed, with their names."""
+    runs = {(row["date"], row["commit"], row["failed_tests"]) for row in read("live") if row.get("failed_tests")}
+    return [f"Failed since, {date}, commit {commit}: {names}." for date, commit, names in sorted(runs)]
+
+
 def _live() -> list[str]:
     if not all((RESULTS / f"{name}.csv").exists() for name in ("live", "live_peers")):
         return []
-    rows = read("live")
+    rows = passed("live")
     lines = [
         "**Live servers without a GPU**, tokens and log probabilities beside a plain server's;"
         f" [live.md](live.md) has every scenario ({_about(rows[0])}):",

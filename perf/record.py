@@ -101,6 +101,11 @@ def read(name: str, folder: Path = RESULTS) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def passed(name: str, folder: Path = RESULTS) -> list[dict[str, str]]:
+    """Return the rows of runs in which every test passed: what tables of the documentation are made of."""
+    return [row for row in read(name, folder) if not row.get("failed_tests")]
+
+
 def first(name: str, **columns: str) -> dict[str, str]:
     """The first row of a file whose columns have these values."""
     return next(row for row in read(name) if columns.items() <= row.items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import median
 
-from perf.record import first, read
+from perf.record import first, passed, read
 
 #: Words in the names of the live scenarios that show a part.
 _MOVES = ("a running request moves", "where requests move")
@@ -45,12 +45,12 @@ def _parts() -> Iterator[tuple[str, str, str, str]]:
 
 def _said(words: tuple[str, ...]) -> str:
     """By the first of the live scenarios that have one of `words` in their name."""
-    return next((row["said"] for row in read("live") if any(each in row["scenario"] for each in words)), "")
+    return next((row["said"] for row in passed("live") if any(each in row["scenario"] for each in words)), "")
 
 
 def _right(words: tuple[str, ...]) -> str:
     """Of the live scenarios that have one of `words` in their name, in the last whole run."""
-    rows = [row for row in read("live") if any(each in row["scenario"] for each in words)]
+    rows = [row for row in passed("live") if any(each in row["scenario"] for each in words)]
     requests, same = (sum(int(row[name]) for row in rows) for name in ("requests", "same"))
     return f"{same} of {requests}" if rows else "not in the last run"
 

@@ -63,16 +63,23 @@ def pytest_testnodedown(node: Any) -> None:
     node.config.stash[_RESULTS].rows += [Row(**row) for row in rows]
 
 
-def pytest_terminal_summary(exitstatus: int, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
     if _is_worker(config):
         return  # it knows its own tests alone, and nothing of what failed elsewhere
     results = config.stash[_RESULTS]
     results.rows.sort(key=lambda row: row.engine)
     if results.rows:
         results.print()
-    # A run of a few scenarios is no record of all.
-    if results.rows and not exitstatus and not config.option.keyword and config.args == ["tests/live"]:
-        results.keep()
+    # A run of a few scenarios, or one that was broken off, is no record of all.
+    ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    if results.rows and ended and not config.option.keyword and config.args == ["tests/live"]:
+        results.keep(failed_tests(terminalreporter))
+
+
+def failed_tests(reporter: pytest.TerminalReporter) -> list[str]:
+    """Return the names of tests that failed, or whose servers did not start or end, each once."""
+    reports = [*reporter.stats.get("failed", ()), *reporter.stats.get("error", ())]
+    return sorted({report.nodeid.rpartition("::")[2] for report in reports})
 
 
 @dataclass(slots=True)

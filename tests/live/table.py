@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import median
 
 from rich.console import Console
@@ -77,9 +78,14 @@ class Results:
             table.add_row(*cells, style="bold red" if row.wrong else None)
         Console(width=None if sys.stdout.isatty() else 160).print(table)
 
-    def keep(self) -> None:
-        """Put these rows in the place of their engines' last ones in perf/results/live.csv."""
-        engines = {row.engine for row in self.rows}
-        path = record.RESULTS / "live.csv"
-        others = [row for row in record.read("live") if row["engine"] not in engines] if path.exists() else []
-        record.write("live", [*(asdict(row) for row in self.rows), *others])
+    def keep(self, failed_tests: Sequence[str], folder: Path = record.RESULTS) -> None:
+        """Put these rows in the place of their engines' last ones in `live.csv`.
+
+        Rows of a run in which tests failed bear the names of these. They take no place of rows of a run that passed,
+        which takes the place of both.
+        """
+        engines, mark = {row.engine for row in self.rows}, "; ".join(failed_tests)
+        before = record.read("live", folder) if (folder / "live.csv").exists() else []
+        others = [row for row in before if row["engine"] not in engines or (mark and not row.get("failed_tests"))]
+        rows = [{**asdict(row), "failed_tests": mark} for row in self.rows]
+        record.write("live", [*rows, *({"failed_tests": "", **row} for row in others)], folder)
