@@ -68,8 +68,8 @@ typedef struct {
     char hosted, writes_back;
 } Columns;
 
-extern PyTypeObject *NodeType, *ComponentPagesType, *RecencyType, *EvictableSetType, *ColumnsType;
-extern PyType_Spec node_spec, component_pages_spec, recency_spec, evictable_set_spec, columns_spec;
+extern PyTypeObject *NodeType, *ComponentPagesType, *RecencyType, *EvictableSetType, *ColumnsType, *PagesInUseType;
+extern PyType_Spec node_spec, component_pages_spec, recency_spec, evictable_set_spec, columns_spec, pages_in_use_spec;
 /* ideal.c, simulated.c: what a replay remembers beside the tree. */
 extern PyTypeObject *IdealType, *SimulatedStorageType;
 extern PyType_Spec ideal_spec, simulated_storage_spec;

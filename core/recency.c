@@ -30,7 +30,7 @@ static void take_out(Link *link)
 
 Node *recency_first(Recency *order)
 {
-    return order->count ? node_of(order, order->ends.after) : NULL;
+    return order->ends.after != &order->ends ? node_of(order, order->ends.after) : NULL;
 }
 
 int order_add(PyObject *order, Node *node)
@@ -166,7 +166,8 @@ static int recency_contains(PyObject *self, PyObject *value)
     return node == NULL ? -1 : order_contains(self, node);
 }
 
-static Py_ssize_t recency_length(Recency *self) { return self->count; }
+/* Another order of the same slot may have taken nodes out of this ring: the count is then wrong, and the ring is not. */
+static Py_ssize_t recency_length(Recency *self) { return self->count < 0 ? 0 : self->count; }
 
 static PyObject *recency_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(names))
 {
@@ -183,10 +184,9 @@ static PyObject *recency_new(PyTypeObject *type, PyObject *args, PyObject *Py_UN
 
 static void recency_dealloc(Recency *self)
 {
-    while (self->count) {
-        Node *node = recency_first(self);
+    Node *node;
+    while ((node = recency_first(self)) != NULL) {
         take_out(self->ends.after);
-        self->count--;
         Py_DECREF(node);
     }
     object_free((PyObject *)self);

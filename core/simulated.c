@@ -123,21 +123,25 @@ static PyObject *storage_put(SimulatedStorage *self, PyObject *row)
 
 static Py_ssize_t storage_length(SimulatedStorage *self) { return (Py_ssize_t)self->pages; }
 
-static int storage_init(SimulatedStorage *self, PyObject *args, PyObject *Py_UNUSED(names))
+static PyObject *storage_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(names))
 {
-    if (!PyArg_ParseTuple(args, "L", &self->limit))
-        return -1;
-    self->room = 1 << 16;
-    free(self->uses);
+    long long limit;
+    if (!PyArg_ParseTuple(args, "L", &limit))
+        return NULL;
+    if (limit < 0)
+        return PyErr_Format(PyExc_ValueError, "storage of %lld pages", limit);
+    SimulatedStorage *self = (SimulatedStorage *)PyType_GenericAlloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->limit = limit, self->room = 1 << 16;
     self->uses = malloc(self->room * sizeof *self->uses);
     if (self->uses == NULL) {
-        PyErr_NoMemory();
-        return -1;
+        Py_DECREF((PyObject *)self);
+        return PyErr_NoMemory();
     }
     memset(self->uses, 0xff, self->room * sizeof *self->uses);
     self->uses[0] = (Use){0, 0};
-    self->pages = 0;
-    return 0;
+    return (PyObject *)self;
 }
 
 static void storage_dealloc(SimulatedStorage *self)
@@ -177,7 +181,7 @@ static PyMemberDef storage_members[] = {{"limit", T_LONGLONG, offsetof(Simulated
 static PyMethodDef storage_methods[] = {{"leading", (PyCFunction)storage_leading, METH_O, NULL},
                                         {"put", (PyCFunction)storage_put, METH_O, NULL},
                                         {NULL, NULL, 0, NULL}};
-static PyType_Slot storage_slots[] = {{Py_tp_init, storage_init},       {Py_tp_dealloc, storage_dealloc},
+static PyType_Slot storage_slots[] = {{Py_tp_new, storage_new},         {Py_tp_dealloc, storage_dealloc},
                                       {Py_sq_length, storage_length},   {Py_tp_members, storage_members},
                                       {Py_tp_methods, storage_methods}, {0, NULL}};
 PyType_Spec simulated_storage_spec = {"kvmover._core.SimulatedStorage", sizeof(SimulatedStorage), 0,

@@ -48,6 +48,8 @@ PyObject *columns_descend(Columns *self, PyObject *const *args, Py_ssize_t count
     Py_ssize_t stop = PyLong_AsSsize_t(args[2]);
     if (stop == -1 && PyErr_Occurred())
         return NULL;
+    if (page_bytes < 1)
+        return PyErr_Format(PyExc_ValueError, "a page of %zd bytes", page_bytes);
     if (stop > length)
         stop = length;
     PyObject *path = PyList_New(0);
@@ -195,7 +197,7 @@ PyObject *columns_grow(Columns *self, PyObject *const *args, Py_ssize_t count)
         return NULL;
     }
     long long end = PyLong_AsLongLong(args[2]), pages = end - parent->end;
-    if (!PyErr_Occurred() && (pages < 1 || end > length / page_bytes || !PyBytes_Check(args[3])))
+    if (!PyErr_Occurred() && (page_bytes < 1 || pages < 1 || end > length / page_bytes || !PyBytes_Check(args[3])))
         PyErr_SetString(PyExc_ValueError, "the data does not fill these pages");
     if (PyErr_Occurred())
         return NULL;

@@ -170,11 +170,14 @@ static int give_up(Eviction *self, Node *node, long long need)
     return is_some(node->host) ? take(self, node, DEVICE) : uproot_upwards(self, node);
 }
 
+/* How many of so many pages are asked for by any number. */
+static long long within(long long pages, long long most) { return pages < 0 ? 0 : pages > most ? most : pages; }
+
 static int evict_device(Eviction *self, long long pages)
 {
     EvictableSet *device = self->device;
     Recency *order = (Recency *)device->order;
-    long long aim = device->evictable - pages;
+    long long aim = device->evictable - within(pages, device->evictable);
     Node *node;
     while (device->evictable > aim && (node = recency_first(order)) != NULL) {
         long long need = device->evictable - aim;
@@ -216,7 +219,7 @@ static int evict_host(Eviction *self, long long pages)
         if (take(self, node, HOST) < 0)
             return -1;
     }
-    long long aim = host->evictable - pages;
+    long long aim = host->evictable - within(pages, host->evictable);
     while (host->evictable > aim && (node = recency_first((Recency *)host->order)) != NULL) {
         if (has_children(node)) {
             order_discard(host->order, node);

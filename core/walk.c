@@ -10,6 +10,8 @@ enum {
     WITHOUT_GIL_BYTES = 1 << 16
 };
 
+static const int64_t MOST_BYTES = (int64_t)1 << 47;
+
 /* A number that each place adds `step` to, or a table with an int64 a place. */
 static int read_number(Nest *nest, Loop *loop, PyObject *value, int number)
 {
@@ -71,6 +73,20 @@ static int64_t nest_rows(const Nest *nest)
     return rows;
 }
 
+/* Bytes of all rows; -1 with an error for more than any memory has, whose sums would not fit 64 bits. */
+static int64_t nest_bytes(const Nest *nest, int64_t row_bytes)
+{
+    int64_t nbytes = row_bytes;
+    for (int i = 0; i < nest->depth && nbytes <= MOST_BYTES; i++)
+        if (__builtin_mul_overflow(nbytes, nest->loops[i].count, &nbytes))
+            nbytes = INT64_MAX;
+    if (nbytes > MOST_BYTES) {
+        PyErr_Format(PyExc_ValueError, "rows of %lld bytes are more than memory has", (long long)row_bytes);
+        return -1;
+    }
+    return nbytes;
+}
+
 /* Of loops, bytes of a row and a number of threads. -1 with an error; it is to be released either way. */
 int rows_of(PyObject *const *args, Py_ssize_t count, Rows *rows)
 {
@@ -83,7 +99,9 @@ int rows_of(PyObject *const *args, Py_ssize_t count, Rows *rows)
     }
     if (read_nest(&rows->nest, args[0]) < 0)
         return -1;
-    rows->nbytes = rows->row_bytes * nest_rows(&rows->nest);
+    rows->nbytes = nest_bytes(&rows->nest, rows->row_bytes);
+    if (rows->nbytes < 0)
+        return -1;
     int64_t most = rows->nbytes / THREAD_BYTES + 1;
     most = most > MOST_THREADS ? MOST_THREADS : most;
     rows->threads = threads < most ? (int)threads : (int)most;

@@ -117,6 +117,14 @@ static PyObject *words_of_row(const Py_buffer *view)
 {
     if (!is_row_of_words(view))
         return NULL;
+    if (view->itemsize == 4 && strpbrk(view->format, "il") != NULL) {
+        const uint32_t *from = view->buf;
+        uint32_t all = 0;
+        for (Py_ssize_t i = 0; i < view->len / 4; i++)
+            all |= from[i];
+        if (all >> 31)
+            return NULL;
+    }
     if (view->itemsize == 4)
         return PyBytes_FromStringAndSize(view->buf, view->len);
     Py_ssize_t count = view->len / 8;

@@ -35,19 +35,22 @@ Maker = Callable[[int, int], Contender]
 
 
 class Kvmover:
-    """The tree with its ledger. As for the peers, pages are counted, not allocated: a request's are a slice of one row.
+    """The tree with its ledger. As for the peers, pages are counted, not allocated: each request brings new ids.
 
-    The same ids in many places are no concern of the tree, which never looks at them.
+    They are made before it is timed.
     """
 
     def __init__(self, page_tokens: int, capacity_tokens: int, sink: Callable[[Any], None] | None = None) -> None:
         self.page_tokens = page_tokens
         self.tree = PrefixTree(page_tokens, sink=sink)
-        self.row, self.free_pages = np.arange(200_000, dtype=np.int32), capacity_tokens // page_tokens
+        self.row, self.free_pages = np.empty(0, np.int32), capacity_tokens // page_tokens
+        self.pages_named = 0
         self.ledger = Ledger(fault=FaultPolicy.COUNT)
         self.serial = 0
 
-    def prepare(self, tokens: np.ndarray) -> np.ndarray:
+    def prepare(self, tokens: np.ndarray) -> Any:
+        first, self.pages_named = self.pages_named, self.pages_named + len(tokens) // self.page_tokens
+        self.row = np.arange(first, self.pages_named, dtype=np.int32)
         return tokens
 
     def serve(self, prompt: np.ndarray, lap: Lap) -> int:
@@ -65,7 +68,7 @@ class Kvmover:
             self.free_pages += len(tree.evict(needed - self.free_pages).page_ids())
         self.free_pages -= needed
         lap("evict")
-        inserted = tree.insert(key, self.row[first : first + needed], first_page=first)
+        inserted = tree.insert(key, self.row[:needed], first_page=first)
         self.free_pages += len(inserted.page_ids())
         lap("insert")
         tree.unlock(receipt)
@@ -81,15 +84,15 @@ class Kvmover:
 class KvmoverInt64(Kvmover):
     """The same for an engine that holds tokens in 64 bits, as SGLang does: converted once a request, in `match`."""
 
-    def prepare(self, tokens: np.ndarray) -> np.ndarray:
-        return tokens.astype(np.int64)
+    def prepare(self, tokens: np.ndarray) -> Any:
+        return super().prepare(tokens).astype(np.int64)
 
 
 class KvmoverList(Kvmover):
     """The same for an engine that holds tokens as a list of numbers, as vLLM does: converted once a request too."""
 
     def prepare(self, tokens: np.ndarray) -> Any:
-        return tokens.tolist()
+        return super().prepare(tokens).tolist()
 
 
 class KvmoverPython(Kvmover):

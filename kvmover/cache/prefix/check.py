@@ -55,9 +55,12 @@ INVARIANTS = {
 }
 
 
-def check(forest: Forest, copies: Iterable[CopyRecord], fetched: Iterable[bytes]) -> None:
-    """Raises InvariantBroken with the number, the sentence and the place of the first that does not hold."""
-    nodes, records = list(forest), list(copies)
+def check(forest: Forest, copies: Iterable[CopyRecord], fetches: Iterable[tuple[int, bytes]]) -> None:
+    """Raises InvariantBroken with the number, the sentence and the place of the first that does not hold.
+
+    `fetches`: host ids that reads from storage have, each row with its component's index.
+    """
+    nodes, records, fetched = list(forest), list(copies), list(fetches)
     _roots(forest)
     for node in nodes:
         _structure(forest, node)
@@ -69,6 +72,7 @@ def check(forest: Forest, copies: Iterable[CopyRecord], fetched: Iterable[bytes]
     _sizes(forest, nodes)
     _copies(forest, nodes, records)
     _places(forest, nodes, records, fetched)
+    _in_use(forest, nodes, records, fetched)
     _hashes(forest, nodes)
 
 
@@ -245,7 +249,9 @@ def _copies(forest: Forest, nodes: Sequence[Node], records: Sequence[CopyRecord]
             _demand(per_page or len(part.src) == ID_BYTES, 15, f"operation {record.op}")
 
 
-def _places(forest: Forest, nodes: Sequence[Node], records: Sequence[CopyRecord], fetched: Iterable[bytes]) -> None:
+def _places(
+    forest: Forest, nodes: Sequence[Node], records: Sequence[CopyRecord], fetched: Sequence[tuple[int, bytes]]
+) -> None:
     """Ids in the tree; and those that belong to records, but for one that an insert was handed early, which stands for
     itself.
     """
@@ -261,10 +267,23 @@ def _places(forest: Forest, nodes: Sequence[Node], records: Sequence[CopyRecord]
                     for part in record.parts:
                         if part.index == index and record.dst is tier:
                             places.update(page_array(part.dst).tolist())
-                if index < 0:
-                    for ids in fetched:
+                for own, ids in fetched:
+                    if own == index:
                         places.update(page_array(ids).tolist())
                 _demand(all(count == 1 for count in places.values()), 14, f"{where}, in flight: {_twice(places)}")
+
+
+def _in_use(
+    forest: Forest, nodes: Sequence[Node], records: Sequence[CopyRecord], fetched: Sequence[tuple[int, bytes]]
+) -> None:
+    """The ids that are refused when they come again are those that the tree and its operations have."""
+    for (tier, index), in_use in forest.in_use.items():
+        rows = [forest.ids(node, tier, index) or b"" for node in nodes]
+        rows += [part.dst for record in records if record.dst is tier for part in record.parts if part.index == index]
+        rows += [ids for own, ids in fetched if tier is Tier.HOST and own == index]
+        pages = {page for ids in rows for page in page_array(ids).tolist()}
+        where = f"{forest.config.name(index)}, {tier.name}: {len(in_use)} are noted as in use, of {len(pages)}"
+        _demand(len(in_use) == len(pages) and all(page in in_use for page in pages), 14, where)
 
 
 def _twice(places: Counter[int]) -> list[int]:

@@ -10,7 +10,7 @@ from kvmover.cache.prefix.components import FULL, Sidecar, TreeComponent
 from kvmover.cache.prefix.keys import WORD_BYTES, KeyUnits
 from kvmover.cache.prefix.policy import LRU, EvictionPolicy
 from kvmover.errors import PrefixError
-from kvmover.fields import settle
+from kvmover.fields import settle, settle_whole
 
 
 class EvictionGranularity(Enum):
@@ -64,8 +64,9 @@ class TreeConfig:
     units: KeyUnits = KeyUnits.PLAIN
 
     def __post_init__(self) -> None:
-        if self.page_tokens < 1:
-            raise PrefixError(f"a page holds at least one token, got {self.page_tokens}")
+        settle_whole(self, "tree", PrefixError, page_tokens=0)
+        if not 0 < self.page_tokens < 1 << 31:
+            raise PrefixError(f"a page holds at least one token, and fewer than 2**31, got {self.page_tokens}")
         settle(self, "tree", PrefixError, grain=EvictionGranularity, units=KeyUnits)
         own = [FULL, *(component.name for component in self.components)]
         names = [*own, *(sidecar.name for sidecar in self.sidecars)]

@@ -105,6 +105,7 @@ class CopyRecords:
             raise PrefixError(
                 f"a copy of node {node.id} to the {dst.name.lower()} takes {names[0]} ids, got {names[1]}"
             )
+        forest.claim([(dst, index, ids) for index, ids in brought.items()])
         parts = tuple(self._part(each, index, src, brought) for index, each in sources)
         first = min((each.start for _, each in sources), default=node.end)
         record = CopyRecord(self.number(), src, dst, node, first, parts)
@@ -156,6 +157,15 @@ class CopyRecords:
                     settled = True
         return ActionList(
             tuple(FreePages(name, tier, page_array(b"".join(ids))) for (name, tier), ids in freed.items())
+        )
+
+    def loading(self, node: Node, index: int) -> bytes | None:
+        """The ids that a load on its way will give `node`, or the front of one, of a component; None without a load."""
+        record = self.records.get(_marked(node, Tier.DEVICE, index))
+        if record is None or record.dst is not Tier.DEVICE:
+            return None
+        return next(
+            (ids for part in record.parts if part.index == index for _, ids in self._pieces(part, [node])), None
         )
 
     def number(self) -> int:

@@ -11,14 +11,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
+from msgspec import structs
 
 from kvmover.cache.prefix.config import TreeConfig
 from kvmover.cache.prefix.hashes import PrefixNamespace, as_int64, as_int64s
 from kvmover.cache.prefix.node import Node, page_hashes
-from kvmover.cache.prefix.results import Tier
+from kvmover.cache.prefix.results import Action, ActionList, CopyOut, Tier
 from kvmover.errors import TransportError, need
 
 if TYPE_CHECKING:
@@ -161,12 +162,38 @@ def block_removed(hashes: Sequence[bytes], tier: Tier) -> BlockRemoved:
     return BlockRemoved(as_int64s(hashes), MEDIA[tier])
 
 
+Given = TypeVar("Given", bound=ActionList)
+
+
 class Journal:
     """A tree's events, to one sink. Splits say nothing: a page's hash is that of the tokens up to its end."""
 
     def __init__(self, config: TreeConfig, sink: Sink) -> None:
         self._config = config
         self._sink = sink
+        self._waiting = deque[KVEvent]()
+        self._owed: tuple[Action, ...] = ()
+
+    @property
+    def owes_copies(self) -> bool:
+        """Whether a copy was decided that nobody was told to carry out."""
+        return any(isinstance(action, CopyOut) for action in self._owed)
+
+    def told(self, given: Given) -> Given:
+        """The sink has all events now; returned is `given`, behind what earlier calls could not return.
+
+        What the sink raises keeps the event that it was given, those behind it, and the actions for the next call.
+        """
+        self._owed += given.actions
+        while self._waiting:
+            event = self._waiting.popleft()
+            try:
+                self._sink(event)
+            except BaseException:
+                self._waiting.appendleft(event)
+                raise
+        owed, self._owed = self._owed, ()
+        return given if len(owed) == len(given.actions) else structs.replace(given, actions=owed)
 
     def stored(self, node: Node, tier: Tier) -> None:
         """All pages of a node, which have come to a tier."""
@@ -176,15 +203,15 @@ class Journal:
         tokens = tuple(memoryview(node.tokens).cast("I")[:: int(config.units)])
         hashes = page_hashes(node, config.page_words)
         last = above[-1] if above else None
-        self._sink(block_stored(hashes, last, tier, config.page_tokens, tokens, _namespace(node)))
+        self._waiting.append(block_stored(hashes, last, tier, config.page_tokens, tokens, _namespace(node)))
 
     def removed(self, hashes: Sequence[bytes], tier: Tier) -> None:
         """Pages that have left a tier."""
-        self._sink(block_removed(hashes, tier))
+        self._waiting.append(block_removed(hashes, tier))
 
     def cleared(self) -> None:
         """Everything, of all tiers."""
-        self._sink(AllBlocksCleared())
+        self._waiting.append(AllBlocksCleared())
 
 
 def _namespace(node: Node) -> PrefixNamespace:

@@ -26,6 +26,7 @@ class Eviction:
         self._room = words(room) if len(room) else b""
         if self._room and not isinstance(forest.config.tiers, WriteBack):
             raise PrefixError("only a tree that writes back evicts into host pages")
+        forest.claim([(Tier.HOST, -1, self._room)])
         # Of a tree with further components a leaf goes whole: without its window or state, what is left is of no use.
         self._trims = forest.config.grain is EvictionGranularity.PAGE and not forest.config.components
         self._copies = list[CopyOut]()
@@ -230,7 +231,8 @@ class Eviction:
         self._freed.setdefault((index, tier), []).append(ids)
 
     def _outcome(self) -> ActionList:
-        """Copies first, then one FreePages a component and tier, in their order."""
+        """Copies first, then one FreePages a component and tier, in their order. Room that is left is the caller's."""
+        self._forest.in_use[Tier.HOST, -1].release(self._room)
         name, freed = self._forest.config.name, list[FreePages]()
         for index, tier in sorted(self._freed):
             freed.append(FreePages(name(index), tier, page_array(b"".join(self._freed[index, tier]))))

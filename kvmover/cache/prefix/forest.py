@@ -11,9 +11,10 @@ from kvmover.cache.prefix.config import DeviceOnly, TreeConfig, WriteBack, Write
 from kvmover.cache.prefix.events import Journal
 from kvmover.cache.prefix.hashes import PrefixNamespace
 from kvmover.cache.prefix.node import LockedPath, Node, page_hashes
+from kvmover.cache.prefix.pages_in_use import PagesInUse
 from kvmover.cache.prefix.policy import LRU, Order
 from kvmover.cache.prefix.results import ROOT, Tier
-from kvmover.errors import StaleHandle
+from kvmover.errors import PrefixError, StaleHandle
 
 
 class PrefixEnd(NamedTuple):
@@ -46,7 +47,14 @@ class Forest:
         self.hits_due = config.tiers.after_hits if isinstance(config.tiers, WriteThrough) else 0
         self.journal: Journal | None = None
         self.locked_paths: dict[int, LockedPath] = {}
-        self.columns = columns = (core or chosen()).Columns()
+        core = core or chosen()
+        #: By tier and component: ids of nodes, and of operations until their end.
+        self.in_use = {
+            (tier, index): core.PagesInUse()
+            for tier in (Tier.DEVICE, Tier.HOST)
+            for index in range(-1, len(config.components))
+        }
+        self.columns = columns = core.Columns()
         columns.page_bytes, columns.per_page = config.page_bytes, tuple(each.per_page for each in config.components)
         columns.hosted, columns.writes_back = self.hosted, self.writes_back
         columns.next_id = ROOT + 1
@@ -158,6 +166,22 @@ class Forest:
     def key(self, node: Node) -> bytes:
         """What its parent finds it by: its first page."""
         return node.tokens[: self.page_bytes]
+
+    # Ids
+
+    def claim(self, rows: Sequence[tuple[Tier, int, bytes]]) -> None:
+        """Take the ids of components on tiers that a call brings: all of them, or none with a PrefixError."""
+        for place, (tier, index, ids) in enumerate(rows):
+            page = self.in_use[tier, index].claim(ids)
+            if page >= 0:
+                for earlier, other, had in rows[:place]:
+                    self.in_use[earlier, other].release(had)
+                raise PrefixError(
+                    f"page {page} of {self.config.name(index)} on the {tier.name.lower()} is given twice, or is the"
+                    " tree's already: who gives it back would free it twice"
+                    if page >> 31 == 0
+                    else f"page ids have 31 bits, got {page}"
+                )
 
     # Structure
 
@@ -286,6 +310,7 @@ class TreeCore(Protocol):
     """A module that has columns: `columns`, or the one in C, whose objects have the same attributes and methods."""
 
     Columns: type[columns.Columns]
+    PagesInUse: type[PagesInUse]
 
 
 PYTHON_CORE: TreeCore = columns

@@ -36,7 +36,9 @@ class PrefixNamespace(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
     extra: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        return f"PrefixNamespace(model={self.model!r}, adapter={self.adapter!r}, extra={self.extra!r})"
+        """The salt, which may be a secret, is told by a digest of it: namespaces that differ by it differ here too."""
+        salt = f"#{sha256(self.salt.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}" if self.salt else ""
+        return f"PrefixNamespace(model={self.model!r}, adapter={self.adapter!r}, salt={salt!r}, extra={self.extra!r})"
 
     @property
     def digest(self) -> bytes:

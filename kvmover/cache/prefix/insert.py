@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -104,14 +105,19 @@ def _trailing(forest: Forest, name: str, page_ids: PageIds, start: int, pages: i
     return Trailing(index, pages - count, ids, np.zeros(count, np.bool_))
 
 
+#: The ids that a load on its way will give a node, of a component (-1: attention KV); None where there is no such load.
+LoadingIds: TypeAlias = Callable[[Node, int], bytes | None]
+
+
 class Insertion:
     """One insert: from the root, or from the node `above`, along the nodes that spell the key, and a new leaf for what
     is left of it.
     """
 
-    def __init__(self, forest: Forest, offer: Offer, above: Node | None = None) -> None:
+    def __init__(self, forest: Forest, offer: Offer, loading: LoadingIds, above: Node | None = None) -> None:
         self._forest = forest
         self._offer = offer
+        self._loading = loading
         self._above = above
         self._end: Node | None = None
         self._path = list[Node]()
@@ -119,22 +125,58 @@ class Insertion:
         self._double = list[bytes]()
 
     def run(self) -> Inserted:
-        """Keep what is new, and say what came of it. The path becomes the most recently used."""
-        try:
+        """Keep what is new, and say what came of it. The path becomes the most recently used.
+
+        Raises PrefixError before anything is touched.
+        """
+        if self._offer.pages > self._offer.start:
+            self._claim()
             self._walk()
-        finally:
-            self._path = self._end.path() if self._end is not None else []
-            self._forest.touch(self._path)
+        self._path = self._end.path() if self._end is not None else []
+        self._forest.touch(self._path)
         return self._result()
+
+    def _claim(self) -> None:
+        """Have all ids that are brought but for those that the tree has in their very places."""
+        forest, offer = self._forest, self._offer
+        at, first = self._above or forest.roots.get(offer.key.namespace), offer.first_page
+        known, path = offer.start, list[Node]()
+        if at is not None:
+            stop = (offer.pages - offer.start) * forest.page_bytes
+            path, inside, pages = forest.columns.descend(at, offer.key.data, stop)
+            if inside is not None:
+                path.append(forest.front(inside, pages, ROOT))
+            known = path[-1].end if path else known
+        if known < first:
+            raise PrefixError(f"pages below {first} are the tree's, but it knows {known} in this namespace")
+        missing = next((node for node in path if node.start < first and node.pages is None), None)
+        if missing is not None:
+            where = f"{missing.start} to {missing.end}"
+            raise PrefixError(f"pages below {first} are the tree's, but {where} are not on the device")
+        rows = [(Tier.DEVICE, -1, self._foreign(path, known, -1, first, offer.ids))]
+        for each in offer.trailing:
+            rows.append((Tier.DEVICE, each.index, self._foreign(path, known, each.index, each.first, each.ids)))
+        forest.claim(rows)
+
+    def _foreign(self, path: Sequence[Node], known: int, index: int, first: int, ids: bytes) -> bytes:
+        """Those of `ids`, of a component's pages from `first` on, that the nodes of `path` neither have nor await."""
+        per_page, pages = index < 0 or self._forest.config.components[index].per_page, self._offer.pages
+        rows = list[bytes]()
+        for node in path:
+            low, high = max(0, node.start - first), node.end - first
+            if not per_page:
+                low, high = 0, len(ids) // ID_BYTES if node.end == pages else 0
+            mine = ids[low * ID_BYTES : high * ID_BYTES] if low < high else b""
+            own = self._forest.ids(node, Tier.DEVICE, index) or self._loading(node, index) if mine else None
+            rows.append(unlike(mine, own[-len(mine) :]) if own else mine)
+        if known < pages:
+            rows.append(ids[max(0, known - first) * ID_BYTES :] if per_page else ids)
+        return b"".join(rows)
 
     def _walk(self) -> None:
         forest, offer = self._forest, self._offer
         data, page_bytes = offer.key.data, forest.page_bytes
         stop, offset, counted = (offer.pages - offer.start) * page_bytes, 0, offer.counted_pages
-        if not stop:
-            return
-        if offer.first_page and offer.key.namespace not in forest.roots:
-            raise PrefixError(f"pages below {offer.first_page} are the tree's, but it knows none of this namespace")
         at = self._above or forest.root(offer.key.namespace)
         while offset < stop:
             child = at.children.get(data[offset : offset + page_bytes])
@@ -162,10 +204,6 @@ class Insertion:
     def _pass(self, node: Node) -> None:
         """The tree knows these tokens: it takes fresh pages where it has none on the device, else they come back."""
         first = self._offer.first_page
-        if node.pages is None and node.start < first:
-            raise PrefixError(
-                f"pages below {first} are the tree's, but {node.start} to {node.end} are not on the device"
-            )
         if node.end > first:
             mine = self._offer.ids[max(0, node.start - first) * ID_BYTES : (node.end - first) * ID_BYTES]
             if node.pages is None:
@@ -178,8 +216,6 @@ class Insertion:
     def _grow(self, at: Node) -> None:
         """The rest is new: one node, or several where a component needs a boundary."""
         forest, offer = self._forest, self._offer
-        if at.end < offer.first_page:
-            raise PrefixError(f"pages below {offer.first_page} are the tree's, but it knows {at.end}")
         names = offer.key.known_hashes(forest.config.page_words) if not offer.start else None
         if not (forest.config.components or offer.start or offer.priority):
             ids = offer.ids[(at.end - offer.first_page) * ID_BYTES :]

@@ -49,7 +49,7 @@ class RadixKey(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     @classmethod
     def of(cls, tokens: TokenIds, namespace: PrefixNamespace, units: KeyUnits) -> RadixKey:
-        """Of any row of integers from 0 to 2**32 - 1. 32-bit buffers are copied as they lie, without a look at them."""
+        """Of any row of integers from 0 to 2**32 - 1. 32-bit buffers are copied as they lie."""
         data = words(tokens)
         if units is KeyUnits.BIGRAM:
             row = np.frombuffer(data, np.uint32)
@@ -105,6 +105,8 @@ def words_in_python(tokens: TokenIds) -> bytes:
     except TypeError:
         return _converted(tokens)
     if view.itemsize == WORD_BYTES and view.ndim == 1 and view.format in _WORD_FORMATS:
+        if view.format.islower() and len(view) and int(np.asarray(view).min()) < 0:
+            return _converted(view)
         return view.tobytes()
     return _converted(view)
 

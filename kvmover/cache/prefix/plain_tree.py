@@ -42,6 +42,7 @@ class PlainSteps:
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
         self._columns = forest.columns
+        self._device_ids, self._host_ids = forest.in_use[Tier.DEVICE, -1], forest.in_use[Tier.HOST, -1]
         self._page_tokens = forest.config.page_tokens
         #: All that stands and moves by the ids of attention KV.
         self._names = (FULL, *(sidecar.name for sidecar in forest.config.sidecars))
@@ -127,7 +128,8 @@ class PlainSteps:
     def insert(self, key: RadixKey, ids: bytes, first_page: int, counted_tokens: int) -> Inserted | None:
         """See PrefixTree.insert.
 
-        None where the ids do not fit, pages below `first_page` are not the tree's, or some are on the host alone.
+        None where the ids do not fit, pages below `first_page` are not the tree's, some are on the host alone, or an id
+        stands twice.
         """
         forest, columns, data = self._forest, self._columns, key.data
         page_bytes = forest.page_bytes
@@ -139,6 +141,12 @@ class PlainSteps:
         deepest = inside or (path[-1] if path else None)
         if known < first_page or (deepest is not None and deepest.pages is None):
             return None
+        double = _double(path, inside, inner, ids, first_page) if known > first_page else b""
+        fresh = ids[(known - first_page) * ID_BYTES :]
+        if self._device_ids.claim(double + fresh if double else fresh) >= 0:
+            return None
+        if double:
+            self._device_ids.release(double)
         if inside is not None:
             path.append(forest.split(inside, inner))
         if forest.hosted:
@@ -146,10 +154,9 @@ class PlainSteps:
             for node in path:
                 if node.end > counted:
                     node.hits += 1
-        double = _double(path, ids, first_page) if known > first_page else b""
         if known < pages:
             parent = path[-1] if path else forest.root(key.namespace)
-            node = columns.grow(parent, data, pages, ids[(known - first_page) * ID_BYTES :])
+            node = columns.grow(parent, data, pages, fresh)
             path.append(node)
             names = key.known_hashes(forest.config.page_words)
             if names is not None:
@@ -165,11 +172,20 @@ class PlainSteps:
             evict = self._columns.evict_device
             if evict is None or (len(room) and not self._writes_back):
                 return None
-            return self._outcome(evict(pages, words(room) if len(room) else b""))
+            free = words(room) if len(room) else b""
+            if free and self._host_ids.claim(free) >= 0:
+                return None
+            given_up = evict(pages, free)
+            if free:
+                self._host_ids.release(free[sum(len(dst) for _, _, dst in given_up[2]) :])
+            return self._outcome(given_up)
         if len(room):
             return None
         freed = self._columns.evict(pages)
-        return ActionList((FreePages(FULL, _DEVICE, page_array(freed)),)) if freed else _NOTHING
+        if not freed:
+            return _NOTHING
+        self._device_ids.release(freed)
+        return ActionList((FreePages(FULL, _DEVICE, page_array(freed)),))
 
     def evict_host(self, pages: int) -> ActionList | None:
         """See PrefixTree.evict_host. None as of `evict`."""
@@ -185,19 +201,26 @@ class PlainSteps:
             ids = page_array(src), page_array(dst)
             actions.append(CopyOut(tuple([CopyLeg(name, positions, *ids) for name in self._names])))
         if device:
+            self._device_ids.release(device)
             actions.append(FreePages(FULL, _DEVICE, page_array(device)))
         if host:
+            self._host_ids.release(host)
             actions.append(FreePages(FULL, Tier.HOST, page_array(host)))
         return ActionList(tuple(actions))
 
 
-def _double(path: list[Node], ids: bytes, first_page: int) -> bytes:
-    """Of the ids that were brought for a path, from `first_page` on, those in whose place the tree has others."""
+def _double(path: list[Node], inside: Node | None, inner: int, ids: bytes, first_page: int) -> bytes:
+    """Of the ids that were brought for a path, from `first_page` on, those in whose place the tree has others.
+
+    The path ends after `inner` pages of `inside`, where there is one.
+    """
+    parts = [(node.start, node.end, node.pages) for node in path if node.end > first_page]
+    if inside is not None and inside.start + inner > first_page and inside.pages is not None:
+        parts.append((inside.start, inside.start + inner, inside.pages[: inner * ID_BYTES]))
     double = list[bytes]()
-    for node in path:
-        if node.end > first_page:
-            mine, own = ids[max(0, node.start - first_page) * ID_BYTES : (node.end - first_page) * ID_BYTES], node.pages
-            assert own is not None
-            if not own.endswith(mine):
-                double.append(unlike(mine, own[-len(mine) :]))
+    for start, end, own in parts:
+        mine = ids[max(0, start - first_page) * ID_BYTES : (end - first_page) * ID_BYTES]
+        assert own is not None
+        if not own.endswith(mine):
+            double.append(unlike(mine, own[-len(mine) :]))
     return b"".join(double)

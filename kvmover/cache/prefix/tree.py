@@ -8,13 +8,14 @@ operation.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import inf
 
 from kvmover.cache.prefix.check import check
 from kvmover.cache.prefix.columns import ID_BYTES
 from kvmover.cache.prefix.components import FULL, Sidecar, TreeComponent
 from kvmover.cache.prefix.config import DeviceOnly, EvictionGranularity, Tiers, TreeConfig, WriteBack
 from kvmover.cache.prefix.copies import CopyRecords, FetchRecord, TierCopy, land, land_held, offered
-from kvmover.cache.prefix.events import Journal, KVEvent, Sink
+from kvmover.cache.prefix.events import Given, Journal, KVEvent, Sink
 from kvmover.cache.prefix.evict import Eviction
 from kvmover.cache.prefix.forest import Forest
 from kvmover.cache.prefix.hashes import PrefixNamespace, TokenIds
@@ -38,11 +39,28 @@ from kvmover.cache.prefix.results import (
     Tier,
 )
 from kvmover.errors import PrefixError
-from kvmover.fields import member
+from kvmover.fields import member, whole
+
+#: More pages than any pool has.
+_MOST_PAGES = 1 << 31
+
+
+def _count(pages: int) -> int:
+    """How many pages an eviction is asked for, of any number: below 0 is none, and more than there are is all."""
+    if pages.__class__ is not int:
+        pages = whole(pages, "pages to give up", PrefixError, -inf)
+    return 0 if pages < 0 else pages if pages < _MOST_PAGES else _MOST_PAGES
 
 
 class PrefixTree:
     """Pages by the tokens they hold, after the pages before them. Only whole pages are kept.
+
+    A tree is one thread's: threads that share it take turns by a lock of their own. Page ids are numbers below 2**31.
+    One that the tree or an operation has already, or that a call names twice, is refused with PrefixError before
+    anything is changed; in the place where it stands it may be given again.
+
+    `sink` hears of each change once the call has made it. Its error ends the call and leaves the change: events that it
+    did not take, and the actions that the call could not return, come with the next call.
 
     >>> tree = PrefixTree(page_tokens=2)
     >>> first = tree.insert([1, 2, 3, 4], [10, 11])
@@ -239,7 +257,7 @@ class PrefixTree:
             held=held,
             priority=priority,
         )
-        return Insertion(self._forest, offer).run()
+        return self._outcome(Insertion(self._forest, offer, self._copies.loading).run())
 
     def extend(
         self,
@@ -272,7 +290,8 @@ class PrefixTree:
         key = self._key_below(node, tokens, namespace)
         first = node.end
         offer = Offer.below(self._forest, key, words(page_ids), first, held, priority)
-        kept = Insertion(self._forest, offer, node if node.parent is not None else None).run()
+        above = node if node.parent is not None else None
+        kept = self._outcome(Insertion(self._forest, offer, self._copies.loading, above).run())
         end = self._forest.node(kept.node) if kept.node != ROOT else node
         longer = self._locks.device(end, self._locks.segments(end, skip))
         self._locks.release(handle)
@@ -299,29 +318,30 @@ class PrefixTree:
         A leaf takes its window and its state along, so that two calls after each other give up more than both need.
         """
         if self._plain is not None and len(pages) == 1 and FULL in pages:
-            given_up = self._plain.evict(pages[FULL], room)
+            given_up = self._plain.evict(_count(pages[FULL]), room)
             if given_up is not None:
                 return given_up
-        eviction = Eviction(self._forest, room)
-        return eviction.pools({self.config.index(name): count for name, count in pages.items()})
+        counts = {self.config.index(name): _count(count) for name, count in pages.items()}
+        return self._outcome(Eviction(self._forest, room).pools(counts))
 
     def demote(self, node_id: int, *, room: PageIds = ()) -> ActionList:
         """Give up the device pages at the end of a path that are on the host, or that `room` takes as in `evict`.
 
         Nothing that is locked, that others have pages below, or that would be lost goes. Raises StaleHandle.
         """
-        return Eviction(self._forest, room).path(self._forest.node(node_id))
+        end = self._forest.node(node_id)
+        return self._outcome(Eviction(self._forest, room).path(end))
 
     def evict_host(self, pages: int, component: str = FULL) -> ActionList:
         """Give up at least `pages` host pages of a component, or all that may go: from childless nodes of the host
         alone.
         """
         if self._plain is not None and component == FULL:
-            given_up = self._plain.evict_host(pages)
+            given_up = self._plain.evict_host(_count(pages))
             if given_up is not None:
                 return given_up
-        index, eviction = self.config.index(component), Eviction(self._forest)
-        return eviction.host(pages) if index < 0 else eviction.held_host(index, pages)
+        index, count, eviction = self.config.index(component), _count(pages), Eviction(self._forest)
+        return self._outcome(eviction.host(count) if index < 0 else eviction.held_host(index, count))
 
     def reset(self) -> ActionList:
         """Forget everything. Raises PrefixError while a lock or an operation is out, which would lose its pages."""
@@ -338,8 +358,12 @@ class PrefixTree:
         self._forest.clear()
         if self._forest.journal is not None:
             self._forest.journal.cleared()
-        return ActionList(
-            tuple(FreePages(self.config.name(i), tier, page_array(b"".join(ids))) for (i, tier), ids in freed.items())
+        return self._outcome(
+            ActionList(
+                tuple(
+                    FreePages(self.config.name(i), tier, page_array(b"".join(ids))) for (i, tier), ids in freed.items()
+                )
+            )
         )
 
     # Between tiers
@@ -401,8 +425,9 @@ class PrefixTree:
         if reached < first_page or not backed:
             raise PrefixError(f"a fetch from page {first_page} on needs the path up to there on the host")
         anchor = path[-1] if path else self._forest.node(ROOT)
-        op = self._copies.number()
         others = tuple((self.config.index(name), words(row)) for name, row in (held or {}).items())
+        self._forest.claim([(Tier.HOST, index, row) for index, row in ((-1, ids), *others)])
+        op = self._copies.number()
         self._fetches[op] = FetchRecord(key, first_page, ids, self._locks.host(anchor), others)
         return op
 
@@ -414,7 +439,7 @@ class PrefixTree:
         """
         fetch = self._fetches.pop(op, None)
         if fetch is None:
-            return self._copies.end(op, pages_done)
+            return self._outcome(self._copies.end(op, pages_done))
         count = len(fetch.ids) // ID_BYTES
         cut = (count if pages_done is None else min(count, max(0, pages_done))) * ID_BYTES
         self._locks.release(fetch.handle)
@@ -424,7 +449,7 @@ class PrefixTree:
             held = land_held(self._forest, fetch.key, fetch.held)
         else:
             held = tuple(FreePages(self.config.name(index), Tier.HOST, page_array(ids)) for index, ids in fetch.held)
-        return ActionList((*landed.actions, *rest, *held))
+        return self._outcome(ActionList((*landed.actions, *rest, *held)))
 
     # Proof
 
@@ -439,6 +464,7 @@ class PrefixTree:
             for tier, ids in ((Tier.DEVICE, node.pages), (Tier.HOST, node.host)):
                 if ids is not None:
                     journal.stored(node, tier)
+            journal.told(ActionList())
             yield from events
             events.clear()
 
@@ -455,11 +481,23 @@ class PrefixTree:
 
     def check(self) -> None:
         """Assert the invariants, by recomputing all that is kept incrementally: O(pages). Raises InvariantBroken."""
-        check(self._forest, self._copies.records.values(), [fetch.ids for fetch in self._fetches.values()])
+        fetched = [row for fetch in self._fetches.values() for row in ((-1, fetch.ids), *fetch.held)]
+        check(self._forest, self._copies.records.values(), fetched)
+
+    def _outcome(self, given: Given) -> Given:
+        """What a call returns: the ids that it frees are the caller's, and the sink hears what came of it."""
+        forest = self._forest
+        for action in given.actions:
+            if isinstance(action, FreePages):
+                index = self.config.index(action.component)
+                forest.in_use[action.tier, index].release(action.page_ids.tobytes())
+        return given if forest.journal is None else forest.journal.told(given)
 
     def _needs_host(self) -> None:
         if not self._forest.hosted:
             raise PrefixError("this tree has no host tier")
+        if self._forest.journal is not None and self._forest.journal.owes_copies:
+            raise PrefixError("a sink's error kept copies to the host from you: evict(0) returns them, carry them out")
 
     def _descend(
         self, tokens: RadixKey | TokenIds, namespace: PrefixNamespace | None, limit_tokens: int | None

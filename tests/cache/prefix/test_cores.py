@@ -9,7 +9,7 @@ import sys
 from array import array
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -363,6 +363,48 @@ def test_what_is_no_node_of_this_core_is_refused_with_its_type() -> None:
     del leaf.tokens, leaf.pages
     with pytest.raises(TypeError, match="bytes"):
         columns.gather([leaf], 1)
+
+
+@built
+def test_arguments_that_no_part_of_kvmover_gives_end_no_process() -> None:
+    core: Any = forest.C_CORE
+    columns = core.Columns()
+    columns.device = columns.set_of(None, 0)
+    root = columns.node(0, None, b"", 0, 0)
+    with pytest.raises(ValueError, match="does not fill"):
+        columns.grow(root, b"abcd", 1, b"abcd")
+    with pytest.raises(ValueError, match="a page of 0 bytes"):
+        columns.descend(root, b"abcdefgh", 8)
+    for loops in (((2**62, 0, 0), (2**62, 0, 0)), ((2**32, 0, 0), (2**32, 0, 0)), ((2**40, 0, 0), (2**40, 0, 0))):
+        for call in (core.copy_rows, core.digest_rows):
+            with pytest.raises(ValueError, match="more than memory has"):
+                call(loops, 1, 1)
+    with pytest.raises(ValueError, match="more than memory has"):
+        core.copy_rows(((1, 0, 0),), 2**63 - 1, 1)
+    with pytest.raises(TypeError):
+        core.SimulatedStorage.__new__(core.SimulatedStorage)
+    with pytest.raises(ValueError, match="storage of -1 pages"):
+        core.SimulatedStorage(-1)
+
+
+@built
+def test_two_orders_of_one_slot_share_nodes_and_end_no_process() -> None:
+    core: Any = forest.C_CORE
+    one, other, columns = core.Recency(0), core.Recency(0), core.Columns()
+    columns.page_bytes = 4
+    nodes = [columns.node(i, None, b"abcd", 0, 1) for i in range(5)]
+    for node in nodes:
+        one.add(node)
+    for node in nodes[1:]:
+        other.discard(node)
+    other.add(nodes[1])
+    one.touch([nodes[1]])
+    assert [node.id for node in one] == [0, 1]
+    assert list(other) == []
+    assert len(other) == 0
+    del one, other
+    del node
+    assert [sys.getrefcount(each) for each in nodes] == [3] * 5  # the list, the loop and the call
 
 
 STORY = """

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
 from engine import Engine
 
-from kvmover.cache.prefix import EvictionGranularity, KeyUnits, PrefixNamespace, PrefixTree, WriteThrough
+from kvmover.cache.prefix import (
+    CopyOut,
+    EvictionGranularity,
+    FreePages,
+    KeyUnits,
+    PrefixError,
+    PrefixNamespace,
+    PrefixTree,
+    WriteBack,
+    WriteThrough,
+)
 from kvmover.cache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Medium
 from kvmover.cache.prefix.hashes import as_int64, chain, chain_bigrams
 
@@ -101,3 +112,72 @@ def test_without_a_listener_nothing_is_hashed() -> None:
     mine.tree.match([0, 1, 9, 9])
     mine.evict(2)
     assert all(node.hashes is None for node in mine.tree._forest)  # no public sight of it
+
+
+class FullQueue(Exception):
+    """What a publisher raises."""
+
+
+def failing(at: set[int], **more) -> tuple[Engine, list[KVEvent]]:
+    """A tree whose sink raises when it is asked for the n-th time."""
+    heard: list[KVEvent] = []
+    asked = iter(range(1000))
+
+    def sink(event: KVEvent) -> None:
+        if next(asked) in at:
+            raise FullQueue
+        heard.append(event)
+
+    return Engine(PrefixTree(1, sink=sink, **more)), heard
+
+
+def test_a_sink_that_raises_in_an_eviction_loses_no_id_and_no_event() -> None:
+    mine, heard = failing({3, 4})
+    mine.insert([1, 2])
+    mine.insert([5, 6])
+    mine.insert([7, 8])
+    for _ in range(2):
+        with pytest.raises(FullQueue):
+            mine.tree.evict(4)
+        mine.tree.check()
+    assert mine.tree.sizes().evictable == 0
+    assert sorted(mine.tree.evict(0).page_ids().tolist()) == [0, 1, 2, 3, 4, 5]
+    told, _ = watched(1)
+    assert told.tree.evict(0).actions == ()
+    gone = [name for event in heard if isinstance(event, BlockRemoved) for name in event.block_hashes]
+    assert sorted(gone) == sorted({*names([1, 2], 1), *names([5, 6], 1), *names([7, 8], 1)})
+    assert mine.tree.evict(0).actions == ()
+
+
+def test_a_sink_that_raises_in_an_insertion_leaves_the_pages_with_the_tree() -> None:
+    mine, heard = failing({1})
+    mine.insert([1, 2])
+    with pytest.raises(FullQueue):
+        mine.tree.insert([1, 3], [40, 41])
+    mine.tree.check()
+    assert mine.tree.match([1, 3]).page_ids.tolist() == [0, 41]
+    assert mine.tree.evict(1).page_ids().tolist() == [40, 1]
+    assert [type(event) for event in heard] == [BlockStored, BlockStored, BlockRemoved]
+
+
+def test_a_sink_that_raises_in_an_extension_leaves_the_handle_out() -> None:
+    mine, _ = failing({1})
+    handle = mine.tree.lock(mine.insert([1, 2]).node)
+    with pytest.raises(FullQueue):
+        mine.tree.extend(handle, [3], [40])
+    assert mine.tree.extend(handle, [3], [40]).kept_page_ids.tolist() == [40]
+    mine.tree.check()
+
+
+def test_copies_that_a_sinks_error_kept_back_are_carried_out_before_the_host_is_read() -> None:
+    mine, _ = failing({1}, tiers=WriteBack())
+    node = mine.insert([1, 2]).node
+    with pytest.raises(FullQueue):
+        mine.tree.evict(2, room=[0, 1])
+    with pytest.raises(PrefixError, match=r"evict\(0\) returns them"):
+        mine.tree.begin_load(node, {"full": [40, 41]})
+    copy, freed = mine.tree.evict(0).actions
+    assert isinstance(copy, CopyOut)
+    assert isinstance(freed, FreePages)
+    mine.tree.end(mine.tree.begin_load(node, {"full": [40, 41]}).op)
+    mine.tree.check()

@@ -1,0 +1,49 @@
+"""PagesInUse has the page ids of one component on one tier that a tree or an operation of it has: no id stands twice.
+
+This is the definition. The same class stands in C in `core/`, one bit a page.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+_MOST_IDS = 1 << 31
+
+
+class PagesInUse:
+    """Ids are claimed where they come in and released where they go out, so that nobody is given one twice."""
+
+    __slots__ = ("_ids",)
+
+    def __init__(self) -> None:
+        self._ids = set[int]()
+
+    def claim(self, ids: bytes) -> int:
+        """Have these ids, 32-bit words, and return -1; or change nothing and return the first that cannot be had.
+
+        That is one in use already, one that stands twice in `ids`, or one of 2**31 or more.
+        """
+        row = np.frombuffer(ids, "<u4").tolist()
+        new = set(row)
+        if len(new) == len(row) and self._ids.isdisjoint(new) and max(row, default=0) < _MOST_IDS:
+            self._ids |= new
+            return -1
+        seen = set[int]()
+        for page in row:
+            if page in self._ids or page in seen or page >= _MOST_IDS:
+                return page
+            seen.add(page)
+        raise AssertionError("one of them was found before")
+
+    def release(self, ids: bytes) -> None:
+        """Have these ids no more. Raises ValueError for one that is not in use."""
+        for page in np.frombuffer(ids, "<u4").tolist():
+            if page not in self._ids:
+                raise ValueError(f"page {page} is not in use")
+            self._ids.remove(page)
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._ids
+
+    def __len__(self) -> int:
+        return len(self._ids)
