@@ -265,7 +265,8 @@ def store_stat(root: Root = None, namespace: OneNamespace = None, as_json: Json 
     """Show what is stored, and what a crash cost."""
     from kvmover.store import stat_stores
 
-    return _tell(stat_stores(_location(root), namespace), as_json)
+    where = _location(root)
+    return _tell(stat_stores(where, namespace), as_json, where)
 
 
 @store_app.command("verify")
@@ -276,7 +277,7 @@ def store_verify(root: Root = None, namespace: OneNamespace = None, as_json: Jso
     where = _location(root)
     if not chosen_stores(where, namespace):
         raise StoreError(f"no page store in {where}: nothing was verified")
-    return _tell(verify_stores(where, namespace), as_json)
+    return _tell(verify_stores(where, namespace), as_json, where)
 
 
 @store_app.command("gc")
@@ -316,7 +317,8 @@ def store_gc(
     if unused_s is not None:
         clear_unused(_location(root), unused_s)
     policy = replace(configured, quota_bytes=quota or configured.quota_bytes, ttl_s=ttl or configured.ttl_s)
-    return _tell(collect_stores(_location(root), namespace, policy), as_json)
+    where = _location(root)
+    return _tell(collect_stores(where, namespace, policy), as_json, where)
 
 
 @store_app.command("clear")
@@ -332,7 +334,7 @@ def store_clear(
     where = _location(root)
     if not yes:
         _ask_to_clear(where, namespace)
-    return _tell(clear_stores(where, namespace), as_json)
+    return _tell(clear_stores(where, namespace), as_json, where)
 
 
 def _ask_to_clear(root: Path | str, namespace: str) -> None:
@@ -348,14 +350,14 @@ def _ask_to_clear(root: Path | str, namespace: str) -> None:
     typer.confirm(f"Delete {what}?", abort=True, err=True)
 
 
-def _tell(rows: Sequence[StoreRow], as_json: bool) -> int:
+def _tell(rows: Sequence[StoreRow], as_json: bool, where: Path | str) -> int:
     """Print them, as a table and a sentence where there is something to say; 1 if a bad object was found."""
     if as_json:
         typer.echo(json.dumps([row.as_data() for row in rows]))
     else:
         from kvmover.observe.store_table import print_stores
 
-        print_stores(rows)
+        print_stores(rows, where)
     return int(any(sum(row.verified.bad.values()) for row in rows if row.verified))
 
 
@@ -367,9 +369,12 @@ def keep(
     ],
 ) -> None:
     """Keep pages in host memory for engines that die, restart or change their shape. Ends with SIGTERM."""
+    from kvmover.observe.formats import bytes_in_words
     from kvmover.store import serve_keeper
 
-    serve_keeper(socket, capacity)
+    serve_keeper(
+        socket, capacity, lambda: typer.echo(f"serving {bytes_in_words(capacity)} at {socket}, Ctrl-C ends it")
+    )
 
 
 app.add_typer(store_app, name="store")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from kvmover.observe.tables import Column, Sheet, console
-from kvmover.store import StoreRow
+from kvmover.store import StoreRow, is_keeper
 
 
-def print_stores(rows: Sequence[StoreRow]) -> None:
-    """To standard output, as wide as that is. A note is a line of its own, which no table can cut."""
+def print_stores(rows: Sequence[StoreRow], where: Path | str) -> None:
+    """To standard output, as wide as that is. A note is a line of its own, which no table can cut.
+
+    `where` the rows are: a keeper is a process, which answered, and a directory may hold no store.
+    """
     out = console()
     table = Sheet(
         [
@@ -31,7 +35,8 @@ def print_stores(rows: Sequence[StoreRow]) -> None:
             _mebibytes(found.held_bytes + found.head_bytes),
             f"{found.segments:,}",
         )
-    out.print(table if rows else "no page store here")
+    alive = isinstance(where, str) and is_keeper(where)
+    out.print(table if rows else "the keeper answers, and keeps no page yet" if alive else "no page store here")
     for row in rows:
         if note := _note(row):
             out.print(f"{row.found.name[:12]} {row.found.manifest.model}: {note}", soft_wrap=True)

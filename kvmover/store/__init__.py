@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     )
     from kvmover.store.files import DIRECT_BYTES, Access, FileRun, Files, OpenFile, PlainFiles, memory_of_buffer
     from kvmover.store.keeper.command import serve_keeper
-    from kvmover.store.location import is_service, store_location
+    from kvmover.store.location import is_keeper, is_service, store_location
     from kvmover.store.machine import Machine, this_machine
     from kvmover.store.manifest import Found, namespaces
     from kvmover.store.namespace import HASH_BYTES, Namespace
@@ -45,7 +45,7 @@ _HOMES = {
     "command": ("StoreRow", "chosen_stores", "clear_stores", "collect_stores", "stat_stores", "verify_stores"),
     "files": ("DIRECT_BYTES", "Access", "FileRun", "Files", "OpenFile", "PlainFiles", "memory_of_buffer"),
     "keeper.command": ("serve_keeper",),
-    "location": ("is_service", "store_location"),
+    "location": ("is_keeper", "is_service", "store_location"),
     "manifest": ("Found", "namespaces"),
     "namespace": ("HASH_BYTES", "Namespace"),
     "nixl_files": ("NixlFiles", "StoragePlugin", "files_for"),
@@ -103,6 +103,7 @@ __all__ = [
     "collect_stores",
     "elected",
     "files_for",
+    "is_keeper",
     "is_service",
     "memory_of_buffer",
     "namespaces",

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvmover.errors import StoreError
+
 #: How the locations of object stores begin, of pools of memory, and that of a keeper's socket.
 SCHEMES = ("s3://", "gs://", "az://")
 POOL = "mooncake://"
 KEEPER = "keeper://"
+SERVICES = (*SCHEMES, POOL, KEEPER)
 
 
 def is_bucket(text: str) -> bool:
@@ -17,13 +20,20 @@ def is_bucket(text: str) -> bool:
 
 def is_service(text: str) -> bool:
     """Whether a location names somebody who keeps pages: an object store, a pool of memory or a keeper."""
-    return text.startswith((*SCHEMES, POOL, KEEPER))
+    return text.startswith(SERVICES)
+
+
+def is_keeper(text: str) -> bool:
+    """Whether a location names a keeper's socket."""
+    return text.startswith(KEEPER)
 
 
 def store_location(text: str) -> Path | str:
-    """What a person's words mean. `~` is a home directory.
+    """What a person's words mean. `~` is a home directory. Raises StoreError for a service that is none of ours.
 
     >>> store_location("s3://bucket/prefix"), store_location("mooncake://host:50051"), store_location("/srv/kv")
     ('s3://bucket/prefix', 'mooncake://host:50051', PosixPath('/srv/kv'))
     """
+    if "://" in text and not is_service(text):
+        raise StoreError(f"no store is at {text!r}: a location is a path, or begins with {', '.join(SERVICES)}")
     return text if is_service(text) else Path(text).expanduser()

@@ -6,6 +6,7 @@ import errno
 import json
 import mmap
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -248,6 +249,42 @@ def test_two_keepers_never_serve_one_socket_and_one_that_died_leaves_it(keeper: 
         assert all(oks(whole(store).put(pages_of(1))))
 
 
+@pytest.mark.parametrize("kind", ["file", "folder", "link to a file"])
+def test_what_is_no_socket_is_no_place_for_a_keeper_and_stays_as_it_is(kind: str, tmp_path: Path) -> None:
+    path, weights = tmp_path / "model.safetensors", tmp_path / "weights"
+    weights.write_text("70 GB of weights")
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "file":
+        path.write_text("70 GB of weights")
+    else:
+        path.symlink_to(weights)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(StoreError, match=r"model.safetensors: it is there, and is no socket"):
+        KeeperServer(path, 1 << 20)
+    assert sorted(tmp_path.iterdir()) == before
+    assert weights.read_text() == "70 GB of weights"
+    assert kind == "folder" or path.read_text() == "70 GB of weights"
+
+
+def test_a_keeper_that_ends_leaves_what_others_put_where_its_socket_was(tmp_path: Path) -> None:
+    path = tmp_path / "keeper.sock"
+    server = KeeperServer(path, 1 << 20)
+    path.unlink()
+    path.write_text("somebody's")
+    server.close()
+    assert path.read_text() == "somebody's"
+    path.unlink()
+    KeeperServer(path, 1 << 20).close()
+    assert not path.exists()
+
+
+def test_more_memory_than_the_host_has_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"a keeper of 1125899906842624 bytes on a host that has \d+"):
+        KeeperServer(tmp_path / "keeper.sock", 1 << 50)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_host_without_memory_refuses_a_slab_in_words(keeper: Served, monkeypatch) -> None:
     def nothing(_name: str, _nbytes: int) -> int:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
@@ -327,4 +364,20 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
     assert keeper.stderr
     assert keeper.stderr.read() == ""
     keeper.stderr.close()
+    assert not path.exists()
+
+
+def test_the_command_says_what_it_serves_and_a_keeper_without_pages_is_told_from_none(tmp_path: Path) -> None:
+    path = tmp_path / "keeper.sock"
+    command = (sys.executable, "-m", "kvmover")
+    served = subprocess.Popen(
+        [*command, "keeper", "--socket", str(path), "--bytes", "64MiB"], stdout=subprocess.PIPE, text=True
+    )
+    assert served.stdout is not None
+    with served:
+        assert served.stdout.readline() == f"serving 64 MiB at {path}, Ctrl-C ends it\n"
+        asked = [*command, "store", "stat", f"keeper://{path}"]
+        assert subprocess.check_output(asked, text=True) == "the keeper answers, and keeps no page yet\n"
+        served.send_signal(signal.SIGINT)
+    assert served.returncode == 0
     assert not path.exists()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import resource
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 
 from kvmover.store.keeper.server import KeeperServer
 
 
-def serve_keeper(path: Path, capacity_bytes: int) -> None:
+def serve_keeper(path: Path, capacity_bytes: int, begun: Callable[[], None] = lambda: None) -> None:
     """Own so much memory, and serve it at `path`, until SIGINT or SIGTERM. Raises StoreError.
 
-    All that was kept is gone when this returns.
+    `begun` is called once engines can connect. All that was kept is gone when this returns.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a slab is a descriptor
@@ -26,6 +27,7 @@ def serve_keeper(path: Path, capacity_bytes: int) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end)
+    begun()
     try:
         server.serve(is_over.is_set)
     finally:

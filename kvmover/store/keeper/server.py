@@ -6,11 +6,13 @@ One thread answers, so that all happens in one order. It waits for nobody: who d
 from __future__ import annotations
 
 import array
+import contextlib
 import fcntl
 import logging
 import os
 import selectors
 import socket
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -76,7 +78,7 @@ class KeeperServer:
     """Owns `capacity_bytes` of memory, and the socket `path`, of which there is one keeper."""
 
     def __init__(self, path: Path, capacity_bytes: int, slab_bytes: int | None = None) -> None:
-        """Raises StoreError where the system has no such memory, or another keeper serves the socket."""
+        """Raises StoreError where the host has no such memory, another keeper serves the socket, or `path` is none."""
         if not memory.is_here():
             raise StoreError("a keeper needs memfd_create(2) and /proc: Linux")
         slab_bytes = slab_bytes_of(capacity_bytes) if slab_bytes is None else slab_bytes
@@ -89,7 +91,11 @@ class KeeperServer:
         self._next_session, self._over = 1, False
         #: How often the state machine has raised.
         self.faults = 0
+        host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if capacity_bytes > host_bytes:
+            raise StoreError(f"a keeper of {capacity_bytes} bytes on a host that has {host_bytes}")
         self._lock_fd, self._listener = _listen(path)
+        self._bound = _file_number(path)
         self._selector, self._prover = selectors.DefaultSelector(), SlabProver()
         self._selector.register(self._prover.wake_fd, selectors.EVENT_READ, self._proved)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -113,7 +119,8 @@ class KeeperServer:
             self._end(number)
         self._selector.unregister(self._listener)
         self._listener.close()
-        self.path.unlink(missing_ok=True)
+        if _file_number(self.path) == self._bound:  # else somebody has put something else there
+            self.path.unlink(missing_ok=True)
         self._selector.close()
         self._prover.close()
         for fd in self._slabs.values():
@@ -340,12 +347,32 @@ class KeeperServer:
         os.pwrite(self._journal(namespace), fresh, 0)
 
 
+def _refuse_other_than_socket(path: Path) -> None:
+    """Raises StoreError for what is there and is no socket: it is somebody's, and a keeper would delete it."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise StoreError(
+                f"no keeper can serve {path}: it is there, and is no socket; name a file that is not there"
+            )
+
+
+def _file_number(path: Path) -> tuple[int, int] | None:
+    """Which file of which file system is at `path`; None where none is."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 def _listen(path: Path) -> tuple[int, socket.socket]:
     """The lock that says that this keeper lives, and its socket. Raises StoreError."""
     fd = -1
     try:
+        _refuse_other_than_socket(path)
         fd = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _refuse_other_than_socket(path)
         path.unlink(missing_ok=True)  # its keeper is dead: the lock was free
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         mask = os.umask(0o177)
