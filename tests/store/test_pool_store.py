@@ -11,9 +11,9 @@ from store_rank import GQA, MLA, PAGE, SPACE, Rank, pages_of
 
 from kvmover.errors import StoreError
 from kvmover.layout import Component, CpOrder, Fleet
-from kvmover.store import Got, Namespace, PagePart, Policy, Put
+from kvmover.store import Got, Namespace, PagePart, PageStore, Policy, Put
 from kvmover.store.mooncake.call_lane import CallLane
-from kvmover.store.mooncake.client import STAGING_BYTES, Asker
+from kvmover.store.mooncake.client import STAGING_BYTES, Asker, PoolClient
 from kvmover.store.mooncake.format import (
     decode_box,
     decode_header,
@@ -23,6 +23,7 @@ from kvmover.store.mooncake.format import (
     header_bytes,
     object_key,
 )
+from kvmover.store.mooncake.objects import MooncakeObjects
 from tests.proofs import family
 
 WHOLE = PagePart.whole(GQA, PAGE)
@@ -359,6 +360,37 @@ def test_a_call_that_hangs_is_waited_for_once_and_ends_alone() -> None:
         lane.call(lambda: 1 // 0, 5.0, "")
     assert calls == [], "what was refused was never made"
     lane.close()
+
+
+def test_a_master_that_kept_a_worker_waiting_is_asked_again_later_and_holds_no_page_meanwhile() -> None:
+    now_s, client = [0.0], FaultyClient(DictClient())
+    client.fails = lambda _number, _name: NO_MASTER if now_s[0] < 30 else 0
+
+    def wait(_name: str) -> None:
+        now_s[0] += 4.5 if now_s[0] < 30 else 0
+
+    client.before = wait
+    pool = PoolClient("mooncake://test", client, clock=lambda: now_s[0])  # pyright: ignore[reportArgumentType]
+    store = PageStore(SPACE.folder, MooncakeObjects(pool, FOLDER, Policy()))
+    rank = Rank(store, WHOLE)
+    for _ in range(20):  # as the requests of a busy engine end
+        assert outcomes(rank.put(PAGES)) == [Put.FAILED] * len(PAGES)
+        assert outcomes(rank.get(PAGES)) == [Got.ABSENT] * len(PAGES)
+    assert len(client.calls) == 1
+    now_s[0] = 15.0
+    assert outcomes(rank.put(PAGES)) == [Put.FAILED] * len(PAGES)
+    assert len(client.calls) == 2
+    now_s[0] = 40.0
+    assert outcomes(rank.put(PAGES)) == [Put.WRITTEN] * len(PAGES)
+    assert outcomes(rank.get(PAGES)) == [Got.READ] * len(PAGES)
+
+
+def test_a_master_that_fails_at_once_is_asked_each_time() -> None:
+    client = FaultyClient(DictClient())
+    client.fails = lambda number, _name: NO_MASTER if number < 2 else 0
+    rank = Rank(open_over(client), WHOLE)
+    assert outcomes(rank.put(PAGES)) == [Put.FAILED] * len(PAGES)
+    assert outcomes(rank.put(PAGES)) == [Put.WRITTEN] * len(PAGES)
 
 
 @pytest.mark.proof

@@ -11,17 +11,19 @@ import ctypes
 import errno
 import mmap
 import socket
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from importlib import import_module
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, cast
 
 from kvmover.errors import StoreError, how_to_install
 from kvmover.store.files import SHORT
 from kvmover.store.mooncake.address import PoolAddress
 from kvmover.store.mooncake.call_lane import CallLane
+from kvmover.store.mooncake.silence import Silence
 
 #: Nobody waits longer for bytes.
 _MOVE_S = 20.0
@@ -176,11 +178,15 @@ class _Staging:
 class PoolClient:
     """Safe for one thread that asks, one that reads and one that writes. Every call ends: see `CallLane`.
 
-    A scheduler's questions wait for no others.
+    A scheduler's questions wait for no others. After a worker waited for a master that is silent, every call is refused
+    at once for a while: see `Silence`.
     """
 
-    def __init__(self, location: str, client: MooncakeClient, kept: Any = None) -> None:
+    def __init__(
+        self, location: str, client: MooncakeClient, kept: Any = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`kept`: Mooncake's configuration of a put that its master does not evict. Raises OSError."""
+        self._silence = Silence(SILENT_MASTER, clock)
         self.location = location
         self._client, self._kept = client, kept
         self._incoming, self._outgoing = _Staging(client), _Staging(client)
@@ -287,12 +293,14 @@ class PoolClient:
             for piece in pieces:
                 memory[at : at + len(piece)] = piece
                 at += len(piece)
-        codes = self._client.batch_put_from(list(keys), addresses, list(sizes))
+        began_s = self._silence.now()
+        codes = self._judged(self._client.batch_put_from(list(keys), addresses, list(sizes)), began_s)
         return ["" if code >= 0 else _REASONS.get(code, f"Mooncake says {code}") for code in codes]
 
     def put_entry(self, key: str, data: bytes) -> None:
         """Write a small object that is not evicted, twice where two donors are. Raises OSError."""
-        _checked(self._move(self._writes, lambda: self._client.put(key, data, self._kept)))
+        began_s = self._silence.now()
+        _checked(self._judged(self._move(self._writes, lambda: self._client.put(key, data, self._kept)), began_s))
 
     def close(self) -> None:
         """Leave the pool, with what this process gave to it. Safe to call twice, and raises nothing."""
@@ -314,7 +322,14 @@ class PoolClient:
         self._client.close()
 
     def _ask(self, make: Callable[[], Any], asker: Asker = Asker.WORKER) -> Any:
-        return self._call(self._asks[asker], make, asker.value, SILENT_MASTER)
+        began_s = self._silence.now()
+        try:
+            answer = self._call(self._asks[asker], make, asker.value, SILENT_MASTER)
+        except OSError as error:
+            if asker is Asker.WORKER and error.errno == errno.ETIMEDOUT:
+                self._silence.heard_nothing(began_s)
+            raise
+        return self._judged(answer, began_s)
 
     def _move(self, lane: CallLane, make: Callable[[], Any]) -> Any:
         return self._call(lane, make, _MOVE_S, SILENT_DONOR)
@@ -322,7 +337,15 @@ class PoolClient:
     def _call(self, lane: CallLane, make: Callable[[], Any], limit_s: float, silent: str) -> Any:
         if not self._is_open:
             raise OSError(errno.EBADF, f"{self.location} was left")
+        self._silence.check()
         return lane.call(make, limit_s, silent)
+
+    def _judged(self, answer: Any, began_s: float) -> Any:
+        """Return codes of a call, or one, after a look whether the master said any of it."""
+        codes = cast("list[Any]", answer) if isinstance(answer, list) else [answer]
+        if any(code in (_MASTER_LOST, _MASTER_LATE) for code in codes):
+            self._silence.heard_nothing(began_s)
+        return cast("Any", answer)
 
 
 def _pieces(memory: memoryview, each: ObjectRanges, places: Sequence[int], codes: Sequence[int]) -> Any:
