@@ -198,11 +198,15 @@ def show_config(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of TOML.")] = False,
 ) -> None:
-    """Print every setting as TOML: defaults as comments, and behind others where they were given."""
+    """Print every setting as TOML: defaults as comments, and behind others where they were given.
+
+    Settings that cannot work on this host are refused.
+    """
     from kvmover.config import load
     from kvmover.config.load import as_data, as_toml
 
     loaded = load(config)
+    loaded.settings.check_here()
     typer.echo(json.dumps(as_data(loaded)) if as_json else as_toml(loaded), nl=as_json)
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from difflib import get_close_matches
 from enum import Enum
 from operator import index
 from typing import TypeVar
@@ -25,7 +26,17 @@ def member(kind: type[Kind], given: object, what: str, refused: type[KvmoverErro
     words = {_word(each): each for each in kind}
     if isinstance(given, str) and given in words:
         return words[given]
-    raise refused(f"{what} = {given!r}; it is one of {', '.join(words)}")
+    raise refused(f"{what} = {given!r}; it is one of {', '.join(words)}{nearest(given, list(words))}")
+
+
+def nearest(given: object, known: list[str]) -> str:
+    """A question that ends a message about a name that is none of `known`; "" where none of them is like it.
+
+    >>> nearest("deadlines_s", ["deadline_s", "verb"]), nearest("x", ["deadline_s"])
+    ('; did you mean deadline_s?', '')
+    """
+    found = get_close_matches(given, known, 1, 0.5) if isinstance(given, str) else []
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 def settle(frozen: object, what: str, refused: type[KvmoverError], **kinds: type[Enum]) -> None:

@@ -12,8 +12,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from difflib import get_close_matches
-from enum import Enum
+from enum import Enum, EnumType
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, cast, get_args, get_origin
@@ -21,8 +20,9 @@ from typing import Any, TypeVar, cast, get_args, get_origin
 import msgspec
 
 from kvmover.config.settings import PREFIX, ConfigError, SettingKey, Settings, keys, sections, value_of
-from kvmover.errors import KvmoverError
-from kvmover.store import is_service
+from kvmover.errors import KvmoverError, StoreError
+from kvmover.fields import nearest
+from kvmover.store import store_location
 
 #: The file that is read where no path is given.
 FILE_VARIABLE = "KVMOVER_CONFIG"
@@ -127,8 +127,7 @@ def _of_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, _Given]]:
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    found = get_close_matches(name, known, 1, 0.5)
-    return f"; did you mean {found[0]}?" if found else "; `kvmover config` prints all there are"
+    return nearest(name, known) or "; `kvmover config` prints all there are"
 
 
 def _converted(key: SettingKey, given: _Given) -> object:
@@ -141,12 +140,14 @@ def _converted(key: SettingKey, given: _Given) -> object:
         elif get_origin(key.hint) is tuple and isinstance(value, str):
             between = os.pathsep if Path in get_args(key.hint) else ","
             value = [part.strip() for part in value.split(between) if part.strip()]
-        elif str in get_args(key.hint) and isinstance(value, str) and is_service(value):
-            return value
+        elif str in get_args(key.hint) and Path in get_args(key.hint) and isinstance(value, str) and "://" in value:
+            return store_location(value)
+        elif isinstance(value, str) and any(isinstance(part, EnumType) for part in (key.hint, *get_args(key.hint))):
+            value = value.lower()
         found = msgspec.convert(value, _bare(key.hint), strict=given.typed, dec_hook=_path)
         if isinstance(found, float) and not math.isfinite(found):
             raise ValueError("expected a finite number")
-    except ValueError as error:
+    except (ValueError, StoreError) as error:
         said = f"expected {key.kind}" if isinstance(error, msgspec.ValidationError) else error
         raise ConfigError(f"{given.origin}: {key.name} = {given.value!r}: {said}") from None
     return found

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum, EnumType, StrEnum
 from functools import cache
+from ipaddress import ip_address
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
@@ -115,6 +117,23 @@ def host_and_port(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+def is_host(text: str) -> bool:
+    """Whether a text can be an IP address or the name of a host (RFC 1123); no name is looked up.
+
+    >>> is_host("10.0.0.7"), is_host("fd00::7"), is_host("decode-0.svc"), is_host("not an address"), is_host("1.2.3")
+    (True, True, True, False, False)
+    """
+    try:
+        ip_address(text)
+    except ValueError:
+        labels = text.removesuffix(".").split(".")
+        return not labels[-1].isdigit() and len(text) <= 253 and all(map(_HOST_LABEL.fullmatch, labels))
+    return True
+
+
+_HOST_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+
+
 class Level(StrEnum):
     """The least that is logged."""
 
@@ -155,6 +174,8 @@ class MetricsSettings:
     def __post_init__(self) -> None:
         if self.port is not None and not 0 <= self.port < 1 << 16:
             raise ConfigError(f"port = {self.port}; a port is at most 65535, and 0 takes any that is free")
+        if self.address and not is_host(self.address):
+            raise ConfigError(f"metrics has address = {self.address!r}; it is an IP address or a host's name")
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +232,24 @@ class Settings:
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
     security: SecuritySettings = field(default_factory=SecuritySettings)
+
+    def check_here(self) -> None:
+        """Raise ConfigError for the first setting that cannot work on this host, as it is now."""
+        mover, chunk_bytes = self.mover, self.mover.costs.chunk_bytes
+        if chunk_bytes > mover.arena_bytes:
+            raise ConfigError(
+                f"mover.costs.chunk_bytes = {chunk_bytes} and mover.arena_bytes = {mover.arena_bytes}; an arena holds a"
+                " chunk, better several"
+            )
+        if mover.lease_s > mover.silence_s:
+            raise ConfigError(
+                f"mover.lease_s = {mover.lease_s} and mover.silence_s = {mover.silence_s}; what a lost peer may write"
+                " would be kept from use long after it was lost"
+            )
+        self.mover_config()
+        for name, path in (("logging.file", self.logging.file), ("record.run_log", self.record.run_log)):
+            if path is not None and not path.parent.is_dir():
+                raise ConfigError(f"{name} = {str(path)!r}; there is no directory {path.parent}")
 
     def mover_config(self) -> MoverConfig:
         """For `Mover`, with the keys. Raises ConfigError for a key file that cannot be read or is too short."""

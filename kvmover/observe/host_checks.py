@@ -12,7 +12,6 @@ from pathlib import Path
 
 from kvmover.errors import KvmoverError
 from kvmover.observe.checks import Finding, Status
-from kvmover.observe.formats import bytes_in_words
 
 _ROOT = Path("/")
 
@@ -37,7 +36,7 @@ def configuration() -> Iterator[Finding]:
 
     try:
         loaded = load()
-        loaded.settings.mover_config()
+        loaded.settings.check_here()
     except KvmoverError as error:
         yield Finding("configuration", Status.PROBLEM, str(error), "`kvmover config` prints what there is to set")
         return
@@ -45,12 +44,6 @@ def configuration() -> Iterator[Finding]:
     settings = f"{len(loaded.origins)} setting{'s' if len(loaded.origins) > 1 else ''}"
     detail = f"{settings} from {', '.join(given)}" if given else "defaults"
     sealed = "" if loaded.settings.security.shared_key_file else "; control messages are not sealed"
-    mover = loaded.settings.mover
-    if mover.costs.chunk_bytes > mover.arena_bytes:
-        fits = f"a chunk of {bytes_in_words(mover.costs.chunk_bytes)} does not fit {bytes_in_words(mover.arena_bytes)}"
-        remedy = "raise mover.arena_bytes or lower mover.costs.chunk_bytes: chunks are cut to fit, and one is under way"
-        yield Finding("configuration", Status.PROBLEM, f"{detail}: {fits} of mover.arena_bytes", remedy)
-        return
     yield Finding("configuration", Status.OK, detail + sealed)
 
 

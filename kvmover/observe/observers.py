@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
@@ -20,6 +21,8 @@ import time
 from importlib import import_module
 
 from kvmover import __version__
+
+log = logging.getLogger(__name__)
 
 
 class Spans:
@@ -123,7 +126,8 @@ class Observers:
         """Serve these collectors to Prometheus; the port, or None where no port is configured. Rank r has the r-th port
         behind the configured one, unless that is 0.
 
-        Raises KvmoverError without prometheus-client, and where the port cannot be had.
+        A port that cannot be had is a warning, and None: nothing stops for what watches it. Raises MissingLibrary
+        without prometheus-client.
         """
         metrics = self._settings.metrics
         if metrics.port is None:
@@ -137,8 +141,11 @@ class Observers:
             registry.register(collector)
         try:
             server, thread = start_http_server(port, metrics.address, registry)
-        except OSError as error:
-            raise KvmoverError(f"cannot serve metrics at {metrics.address}:{port}: {error.strerror}") from error
+        except (OSError, OverflowError) as error:
+            why = "a port is at most 65535" if isinstance(error, OverflowError) else error.strerror
+            where = f"metrics.port = {metrics.port} and rank {self._rank}"
+            log.warning("no metrics are served at %s:%d (%s): %s", metrics.address, port, where, why)
+            return None
         self._open.callback(thread.join)
         self._open.callback(server.server_close)
         self._open.callback(server.shutdown)

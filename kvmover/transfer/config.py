@@ -73,9 +73,19 @@ class Backoff:
         return longest_s * (1 - self.jitter * zlib.crc32(f"{name}/{attempt}".encode()) / (1 << 32))
 
 
+#: A time that must be no longer than another, and why.
+_ORDER_OF_TIMES = (
+    ("ping_s", "silence_s", "a peer that is pinged less often than that is lost whatever it answers"),
+    ("resend_s", "deadline_s", "a message that is lost would not be sent again before the transfer has failed"),
+)
+
+_MOST_SMS = 1024
+
+
 @dataclass(frozen=True, slots=True)
 class MoverConfig:
-    """How a mover behaves. Sizes in bytes, times in seconds. Raises LayoutError for a value out of range.
+    """How a mover behaves. Sizes in bytes, times in seconds. Raises LayoutError for a value out of range, and for times
+    out of order: a ping is no longer than the silence, and a resend no longer than the deadline.
 
     `arena_bytes`: staging memory on the pools' device, allocated twice: for sending and for receiving. A Mover wants it
     to hold one layer of a page of each of its pools, which is the least that a packed chunk can be.
@@ -145,8 +155,14 @@ class MoverConfig:
         )
         if type(self.lossy) not in (int, float) or not 0 <= self.lossy <= 1:  # no bool, which is an int
             raise LayoutError(f"{what} has lossy = {self.lossy!r}; it is a share from 0 to 1")
+        for shorter, longer, why in _ORDER_OF_TIMES:
+            if getattr(self, shorter) > getattr(self, longer):
+                least, most = (f"{name} = {getattr(self, name)}" for name in (shorter, longer))
+                raise LayoutError(f"{what} has {least} and {most}; {why}")
         if self.sms is not None:
             object.__setattr__(self, "sms", whole(self.sms, f"{what} has sms", LayoutError, 1))
+            if self.sms > _MOST_SMS:
+                raise LayoutError(f"{what} has sms = {self.sms}; no GPU has more than {_MOST_SMS}, and none is all")
         if 0 < self.sandbox_bytes < LEAST_REGION_BYTES:
             raise LayoutError(
                 f"mover config has sandbox_bytes = {self.sandbox_bytes}; 0 or {LEAST_REGION_BYTES} and more"

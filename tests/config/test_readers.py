@@ -89,6 +89,7 @@ def noted(tmp_path: Path) -> Noted:
         "KVMOVER_MOVER_ARENA_BYTES": "64KiB",
         "KVMOVER_MOVER_COSTS_CHUNK_BYTES": "16KiB",
         "KVMOVER_MOVER_SILENCE_S": "0.2",
+        "KVMOVER_MOVER_LEASE_S": "0.2",
         "KVMOVER_MOVER_PING_S": "0.05",
         "KVMOVER_MOVER_DRAIN_S": "0.05",
         "KVMOVER_PEERS_ADDRESS": "127.0.0.1:1",

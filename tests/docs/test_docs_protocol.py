@@ -108,7 +108,7 @@ CASES = [(route, verb) for route in Route for verb in Verb]
 
 @pytest.mark.parametrize(("route", "verb"), CASES, ids=[f"{route}-{verb}" for route, verb in CASES])
 def test_every_note_of_a_request_is_read_by_the_page(route: Route, verb: Verb) -> None:
-    said, _, _ = _moved(MoverConfig(route=route, verb=verb, arena_bytes=1 << 20, resend_s=60, chunk_layers=1))
+    said, _, _ = _moved(MoverConfig(route=route, verb=verb, arena_bytes=1 << 20, resend_s=20, chunk_layers=1))
     heard = [message for note in said for message in messages(note)]
     decoded = [msgspec.msgpack.decode(note[4:]) for note in said]
     assert heard == [message for note in decoded for message in (note if isinstance(note, list) else [note])]
@@ -130,7 +130,7 @@ def _steps(route: Route, verb: Verb) -> list[str]:
 
 
 def test_a_packed_push_of_one_chunk_is_granted_with_its_want() -> None:
-    said, transports, _ = _moved(MoverConfig(route=Route.PACKED, arena_bytes=1 << 20, resend_s=60))
+    said, transports, _ = _moved(MoverConfig(route=Route.PACKED, arena_bytes=1 << 20, resend_s=20))
     heard = [message for note in said for message in messages(note)]
     grants = [message["grant"] for message in heard if message["type"] == "Want"]
     assert len(grants) == 2
@@ -153,17 +153,17 @@ def test_a_lease_echoes_a_stamp_that_its_source_has_said() -> None:
 
 
 def test_page_tables_and_grants_are_what_the_page_says() -> None:
-    said, _, _ = _moved(MoverConfig(route=Route.DIRECT, arena_bytes=1 << 20, resend_s=60))
+    said, _, _ = _moved(MoverConfig(route=Route.DIRECT, arena_bytes=1 << 20, resend_s=20))
     wants = [message for note in said for message in messages(note) if message["type"] == "Want"]
     assert [[ids(table) for table in want["pages"]] for want in wants] == [[[1]], [[1]]]
-    said, _, _ = _moved(MoverConfig(route=Route.PACKED, arena_bytes=1 << 20, resend_s=60, chunk_layers=1))
+    said, _, _ = _moved(MoverConfig(route=Route.PACKED, arena_bytes=1 << 20, resend_s=20, chunk_layers=1))
     for message in (message for note in said for message in messages(note)):
         if message["type"] == "Granted":
             assert [chunk for chunk, offset, round_ in message["grants"] if (offset % 256, round_) == (0, 0)]
 
 
 def test_a_packed_chunk_holds_what_the_page_derives() -> None:
-    _, transports, pools = _moved(MoverConfig(route=Route.PACKED, arena_bytes=1 << 20, resend_s=60))
+    _, transports, pools = _moved(MoverConfig(route=Route.PACKED, arena_bytes=1 << 20, resend_s=20))
     for transport, pool in zip(transports[:2], pools[:2], strict=True):
         # Pages of 16 and of 64 tokens: pieces of 16 and a tail of 8; the tail's group comes second, unpadded.
         planes = [pool.plane(layer, kv).view(torch.int16) for layer in range(2) for kv in range(2)]
@@ -243,7 +243,7 @@ def test_a_card_is_read_by_the_page() -> None:
 
 def test_sealed_notes_are_opened_by_the_page() -> None:
     secret = bytes(range(32))
-    said, transports, _ = _moved(MoverConfig(arena_bytes=1 << 20, resend_s=60, chunk_layers=1, keys=Keys(Key(secret))))
+    said, transports, _ = _moved(MoverConfig(arena_bytes=1 << 20, resend_s=20, chunk_layers=1, keys=Keys(Key(secret))))
     kinds = set[str]()
     for transport in transports:
         numbers: dict[str, list[int]] = {}
@@ -262,7 +262,7 @@ def test_sealed_notes_are_opened_by_the_page() -> None:
 def test_a_sealed_card_is_opened_by_the_page() -> None:
     secret = bytes(range(32))
     spec = PoolSpec.dense(KV, NARROW.shard(KV, 0, 1), 4, 64, "NHD")
-    config = MoverConfig(arena_bytes=1 << 20, resend_s=60, keys=Keys(Key(secret)))
+    config = MoverConfig(arena_bytes=1 << 20, resend_s=20, keys=Keys(Key(secret)))
     transport, place = LoopbackTransport(LoopbackNetwork(), "p"), Place("decode", NARROW, 0)
     mover = Mover(transport, MODEL, place, [Pool.zeros(spec)], config)
     sealed, mover_card = mover.card, mover.card[44:]

@@ -130,3 +130,22 @@ def test_a_transfer_in_sglang_has_the_shorter_of_the_times_that_were_given(
     monkeypatch.setenv("KVMOVER_MOVER_VERB", "pull")
     mover = sglang.transfer_settings(given_s or 300.0, given_s).mover
     assert (mover.deadline_s, mover.verb) == (deadline_s, Verb.PULL)
+
+
+@pytest.mark.parametrize("parse", [sglang.parse, vllm.parse, vllm.parse_tier, vllm.parse_peer_tier])
+def test_an_unknown_option_is_refused_with_the_nearest_one(parse: Parse) -> None:
+    with pytest.raises(ConfigError, match=r"the options of kvmover's .*: there is no 'weightz'; did you mean weights\?"):
+        parse({"weightz": "llama"})
+    with pytest.raises(ConfigError, match=r"there is no 'qqqq'$"):
+        parse({"qqqq": 1})
+
+
+def test_an_option_of_vllms_connector_that_is_misspelt_is_told_by_settings_too() -> None:
+    with pytest.raises(ConfigError, match=r"there is no 'deadlines_s'; did you mean deadline_s\?"):
+        vllm.parse({"deadlines_s": 3})
+
+
+@pytest.mark.parametrize("port", [99999, -1, 65536, "8400"])
+def test_a_port_that_cannot_be_is_named_with_its_option(port: object) -> None:
+    with pytest.raises(ConfigError, match=f"vLLM connector: port = {port!r}: "):
+        vllm.parse({"port": port})

@@ -249,4 +249,4 @@ def test_chunks_that_fit_no_arena_are_a_problem(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("KVMOVER_MOVER_ARENA_BYTES", "1MiB")
     (found,) = host_checks.configuration()
     assert found.status is Status.PROBLEM
-    assert "a chunk of 8 MiB does not fit 1 MiB of mover.arena_bytes" in found.detail
+    assert "chunk_bytes = 8388608 and mover.arena_bytes = 1048576" in found.detail

@@ -341,11 +341,18 @@ def test_what_cannot_be_begun_leaves_nothing_begun(tmp_path: Path) -> None:
     assert logging.getLogger("kvmover").propagate
 
 
-def test_a_port_that_is_taken_is_refused_by_name() -> None:
+def test_a_port_that_cannot_be_had_is_a_warning_that_names_the_setting(caplog: pytest.LogCaptureFixture) -> None:
     settings = load(environ={"KVMOVER_METRICS_PORT": "0"}).settings
     with Observers(settings, "decode", 0) as first:
         port = first.serve()
         assert port is not None
         taken = load(environ={"KVMOVER_METRICS_PORT": str(port - 1)}).settings  # rank 1 has the one behind
-        with Observers(taken, "decode", 1) as second, pytest.raises(KvmoverError, match=f"127.0.0.1:{port}"):
-            second.serve()
+        with Observers(taken, "decode", 1) as second:
+            assert second.serve() is None
+        last = load(environ={"KVMOVER_METRICS_PORT": "65535"}).settings
+        with Observers(last, "decode", 1) as third:
+            assert third.serve() is None
+    assert [record.getMessage() for record in caplog.records] == [
+        f"no metrics are served at 127.0.0.1:{port} (metrics.port = {port - 1} and rank 1): Address already in use",
+        "no metrics are served at 127.0.0.1:65536 (metrics.port = 65535 and rank 1): a port is at most 65535",
+    ]

@@ -353,10 +353,10 @@ def test_a_keeper_that_is_not_there_is_an_error_in_words(tmp_path: Path) -> None
 def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
     path = tmp_path / "kv.sock"
     command = [sys.executable, "-m", "kvmover", "keeper", "--socket", str(path), "--bytes", "8MiB"]
-    keeper = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    while not path.exists():
-        assert keeper.poll() is None
-        time.sleep(0.01)
+    keeper = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert keeper.stdout
+    assert keeper.stdout.readline() == f"serving 8 MiB at {path}, Ctrl-C ends it\n"
+    keeper.stdout.close()
     with PageStore.open(f"keeper://{path}", SPACE) as store:
         assert all(oks(whole(store).put(pages_of(2))))
     keeper.terminate()

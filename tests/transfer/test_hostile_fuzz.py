@@ -158,14 +158,14 @@ def test_a_peer_of_the_same_model_says_what_it_likes_and_others_land(seed: int):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_peer_that_holds_the_key_says_what_it_likes_and_others_land(seed: int):
-    scene = Scene(seed, Keys(Key(b"k" * 32)))
+    scene = Scene(seed, Keys(Key(bytes(range(32)))))
     scene.seat()
     scene.run(sealed=True)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_who_has_no_key_is_not_heard_at_all(seed: int):
-    scene = Scene(seed, Keys(Key(b"k" * 32)))
+    scene = Scene(seed, Keys(Key(bytes(range(32)))))
     scene.run(sealed=False)
     assert all(mover.ranks("other") == frozenset() for mover in scene.bench.movers)
 

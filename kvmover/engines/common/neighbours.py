@@ -42,7 +42,9 @@ def open_peer_tier(
         return None
     terms = PeerTerms(peers.others(), peers.ask_s, peers.quiet_s, peers.lend_s, peers.read_s)
     config = settings.mover_config()
-    config = replace(config, silence_s=peers.silence_s, drain_s=min(config.drain_s, _DRAIN_S))
+    silence_s = peers.silence_s
+    ping_s, drain_s = min(config.ping_s, silence_s), min(config.drain_s, _DRAIN_S)
+    config = replace(config, silence_s=silence_s, ping_s=ping_s, drain_s=drain_s)
     wire = transport or NixlTransport(f"peers-{peers.address}-{rank}")
     try:
         return PeerTier(wire, model, Place(peers.address, fleet, rank), pools, terms, config)

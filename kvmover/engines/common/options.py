@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvmover.config import ConfigError, Option, Settings, load
+from kvmover.fields import nearest
 
 #: Of both adapters: the settings of the page store, under their own names.
 STORE_KEYS: Mapping[str, str] = {
@@ -42,10 +43,15 @@ def read_options(
     Such an option goes before the environment, and that before the file; one that is absent or null is as configured,
     or else as in `defaults`. Raises ConfigError that names the option which is unknown or cannot be, and `where`.
     """
+    known = [*kind.__struct_fields__, *keys]
+    for name in said:
+        if name not in known:
+            raise ConfigError(f"{where}: there is no {name!r}{nearest(name, known)}")
     try:
         options = msgspec.convert({name: value for name, value in said.items() if name not in keys}, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        named = next((name for name in said if f"`$.{name}" in str(error)), None)
+        raise ConfigError(f"{where}: {f'{named} = {said[named]!r}: ' if named else ''}{error}") from error
     given = {
         keys[name]: Option(value, f"{name} in {where}")
         for name, value in said.items()

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvmover.cache.ledger import AccountGroup
+from kvmover.config import ConfigError
 from kvmover.engines.common import CardServer, EngineUnsupported, fetch_cards, layers_of, pin_limits
 from kvmover.engines.vllm import engine
 from kvmover.engines.vllm.block_store import BlockStore, OffloadWorker, StoredBlockEvents, StoreLookup
@@ -359,7 +360,12 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         host = self._options.host or engine.own_address()
         if self._server is None:
             replica = self._config.parallel_config.data_parallel_index
-            self._server = CardServer(host, self._options.port and self._options.port + replica)
+            port = self._options.port and self._options.port + replica
+            try:
+                self._server = CardServer(host, port)
+            except (OSError, OverflowError) as error:
+                where = f"port = {self._options.port} in the options of kvmover's vLLM connector"
+                raise ConfigError(f"{where}: replica {replica} cannot listen at {host}:{port}: {error}") from error
         engine_id = self._kv_transfer_config.engine_id
         self._server.lay_out(engine_id, [rank.card for rank in ranks])
         self._scheduler.home = Home(engine_id, host, self._server.port)

@@ -47,7 +47,7 @@ class ConnectorOptions(ContentOptions, frozen=True, forbid_unknown_fields=True):
     """
 
     host: str = ""
-    port: _Natural = 0
+    port: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)] = 0
     bidirectional_kv_xfer: bool = False
     decoder_kv_blocks_ttl: Annotated[float, msgspec.Meta(gt=0)] = 480.0
     kv_recompute_threshold: _Natural = 64

@@ -27,6 +27,8 @@ assert _HEAD + _TAG <= SEAL_BYTES
 
 #: Shorter ones can be guessed from one message that was overheard.
 LEAST_KEY_BYTES = 16
+#: A random key of 16 hexadecimal digits has fewer three times in 10**5, any longer one never.
+LEAST_DIFFERENT_BYTES = 6
 
 _MESSAGE, _CARD = b"kvmover message", b"kvmover card"
 
@@ -56,6 +58,10 @@ class Key:
     def __init__(self, secret: bytes) -> None:
         if len(secret) < LEAST_KEY_BYTES:
             raise LayoutError(f"a key of {len(secret)} bytes; it must have at least {LEAST_KEY_BYTES}")
+        if secret[:1] == b"<" and secret[-1:] == b">":
+            raise LayoutError("a key in angle brackets is a placeholder, which everybody knows: openssl rand -hex 32")
+        if (different := len(set(secret))) < LEAST_DIFFERENT_BYTES:
+            raise LayoutError(f"a key of {different} different bytes; a secret has at least {LEAST_DIFFERENT_BYTES}")
         self._secret = secret
 
     def tag(self, *parts: bytes) -> bytes:

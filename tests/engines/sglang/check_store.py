@@ -394,7 +394,7 @@ def reattached(rank: Rank) -> None:
 
 REFUSED = [
     ({"root": "/nowhere/at/all"}, "is not a directory"),
-    ({"quota": 3}, "unknown field `quota`"),
+    ({"quota": 3}, "there is no 'quota'; did you mean quota_bytes?"),
     ({"objects": "mine"}, "Invalid enum value 'mine'"),
     ({"kv_heads": 9}, "heads"),
 ]
