@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 #: Bad objects that a process may delete at once, and again in so many seconds.
-_DELETIONS, _REFILL_S = 32, 3600
+DELETIONS, _REFILL_S = 32, 3600
 
 
 @dataclass(slots=True)
@@ -16,18 +16,25 @@ class DeletionBudget:
     """What is left at second `asked_s`; it fills up again with time.
 
     >>> budget = DeletionBudget(100)
-    >>> sum(budget.spend(100) for _ in range(99)), budget.spend(200), budget.spend(300)
+    >>> sum(budget.spend(1, 100) for _ in range(99)), budget.spend(1, 200), budget.spend(1, 300)
     (32, False, True)
+
+    What may cost others more than all of it takes all of it.
+
+    >>> budget = DeletionBudget(100)
+    >>> budget.spend(1000, 100), budget.spend(1, 100), budget.spend(0, 100)
+    (True, False, True)
     """
 
     asked_s: float
-    _left: float = _DELETIONS
+    _left: float = DELETIONS
 
-    def spend(self, now_s: float) -> bool:
-        """Whether one more may be deleted."""
-        self._left = min(_DELETIONS, self._left + max(0, now_s - self.asked_s) * _DELETIONS / _REFILL_S)
+    def spend(self, count: int, now_s: float) -> bool:
+        """Whether `count` more may be deleted: all of them, or none."""
+        self._left = min(DELETIONS, self._left + max(0, now_s - self.asked_s) * DELETIONS / _REFILL_S)
         self.asked_s = now_s
-        if self._left < 1:
+        cost = min(count, DELETIONS)
+        if self._left < cost:
             return False
-        self._left -= 1
+        self._left -= cost
         return True

@@ -19,6 +19,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from kvmover.store.absence import ByteRange, why_empty
+from kvmover.store.deletion import DeletionDoor, Grounds, Permit
 from kvmover.store.deletion_log import DeletionLog
 from kvmover.store.file_sizes import FileSizes
 from kvmover.store.files import Files, OpenFile, close_quietly, is_gone, reason_of
@@ -58,6 +60,8 @@ class Catalog:
         self.folder, self.namespace, self.files, self.machine = folder, namespace, files, machine
         self.lock = GuardLock()
         self.index = Index()
+        #: Whatever is deleted for others passes here.
+        self.door = DeletionDoor(machine.now())
         self.segments: dict[str, Segment] = {}
         #: Objects and segments that were not taken over, by reason.
         self.dropped: Counter[str] = Counter()
@@ -113,7 +117,7 @@ class Catalog:
         self._look_at_folder()
         for segment in self._followed:
             with self.lock:
-                self._tail(segment)
+                self._try_tail(segment)
         while self._hear_some():
             pass
         with self.lock:
@@ -193,17 +197,25 @@ class Catalog:
             self.segments[found.name] = found
 
     @under_lock
-    def _tail(self, segment: Segment) -> bool:
-        """Learn some of what was added to a segment; whether there may be more. As it was where nobody says."""
-        if self.segments.get(segment.name) is not segment:
-            return False
+    def _try_tail(self, segment: Segment) -> bool:
+        """As `_tail`, but as it was where the system does not say."""
         try:
-            table = segment.tail()
-            if table is None:
-                return False
-            size = segment.data_bytes()
+            return self._tail(segment)
         except OSError as error:
             self.lag(error)
+            return False
+
+    @under_lock
+    def _tail(self, segment: Segment) -> bool:
+        """Learn some of what was added to a segment; whether there may be more. Raises OSError: nothing is learnt then.
+
+        The size of the data is asked for first: rows that were taken out of the head are believed, or they wait.
+        """
+        if self.segments.get(segment.name) is not segment or segment.is_sealed:
+            return False
+        size = segment.data_bytes()
+        table = segment.tail()
+        if table is None:
             return False
         self.sizes.note(segment.name, size)
         table = table.where(table.state == LIVE)
@@ -250,11 +262,14 @@ class Catalog:
         """Learn all that is in the heads, where `refresh` learns some: for who has just opened them."""
         self.refresh()
         for segment in list(self.segments.values()):
-            self.drain(segment)
+            try:
+                self.drain(segment)
+            except OSError as error:
+                self.lag(error)
 
     @off_lock
     def drain(self, segment: Segment) -> None:
-        """Learn all that is in a head."""
+        """Learn all that is in a head. Raises OSError: the rest is learnt another time."""
         more = True
         while more:
             with self.lock:
@@ -311,35 +326,45 @@ class Catalog:
         return segment
 
     @off_lock
-    def delete(self, objects: Iterable[StoredObject]) -> int:
-        """Delete objects for every process, a few under each hold of the lock; the bytes freed."""
+    def delete(self, objects: Iterable[StoredObject], grounds: Grounds) -> int:
+        """Delete objects for every process, a few under each hold of the lock; the bytes freed.
+
+        None go where the door refuses.
+        """
         by_segment: dict[str, list[int]] = {}
         for each in objects:
             by_segment.setdefault(each.segment, []).append(each.record)
-        return sum(self.delete_at(name, np.array(records, np.int64)) for name, records in by_segment.items())
+        found = by_segment.items()
+        return sum(self.delete_at(name, np.array(records, np.int64), grounds) for name, records in found)
 
     @off_lock
-    def delete_at(self, name: str, records: Places) -> int:
+    def delete_at(self, name: str, records: Places, grounds: Grounds) -> int:
         """As `delete`, by the places of their headers in the head file of a segment."""
         freed, records = 0, np.unique(records)
         for first in range(0, len(records), SLICE):
             with self.lock:
-                freed += self.kill(self.index.placed_in(name, records[first : first + SLICE]))
+                freed += self.kill(self.index.placed_in(name, records[first : first + SLICE]), grounds)
             self.sweep()
         return freed
 
     @under_lock
-    def kill(self, placed: Placed) -> int:
-        """Delete a few objects for every process; the bytes that are free after a `sweep`. Headers first, then the log.
+    def kill(self, placed: Placed, grounds: Grounds) -> int:
+        """Delete a few objects for every process; the bytes that are free after a `sweep`. None go where the door
+        refuses.
+        """
+        permit = self.door.ask(grounds, len(placed), self.machine.now())
+        return self._kill(placed, permit) if permit else 0
 
-        An object whose header cannot be changed is deleted by the next cleaner; here it is forgotten, and keeps its
-        blocks.
+    @under_lock
+    def _kill(self, placed: Placed, permit: Permit) -> int:
+        """Headers first, then the log. An object whose header cannot be changed is deleted by the next cleaner; here it
+        is forgotten, and keeps its blocks.
         """
         killed = np.zeros(len(placed), np.bool_)
         for name, some in placed.by_segment():
             with suppress(OSError):
                 if segment := self.segments.get(name):
-                    segment.kill(placed.records[some].tolist())
+                    segment.kill(placed.records[some].tolist(), permit)
                     killed[some] = True
         gone = placed.where(killed)
         self._deletions.append(gone)
@@ -347,9 +372,18 @@ class Catalog:
         return self.index.remove_placed(placed)
 
     @under_lock
-    def free(self, name: str, offset: int, nbytes: int) -> None:
-        """Blocks that nothing lives in go back with the next `sweep`: whole ones."""
-        self._garbage.add([(name, offset, nbytes)], [])
+    def delete_one(self, each: StoredObject, grounds: Grounds) -> bool:
+        """Delete an object for every process; False where the door refuses, and it is as it was."""
+        permit = self.door.ask(grounds, 1, self.machine.now())
+        if permit is None:
+            return False
+        self._kill(self.index.placed_in(each.segment, np.array([each.record], np.int64)), permit)
+        return True
+
+    @under_lock
+    def free(self, name: str, ranges: Iterable[ByteRange], permit: Permit) -> None:
+        """Blocks of a segment that nothing lives in go back with the next `sweep`: whole ones."""
+        self._garbage.add([(name, offset, nbytes) for offset, nbytes in ranges], [])
 
     @under_lock
     def discard(self, name: str) -> None:
@@ -371,22 +405,34 @@ class Catalog:
                 for _, offset, nbytes in some if name in files else ():
                     self.punches = punch(files[name].fd, offset, nbytes) and self.punches
         with self.lock:
-            empty = [self.segments[name] for name in names if name in self.segments]
-            empty = [each for each in empty if self._is_over(each)]
-            self._garbage.leaving.update(each.name for each in empty)
-            for each in empty:
-                self.index.drop(each.name)
-                self._forget_empty(each.name)
-        self._data_files.close_ended()
-        for each in empty:
-            each.close()
+            over = [each for name in names if (each := self.segments.get(name)) and self._is_over(each)]
+        for each in over:
             try:
-                each.unlink()
-            except OSError:
+                self._remove_empty(each)
+            except OSError as error:
+                self.lag(error)
                 self._scanned_ns = -1  # it is found again, and removed another time
-            finally:
-                with self.lock:
-                    self._garbage.leaving.discard(each.name)
+        self._data_files.close_ended()
+
+    @off_lock
+    def _remove_empty(self, segment: Segment) -> None:
+        """Remove a segment that is over by the index, which may lag: if its files say so. Raises OSError."""
+        grounds = why_empty(segment)
+        permit = self.door.ask(grounds, 1, self.machine.now()) if grounds else None
+        if permit is None:
+            return
+        with self.lock:
+            if self.segments.get(segment.name) is not segment or not self._is_over(segment):
+                return
+            self._garbage.leaving.add(segment.name)
+            self.index.drop(segment.name)
+            self._forget_empty(segment.name)
+        segment.close()
+        try:
+            segment.unlink(permit)
+        finally:
+            with self.lock:
+                self._garbage.leaving.discard(segment.name)
 
     def _is_over(self, segment: Segment) -> bool:
         """Whether a segment is finished, nothing lives in it, and nobody is at work there."""

@@ -41,7 +41,11 @@ class StoreRow:
             **asdict(self.stat),
             "dropped": self.recovered.dropped,
             "deleted_pages": self.deleted_pages,
-            **({"bad": self.verified.bad, "read_bytes": self.verified.nbytes} if self.verified else {}),
+            **(
+                {"bad": self.verified.bad, "spared": self.verified.spared, "read_bytes": self.verified.nbytes}
+                if self.verified
+                else {}
+            ),
         }
 
 

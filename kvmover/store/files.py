@@ -65,6 +65,11 @@ def is_gone(error: OSError) -> bool:
     return error.errno in _GONE
 
 
+def is_absent(error: OSError) -> bool:
+    """Whether there was no such name where it was asked for. Others may have it all the same: one look is no proof."""
+    return error.errno == errno.ENOENT
+
+
 def open_shared(path: Path, flags: int = 0) -> int:
     """A descriptor of a file that others have open too, to write where that is allowed. Raises OSError.
 

@@ -108,8 +108,11 @@ def namespaces(root: Path) -> list[Found]:
 
     Raises StoreError where `root` is none, or something there cannot be looked at.
     """
-    if not root.is_dir():
-        raise StoreError(f"{root} is not a directory")
+    try:
+        if not root.is_dir():
+            raise StoreError(f"{root} is not a directory")
+    except OSError as error:
+        raise StoreError(f"cannot read {root}: {error.strerror}") from error
     found: list[Found] = []
     for folder in sorted(_entries(root)):
         try:

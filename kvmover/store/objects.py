@@ -81,8 +81,8 @@ class Failure(Generic[Named]):
 
 
 class Verdict(Enum):
-    """What a second look says of an object: WELL; GONE by somebody's hand; BAD for everybody, and deleted; SPARED: bad,
-    and left to others after too many like it; UNKNOWN: the system did not say.
+    """What a second look says of an object: WELL; GONE by somebody's hand; BAD for everybody, and deleted; SPARED: bad
+    after too many others, or on a disk that does not give it, and left to others; UNKNOWN: the system did not say.
     """
 
     WELL = "well"
@@ -162,8 +162,10 @@ class Objects(Protocol[Named]):
         """Read cells to their places and check each of them; what failed. Where a read failed there is garbage."""
         ...
 
-    def judge(self, each: Named) -> tuple[Verdict, str]:
-        """Look at an object again, past all caches, and delete it where it is bad. With the verdict the reason."""
+    def judge(self, failure: Failure[Named]) -> tuple[Verdict, str]:
+        """Look again at an object that a read failed of, past all caches, and delete it where it is bad. With the
+        verdict the reason.
+        """
         ...
 
     def used(self, pages: Sequence[bytes]) -> None:

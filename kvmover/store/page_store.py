@@ -59,12 +59,12 @@ class PageStore:
             if files or machine:
                 raise StoreError(f"{root} is no directory, and takes neither files nor a machine")
             return cls(namespace.folder, open_service(root, namespace, policy or Policy()))
-        if not root.is_dir():
-            raise StoreError(f"{root} is not a directory")
         folder = root / namespace.folder
-        if folder.is_symlink():
-            raise StoreError(f"{folder} is a link, which may lead anywhere")
         try:
+            if not root.is_dir():
+                raise StoreError(f"{root} is not a directory")
+            if folder.is_symlink():
+                raise StoreError(f"{folder} is a link, which may lead anywhere")
             folder.mkdir(exist_ok=True)
             if os.access(folder, os.W_OK):
                 write_manifest(folder, namespace)
@@ -151,7 +151,8 @@ class PageStore:
         return self.objects.stat()
 
     def verify(self, progress: Callable[[int], None] | None = None) -> Verified:
-        """Read every object whole and delete those that are bad. `progress` gets the bytes of each.
+        """Read every object whole and delete those that are bad, as far as the budget goes: 32 an hour. `progress` gets
+        the bytes of each.
 
         Raises OSError where a file is there and cannot be opened: nothing is deleted for that.
         """

@@ -9,7 +9,7 @@ from typing import Any
 from kvmover.errors import DescriptorError, StoreError
 from kvmover.store.cover import ObjectShare, shares
 from kvmover.store.namespace import check_page
-from kvmover.store.objects import EIO, Failure, Fault, ObjectDraft, ObjectRead, Objects, Verdict
+from kvmover.store.objects import Failure, Fault, ObjectDraft, ObjectRead, Objects, Verdict
 from kvmover.store.part import PagePart, PartKey
 from kvmover.store.results import Got, GotResult, Put, PutResult
 
@@ -141,7 +141,7 @@ class PartView:
         """
         if failure.fault is Fault.HERE:
             return GotResult(Got.FAILED, failure.reason), False
-        verdict, reason = self._objects.judge(failure.read.each)
+        verdict, reason = self._objects.judge(failure)
         match verdict:
             case Verdict.UNKNOWN:
                 return GotResult(Got.FAILED, reason), False
@@ -153,6 +153,6 @@ class PartView:
             case Verdict.GONE:
                 return GotResult(Got.EVICTED, reason), True
             case Verdict.SPARED:
-                return GotResult(Got.FAILED, f"{reason}, and left to others after too many like it"), True
+                return GotResult(Got.FAILED, f"{reason}, and left to others"), True
             case Verdict.BAD:
-                return GotResult(Got.FAILED if reason == EIO else Got.POISONED, reason), True
+                return GotResult(Got.POISONED, reason), True

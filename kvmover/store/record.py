@@ -204,6 +204,21 @@ def decode(data: bytes | memoryview, at: int, base: int = 0) -> Record | None:
     return Record(Kind(kind), at, state, stamp, offset, 0, b"", None, b"")
 
 
+def claimed_bytes(data: bytes, at: int) -> int:
+    """The length that a record at byte `at` of `data` gives itself, unchecked; 0 where none can begin so."""
+    if at + FIXED_BYTES > len(data):
+        return 0
+    magic, nbytes, _, _, _ = _OUTER.unpack_from(data, at)
+    kind, cells, *_ = _INNER.unpack_from(data, at + _OUTER.size)
+    is_possible = (
+        magic == MAGIC
+        and Kind.OBJECT <= kind <= Kind.SEALED
+        and cells <= _CELLS
+        and nbytes == FIXED_BYTES + cells * DIGEST_BYTES
+    )
+    return nbytes if is_possible else 0
+
+
 def decode_all(data: bytes, base: int) -> Iterator[Record]:
     """Whole records from byte `base` on, up to the first that is not."""
     at = base
@@ -341,17 +356,6 @@ def _parts_of(raw: npt.NDArray[np.uint64]) -> tuple[tuple[PartKey, ...], Column,
     cells = np.array([part.box.cells if part else 0 for part in known], np.int64)
     nobody = part_key(bytes(HASH_BYTES), PageBox(Span(0, 1), Span(0, 1), Stripe(0, 1, 1, 1)))
     return tuple(part or nobody for part in known), which, np.where(alike, cells[which], 0)
-
-
-def next_whole(data: bytes, at: int, base: int) -> int | None:
-    """Where the next whole record after byte `at` begins: what is left of a head file with a damaged middle."""
-    magic = MAGIC.to_bytes(4, "little")
-    start = data.find(magic, at - base + 1)
-    while start >= 0:
-        if decode(data, base + start, base):
-            return base + start
-        start = data.find(magic, start + 1)
-    return None
 
 
 def table(payload: memoryview, cells: int) -> bytes:

@@ -56,14 +56,16 @@ class GotResult:
 class Counters:
     """What one store has done since it was opened. `poisoned` by reason: each was deleted.
 
-    `spared`: found bad after too many others, and left to other processes. `lagged`: times that the index stayed as it
-    was, by what the system said.
+    `deleted`: objects, and empty segments and left-overs, that went for every process, by the reason for it.
+    `spared`: found bad after too many others, or not to be had, and left to other processes. `lagged`: times that the
+    index stayed as it was, by what the system said.
     """
 
     puts: Counter[Put] = field(default_factory=Counter[Put])
     gots: Counter[Got] = field(default_factory=Counter[Got])
     poisoned: Counter[str] = field(default_factory=Counter[str])
     failed: Counter[str] = field(default_factory=Counter[str])
+    deleted: Counter[str] = field(default_factory=Counter[str])
     lagged: Counter[str] = field(default_factory=Counter[str])
     spared: int = 0
     written_bytes: int = 0
@@ -108,8 +110,11 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What reading everything found; bad objects, by reason, are deleted."""
+    """What reading everything found, by reason: `bad` objects are deleted, `spared` ones left to other processes, as
+    the disk did not give them, or too many had been bad.
+    """
 
     objects: int
     nbytes: int
     bad: dict[str, int]
+    spared: dict[str, int] = field(default_factory=dict[str, int])

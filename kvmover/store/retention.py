@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kvmover.store.budget import DeletionBudget
 from kvmover.store.catalog import SLICE, Catalog
 from kvmover.store.cleaning import SegmentCleaner
+from kvmover.store.deletion import Order, TwoLooks
 from kvmover.store.files import Files
 from kvmover.store.guard_lock import GuardLock, off_lock, under_lock
 from kvmover.store.machine import Machine
@@ -45,7 +45,7 @@ class Retention:
         self.policy = policy
         self.files = files
         self.catalog = Catalog(folder, namespace, files, machine)
-        self.counters = Counters(lagged=self.catalog.lagged)
+        self.counters = Counters(lagged=self.catalog.lagged, deleted=self.catalog.door.deleted)
         self.lock = self.catalog.lock
         self.writing = GuardLock(self.lock)
         self.tidying = GuardLock(self.writing, self.lock)
@@ -53,7 +53,6 @@ class Retention:
         self._cleaner = SegmentCleaner(self.catalog, self.writer, self.unused)
         self.takeover = SegmentTakeover(self.catalog)
         self._read: set[bytes] = set()
-        self._budget = DeletionBudget(machine.now())
 
     @under_lock
     def note_use(self, pages: Collection[bytes]) -> None:
@@ -116,7 +115,7 @@ class Retention:
             return None
         cold, placed = self.unused(pages)
         self.counters.evicted_pages += len(cold)
-        return self.catalog.kill(placed)
+        return self.catalog.kill(placed, Order.EVICTED)
 
     @off_lock
     def _clean(self, nbytes: int, keep: Sequence[bytes]) -> int:
@@ -159,7 +158,7 @@ class Retention:
         if not len(pages):
             return 0
         old, placed = self.unused(pages)
-        self.catalog.kill(placed)
+        self.catalog.kill(placed, Order.EXPIRED)
         self.counters.expired_pages += len(old)
         return len(pages)
 
@@ -198,20 +197,23 @@ class Retention:
                     self.catalog.segments[each.segment].stamp(each.record, entry.stamp)
 
     @off_lock
-    def poison(self, each: StoredObject, reason: str = "digest") -> bool:
+    def poison(self, each: StoredObject, looks: TwoLooks) -> bool:
         """Delete a bad object, so that the next write goes through.
 
         False where this process has deleted too many of late: it may be what is bad itself. Then it alone forgets the
         object, which it finds no more.
         """
         with self.lock:
-            may = self._budget.spend(self.catalog.machine.now())
-            if not may:
-                self.catalog.index.remove([each])
-                self.counters.spared += 1
-        if not may:
-            return False
-        self.catalog.delete([each])
-        if reason not in GIVEN_BACK:
-            self.counters.poisoned[reason] += 1
+            if not self.catalog.delete_one(each, looks):
+                self.spare(each)
+                return False
+        self.catalog.sweep()
+        if looks.reason not in GIVEN_BACK:
+            self.counters.poisoned[looks.reason] += 1
         return True
+
+    @under_lock
+    def spare(self, each: StoredObject) -> None:
+        """Forget an object that cannot be had here, and leave it to the others: it can be put again."""
+        self.catalog.index.remove([each])
+        self.counters.spared += 1

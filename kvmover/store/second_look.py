@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 
-from kvmover.store.files import close_quietly, is_gone, open_shared, reason_of
+from kvmover.store.absence import is_data_missing
+from kvmover.store.files import close_quietly, is_absent, open_shared
 from kvmover.store.machine import NO_BOOT
 from kvmover.store.objects import Verdict
 from kvmover.store.record import BLOCK_BYTES, DIGEST_BYTES, FIXED_BYTES, decode, holds
@@ -22,13 +22,13 @@ GIVEN_BACK = (MISSING, BLANK)
 def look_again(folder: Path, each: StoredObject) -> tuple[Verdict, str]:
     """What the files in `folder` say of an object, read anew, and why.
 
-    Raises OSError where the system refuses for a reason that says nothing against the object: all but EIO.
+    Raises OSError where the system does not say: that is nothing against the object, however often.
     """
     segment = Segment(folder, each.segment, NO_BOOT, Life.SEALED)
     try:
         fd = open_shared(segment.head)
     except OSError as error:
-        if is_gone(error):
+        if is_absent(error):
             return Verdict.GONE, "evicted"
         raise
     try:
@@ -49,12 +49,13 @@ def _look_at_payload(segment: Segment, each: StoredObject, digests: bytes) -> tu
         fd = open_shared(segment.data)
         got = os.preadv(fd, [payload], each.offset)
     except OSError as error:
-        if is_gone(error):
-            gone = not segment.state_anew(each.record)[0]
-            return (Verdict.GONE, "evicted") if gone else (Verdict.BAD, MISSING)
-        if error.errno == errno.EIO:
-            return Verdict.BAD, reason_of(error)
-        raise
+        if not is_absent(error):
+            raise
+        if not segment.state_anew(each.record)[0]:
+            return Verdict.GONE, "evicted"
+        if is_data_missing(segment):
+            return Verdict.BAD, MISSING
+        raise  # a name that a listing has
     finally:
         close_quietly(fd)
     if got < each.nbytes:

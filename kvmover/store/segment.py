@@ -21,7 +21,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvmover.store.files import close_quietly, is_gone, open_shared
+from kvmover.store.deletion import Permit
+from kvmover.store.files import close_quietly, is_absent, is_gone, open_shared
+from kvmover.store.head import SOME_BYTES, next_record, some_records
 from kvmover.store.machine import NO_BOOT
 from kvmover.store.record import (
     DEAD,
@@ -34,17 +36,12 @@ from kvmover.store.record import (
     Kind,
     Preamble,
     RecordTable,
-    decode_table,
     encode_mark,
-    next_whole,
 )
 from kvmover.store.stored import Places, StoredObject
 
 HEAD, DATA = ".head", ".data"
 _HEADS = re.compile(r"([0-9a-f]{16}-[0-9]{8})\.head")
-
-#: Of a head that are read at a time: some milliseconds.
-_SOME_BYTES = 512 << 10
 
 #: Records with less between them are read at once.
 _NEAR_BYTES = 4096
@@ -166,13 +163,13 @@ class Segment:
             _whole(fd, preamble.encode(), 0)
             if os.fstat(fd).st_nlink:
                 return cls(folder, name, preamble.boot, Life.WRITTEN, fd, data_fd)
-        except BlockingIOError:
-            pass  # a cleaner took the empty head for a left-over, before the lock
-        except OSError:
+        except OSError as error:
             close_quietly(fd, data_fd)
             for suffix in (DATA, HEAD):
                 with suppress(OSError):
                     (folder / (name + suffix)).unlink()
+            if isinstance(error, BlockingIOError):  # a cleaner took the empty head for a left-over, before the lock
+                return None
             raise
         close_quietly(fd, data_fd)
         return None
@@ -193,8 +190,7 @@ class Segment:
             if len(start) < PREAMBLE_BYTES:
                 reason = None
             elif found is None:
-                size = os.fstat(fd).st_size - PREAMBLE_BYTES
-                reason = "" if _was_ours(start, os.pread(fd, size, PREAMBLE_BYTES)) else "another format"
+                reason = "" if _was_ours(start, fd) else "another format"
             else:
                 reason = "" if found.namespace == namespace else "foreign namespace"
         except OSError as error:
@@ -206,21 +202,6 @@ class Segment:
             return cls(folder, name, found.boot if found else NO_BOOT, Life.FOLLOWED, fd)
         close_quietly(fd)
         return reason
-
-    @staticmethod
-    def remove_stillborn(folder: Path, name: str) -> None:
-        """Remove a pair whose head never got its preamble, unless its writer lives. Raises OSError."""
-        fd = -1
-        try:
-            fd = open_shared(folder / (name + HEAD))
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(fd).st_size < PREAMBLE_BYTES:
-                for suffix in (HEAD, DATA):
-                    (folder / (name + suffix)).unlink(missing_ok=True)
-        except BlockingIOError:
-            return
-        finally:
-            close_quietly(fd)
 
     @contextmanager
     def opened(self) -> Generator[int]:
@@ -238,24 +219,19 @@ class Segment:
         """Some records that were added since the last call, as far as they are whole; None without. Raises OSError."""
         if self.is_sealed:
             return None
-        left = os.fstat(self.head_fd).st_size - self.parsed
-        some = _SOME_BYTES
-        while left > 0:
-            table = decode_table(os.pread(self.head_fd, min(left, some), self.parsed), self.parsed)
-            if table.end > self.parsed:
-                self.parsed, self.synced = table.end, max(self.synced, table.synced)
-                if table.sealed:
-                    self.become(Life.SEALED)
-                return table
-            if some >= left:
-                break
-            some *= 16  # a record may be longer
-        return None
+        table = some_records(self.head_fd, self.parsed, os.fstat(self.head_fd).st_size)
+        if table is not None:
+            self.parsed, self.synced = table.end, max(self.synced, table.synced)
+            if table.sealed:
+                self.become(Life.SEALED)
+        return table
 
     def skip_damage(self) -> bool:
-        """Go on behind a damaged record; False where nothing whole follows. Only for segments without a writer."""
-        rest = os.pread(self.head_fd, os.fstat(self.head_fd).st_size - self.parsed, self.parsed)
-        found = next_whole(rest, self.parsed, self.parsed)
+        """Go on behind a damaged record; False where nothing whole follows. Only for segments without a writer.
+
+        Raises OSError.
+        """
+        found = next_record(self.head_fd, self.parsed, os.fstat(self.head_fd).st_size)
         self.parsed = found or self.parsed
         return found is not None
 
@@ -265,11 +241,11 @@ class Segment:
             return max(0, os.fstat(fd).st_size - self.parsed)
 
     def data_bytes(self) -> int:
-        """Size of the data file; 0 where there is none. Raises OSError where the system does not say."""
+        """Size of the data file; 0 where no name is. Raises OSError where the system does not say."""
         try:
             return self.data.stat().st_size
         except OSError as error:
-            if is_gone(error):
+            if is_absent(error):
                 return 0
             raise
 
@@ -290,7 +266,7 @@ class Segment:
         while first < len(order):
             (start, nbytes), stop = wanted[order[first]], first + 1
             end = start + nbytes
-            while stop < len(order) and wanted[order[stop]][0] - end <= _NEAR_BYTES and end - start < _SOME_BYTES:
+            while stop < len(order) and wanted[order[stop]][0] - end <= _NEAR_BYTES and end - start < SOME_BYTES:
                 end = max(end, sum(wanted[order[stop]]))
                 stop += 1
             data = os.pread(fd, end - start, start)
@@ -308,7 +284,7 @@ class Segment:
         try:
             with self.opened() as fd:
                 linked = os.fstat(fd).st_nlink > 0
-                far = (np.diff(records) > _NEAR_BYTES) | (np.diff(records // _SOME_BYTES) != 0)
+                far = (np.diff(records) > _NEAR_BYTES) | (np.diff(records // SOME_BYTES) != 0)
                 edges = [0, *(np.flatnonzero(far) + 1).tolist(), len(records)] if len(records) else []
                 for first, stop in pairwise(edges):
                     start = int(records[first]) + STATE_AT
@@ -340,7 +316,7 @@ class Segment:
         finally:
             close_quietly(fd)
 
-    def kill(self, records: Iterable[int]) -> None:
+    def kill(self, records: Iterable[int], permit: Permit) -> None:
         """Nobody finds these objects from here on; processes that know them are told by the caller. Raises OSError."""
         write = os.pwrite
         with self.opened() as fd:
@@ -415,7 +391,11 @@ class Segment:
             with suppress(OSError):
                 fcntl.flock(self.head_fd, fcntl.LOCK_UN)
 
-    def unlink(self) -> None:
+    def cut_head(self, permit: Permit) -> None:
+        """End the head behind its last whole record, as its writer is no more. Raises OSError."""
+        os.ftruncate(self.head_fd, self.parsed)
+
+    def unlink(self, permit: Permit) -> None:
         """Remove both files, the head first: data without a head is a left-over. Missing ones are no matter.
 
         Raises OSError.
@@ -451,12 +431,13 @@ def settle(fd: int) -> None:
         raise WritesLost(error.errno, error.strerror) from error
 
 
-def _was_ours(start: bytes, rest: bytes) -> bool:
+def _was_ours(start: bytes, fd: int) -> bool:
     """Whether a damaged first line was one of this format: it still begins so, never reached the disk, or a whole
-    record follows. Segments of another format are left alone.
+    record follows. Segments of another format are left alone. Raises OSError.
     """
-    known = Preamble(bytes(32), NO_BOOT).encode()[:12]
-    return start[:12] == known or not any(start) or next_whole(rest, PREAMBLE_BYTES - 1, PREAMBLE_BYTES) is not None
+    if start[:12] == Preamble(bytes(32), NO_BOOT).encode()[:12] or not any(start):
+        return True
+    return next_record(fd, PREAMBLE_BYTES - 1, os.fstat(fd).st_size) is not None
 
 
 def punch(fd: int, offset: int, nbytes: int) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from kvmover.errors import StoreError
+from kvmover.store.deletion import Look, Order, Seen, TwoLooks
 from kvmover.store.fetch import SegmentFailure, SegmentRead, fetch
 from kvmover.store.files import FileRun, Files, OpenFile, reason_of
 from kvmover.store.machine import Machine
@@ -198,7 +199,8 @@ class SegmentObjects(Retention, Objects[StoredObject]):
             self.catalog.index.use([each.page for each in fresh], stamp)
             for item, (draft, reason) in failed.items():
                 batch.reasons[item] = reason
-                self.catalog.free(draft.place.segment, draft.place.offset, padded(size))
+                place = draft.place.offset, padded(size)
+                self.catalog.free(draft.place.segment, [place], self.catalog.door.order(Order.LOST))
         if failed:
             self.catalog.sweep()
 
@@ -207,17 +209,34 @@ class SegmentObjects(Retention, Objects[StoredObject]):
     def read(self, part: PagePart, reads: Sequence[SegmentRead]) -> list[SegmentFailure]:
         return fetch(self.catalog, part, reads)
 
-    def judge(self, each: StoredObject) -> tuple[Verdict, str]:
+    def judge(self, failure: SegmentFailure) -> tuple[Verdict, str]:
+        try:
+            verdict, reason = self._judge(failure.read.each, failure.reason)
+        except OSError as error:
+            return Verdict.UNKNOWN, reason_of(error)
+        return (Verdict.GONE if verdict is Verdict.BAD and reason in GIVEN_BACK else verdict), reason
+
+    def _judge(self, each: StoredObject, read: str) -> tuple[Verdict, str]:
+        """Look at an object again that did not come whole, for a reason. Raises OSError where the system does not say.
+
+        A disk that does not give an object says nothing against it; it can be put again, by who forgets it.
+        """
         try:
             verdict, reason = look_again(self.folder, each)
         except OSError as error:
-            return Verdict.UNKNOWN, reason_of(error)
+            if error.errno != errno.EIO:
+                raise
+            with self.lock:
+                self.spare(each)
+            return Verdict.SPARED, reason_of(error)
         if verdict is Verdict.GONE:
             with self.lock:
                 self.catalog.index.remove([each])
-        elif verdict is Verdict.BAD and not self.poison(each, reason):
+        elif verdict is Verdict.BAD and not self.poison(
+            each, TwoLooks(Look(Seen.READ, read), Look(Seen.ANEW, reason), 1)
+        ):
             return Verdict.SPARED, reason
-        return (Verdict.GONE if reason in GIVEN_BACK else verdict), reason
+        return verdict, reason
 
     def used(self, pages: Sequence[bytes]) -> None:
         with self.lock:
@@ -286,8 +305,9 @@ class SegmentObjects(Retention, Objects[StoredObject]):
                 self.writer.abandon()
                 segments = list(self.catalog.segments.values())
             try:
+                permit = self.catalog.door.order(Order.CLEARED, pages)
                 for segment in segments:
-                    segment.unlink()
+                    segment.unlink(permit)
                     self.catalog.forget(segment.name)
             except OSError as error:
                 raise StoreError(f"cannot clear {self.folder}: {error.strerror}") from error
@@ -304,22 +324,23 @@ class SegmentObjects(Retention, Objects[StoredObject]):
             return self.catalog.index.stat(segments, self.catalog.held_bytes, head_bytes)
 
     def verify(self, progress: Callable[[int], None] | None = None) -> Verified:
-        """Read every object whole and delete those that are bad. `progress` gets the bytes of each.
+        """Read every object whole and delete those that are bad, as far as the budget goes. `progress` hears of bytes.
 
         Raises OSError where a file is there and cannot be opened: nothing is deleted for that.
         """
         self.catalog.refresh()
         with self.lock:
             names = list(self.catalog.segments)
-        count, nbytes, bad = 0, 0, Counter[str]()
+        count, nbytes, verdicts = 0, 0, {Verdict.BAD: Counter[str](), Verdict.SPARED: Counter[str]()}
         for each, is_suspect in (found for name in names for found in self._suspects(name)):
-            if is_suspect and (reason := self._condemned(each)):
-                bad[reason] += 1
+            verdict, reason = self._judge(each, "not whole") if is_suspect else (Verdict.WELL, "")
+            if verdict in verdicts:
+                verdicts[verdict][reason] += 1
             count += 1
             nbytes += each.nbytes
             if progress:
                 progress(each.nbytes)
-        return Verified(count, nbytes, dict(bad))
+        return Verified(count, nbytes, dict(verdicts[Verdict.BAD]), dict(verdicts[Verdict.SPARED]))
 
     def _suspects(self, name: str) -> Iterator[tuple[StoredObject, bool]]:
         """Each object of a segment, some at a time, and whether it was not what its digests say. Raises OSError."""
@@ -330,15 +351,6 @@ class SegmentObjects(Retention, Objects[StoredObject]):
             with self.lock:
                 found = [index.at(name, record) for record in records[first : first + _VERIFIED]]
             yield from suspects(self.catalog, name, [each for each in found if each])
-
-    def _condemned(self, each: StoredObject) -> str:
-        """Look at an object again, and delete it where it is bad: the reason, or ""."""
-        verdict, reason = look_again(self.folder, each)
-        if verdict is not Verdict.BAD:
-            return ""
-        self.counters.poisoned[reason] += 1
-        self.catalog.delete([each])
-        return reason
 
     def close(self) -> None:
         """Flush, and give everything back. Safe to call twice."""

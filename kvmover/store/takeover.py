@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+from kvmover.store.absence import TORN, gaps, read_head_anew, remove_orphan, remove_stillborn, why_orphan
 from kvmover.store.catalog import SLICE, Catalog
+from kvmover.store.deletion import Look, Seen, TwoLooks
 from kvmover.store.files import is_shared
 from kvmover.store.guard_lock import GuardLock, off_lock
 from kvmover.store.objects import Verdict
 from kvmover.store.second_look import look_again
 from kvmover.store.segment import DATA, HEAD, Life, Segment, segments_in
 from kvmover.store.stored import StoredObject
+from kvmover.store.verify import suspects
 
 #: A head that another machine wrote is taken over once it has been silent for so long, on a network file system: its
 #: end may not be seen here before, and would be cut off.
 _SILENCE_S = 10
+
+#: Why blocks between objects go.
+_HEADLESS = "payload without a header"
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """Objects that wait, and why those are bad that are."""
+
+    well: list[StoredObject]
+    bad: list[tuple[StoredObject, str]]
 
 
 class SegmentTakeover:
@@ -66,17 +80,20 @@ class SegmentTakeover:
 
         Data is listed first, since a head is made before its data: what is made meanwhile is no left-over.
         """
-        folder = self._catalog.folder
+        catalog, folder, now = self._catalog, self._catalog.folder, self._catalog.machine.now()
         data = list(folder.glob(f"*{DATA}"))
         heads = segments_in(folder)
         with self.lock:
-            known = self._catalog.segments.keys() | self._catalog.refused
+            known = catalog.segments.keys() | catalog.refused
         for name in heads - known:
             if self._is_silent(folder / (name + HEAD)):
-                Segment.remove_stillborn(folder, name)
+                remove_stillborn(folder, name, catalog.door, now)
         for path in data:
-            if path.stem not in heads and self._is_silent(path):
-                path.unlink(missing_ok=True)
+            if path.stem in heads or not self._is_silent(path):
+                continue
+            grounds = why_orphan(folder, path.stem)
+            if grounds and (permit := catalog.door.ask(grounds, 1, now)):
+                remove_orphan(folder, path.stem, permit)
 
     def _is_silent(self, path: Path) -> bool:
         """Whether all that was written to a file is seen here: for a while nobody has, where machines share it."""
@@ -97,15 +114,15 @@ class SegmentTakeover:
         try:
             self._read_all(segment)
             with self.lock:
-                waiting, size = list(segment.waiting), segment.data_bytes()
-            bad = {each.record: self._flaw(each, size) for each in waiting}
+                waiting = list(segment.waiting)
+            judged = self._judge(segment, waiting)
             if not segment.is_sealed:
                 with suppress(OSError):  # what is not synced is checked again after the next crash
                     segment.settle()
-            for first in range(0, len(waiting), SLICE):
-                self._judged(segment, waiting[first : first + SLICE], bad)
             with self.lock:
-                self._finish(segment, size)
+                catalog.index.add(judged.well)
+            refused = self._delete(segment, judged.bad)
+            self._finish(segment, refused)
             catalog.sweep()
         finally:
             with self.lock:
@@ -113,47 +130,73 @@ class SegmentTakeover:
         return True
 
     def _read_all(self, segment: Segment) -> None:
-        """Learn everything of a segment without a writer, behind damaged records too."""
+        """Learn everything of a segment without a writer, behind damaged records too. Raises OSError."""
         catalog = self._catalog
         catalog.drain(segment)
         while not segment.is_sealed and segment.skip_damage():
             catalog.dropped["damaged header"] += 1
             catalog.drain(segment)
         if not segment.is_sealed and segment.torn_bytes():
-            catalog.dropped["torn header"] += 1
+            catalog.dropped[TORN] += 1
 
-    def _flaw(self, each: StoredObject, size: int) -> str:
-        """Why an object is not believed, or "". Raises OSError where the system does not say."""
-        if each.offset + each.nbytes > size:
-            return "truncated"
-        verdict, reason = look_again(self._catalog.folder, each)
-        return "" if verdict is Verdict.WELL else reason
+    def _judge(self, segment: Segment, waiting: Sequence[StoredObject]) -> _Judged:
+        """Which objects are whole: what is not, as it comes, is looked at anew. Raises OSError.
 
-    def _judged(self, segment: Segment, some: Sequence[StoredObject], bad: dict[int, str]) -> None:
-        """Believe what is well, and kill what is bad. Raises OSError."""
-        with self.lock:
-            segment.kill(each.record for each in some if bad[each.record])
-            self._catalog.index.add(each for each in some if not bad[each.record])
-            self._catalog.dropped.update(bad[each.record] for each in some if bad[each.record])
+        Nothing is said of what was deleted meanwhile.
+        """
+        judged = _Judged([], [])
+        for each, is_suspect in suspects(self._catalog, segment.name, waiting):
+            verdict, reason = look_again(self._catalog.folder, each) if is_suspect else (Verdict.WELL, "")
+            if verdict is Verdict.WELL:
+                judged.well.append(each)
+            elif verdict is Verdict.BAD:
+                judged.bad.append((each, reason))
+        return judged
 
-    def _finish(self, segment: Segment, size: int) -> None:
+    def _delete(self, segment: Segment, bad: Sequence[tuple[StoredObject, str]]) -> list[StoredObject]:
+        """Kill what is bad, as far as the door lets; what it refuses waits on. Raises OSError.
+
+        What its writer called synced may be counted on, the rest was never promised to anybody.
+        """
+        catalog, refused = self._catalog, list[StoredObject]()
+        for first in range(0, len(bad), SLICE):
+            with self.lock:
+                for each, reason in bad[first : first + SLICE]:
+                    promised = int(each.offset + each.nbytes <= segment.synced)
+                    looks = TwoLooks(Look(Seen.READ, "not whole"), Look(Seen.ANEW, reason), promised)
+                    if permit := catalog.door.ask(looks, 1, catalog.machine.now()):
+                        segment.kill([each.record], permit)
+                        catalog.dropped[reason] += 1
+                    else:
+                        refused.append(each)
+        return refused
+
+    @off_lock
+    def _finish(self, segment: Segment, refused: list[StoredObject]) -> None:
         """Add nothing to a segment that was judged, and give back what lies between its objects: payloads whose
         headers its writer did not live to write. Raises OSError.
+
+        It stays as it is where a head that is opened anew does not say the same, or something was refused.
         """
-        catalog = self._catalog
-        if segment.name in catalog.segments:
-            catalog.sizes.note(segment.name, size)
-        segment.waiting = []
-        if not segment.is_sealed:
-            os.ftruncate(segment.head_fd, segment.parsed)
-            with suppress(OSError):
-                segment.mark_synced(size)
-                segment.seal()
-        end = 0
-        for _, offset, nbytes in sorted(catalog.index.placed_in(segment.name).ranges()):
-            if offset > end:
-                catalog.free(segment.name, end, offset - end)
-            end = offset + nbytes
-        if end and size > end:
-            catalog.free(segment.name, end, size - end)
-        catalog.discard(segment.name)
+        catalog, now = self._catalog, self._catalog.machine.now()
+        head = read_head_anew(segment)
+        with self.lock:
+            segment.waiting, size = refused, segment.data_bytes()
+            if segment.name in catalog.segments:
+                catalog.sizes.note(segment.name, size)
+            if refused or head.end != segment.parsed or size < max(map(sum, head.living), default=0):
+                return
+            if not segment.is_sealed:
+                permit = catalog.door.ask(head.torn, int(head.nbytes > head.end), now)
+                if permit is None:
+                    return
+                segment.cut_head(permit)
+                with suppress(OSError):
+                    segment.mark_synced(size)
+                    segment.seal()
+            held = head.living + [place[1:] for place in catalog.index.placed_in(segment.name).ranges()]
+            looks = TwoLooks(Look(Seen.READ, _HEADLESS), Look(Seen.ANEW, _HEADLESS), 0)
+            between = gaps(size, held) if held else []
+            if between and (permit := catalog.door.ask(looks, 1, now)):
+                catalog.free(segment.name, between, permit)
+            catalog.discard(segment.name)

@@ -9,10 +9,13 @@ import uuid
 from pathlib import Path
 
 from kvmover.errors import StoreError
+from kvmover.store.absence import sizes_in
 from kvmover.store.bucket.namespaces import bucket_namespaces, empty_unused
-from kvmover.store.files import close_quietly, is_gone, open_shared
+from kvmover.store.deletion import DeletionDoor, Look, Seen, TwoLooks
+from kvmover.store.files import close_quietly, is_absent, open_shared
+from kvmover.store.machine import NO_BOOT
 from kvmover.store.manifest import MANIFEST, Found, namespaces
-from kvmover.store.segment import DATA, HEAD, segments_in
+from kvmover.store.segment import HEAD, Life, Segment, segments_in
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +34,9 @@ def clear_unused(root: Path | str, unused_s: float, spare: str = "") -> list[Fou
             cleared = [each for each in others if each.name in emptied]
         else:
             before_s = _now_s(root) - unused_s
-            cleared = [each for each in others if isinstance(each.folder, Path) and _cleared(each.folder, before_s)]
+            door = DeletionDoor(time.time())
+            folders = [(each, each.folder) for each in others if isinstance(each.folder, Path)]
+            cleared = [each for each, folder in folders if _cleared(folder, before_s, door)]
     except OSError as error:
         raise StoreError(f"cannot look for unused namespaces in {root}: {error.strerror}") from error
     for each in cleared:
@@ -52,30 +57,28 @@ def _now_s(root: Path) -> float:
         trial.unlink(missing_ok=True)
 
 
-def _cleared(folder: Path, before_s: float) -> bool:
+def _cleared(folder: Path, before_s: float, door: DeletionDoor) -> bool:
     """Remove all segments of a namespace without a use since `before_s`; whether there were any. Raises OSError."""
     names = segments_in(folder)
     if not names or _last_use_s(folder, names) >= before_s or any(_is_written(folder, name) for name in names):
         return False
+    looks = TwoLooks(Look(Seen.TIMES, "unused"), Look(Seen.LOCK, "unused"), 0)
+    permit = door.ask(looks, len(names), time.time())
+    if permit is None:
+        return False
     for name in names:
-        for suffix in (HEAD, DATA):  # data without a head is a left-over
-            (folder / (name + suffix)).unlink(missing_ok=True)
+        Segment(folder, name, NO_BOOT, Life.SEALED).unlink(permit)
     return True
 
 
 def _last_use_s(folder: Path, names: set[str]) -> float:
-    """When somebody wrote or stamped a header, or opened the namespace by its model. Raises OSError."""
-    paths = [folder / MANIFEST, *(folder / (name + HEAD) for name in names)]
-    return max(_modified_s(path) for path in paths)
-
-
-def _modified_s(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError as error:
-        if is_gone(error):
-            return 0.0
-        raise
+    """When somebody wrote or stamped a header, or opened the namespace by its model. Raises OSError where it is not
+    said of each: it may have been a moment ago.
+    """
+    paths = [folder / (name + HEAD) for name in names]
+    if MANIFEST in sizes_in(folder):
+        paths.append(folder / MANIFEST)
+    return max(path.stat().st_mtime for path in paths)
 
 
 def _is_written(folder: Path, name: str) -> bool:
@@ -87,7 +90,7 @@ def _is_written(folder: Path, name: str) -> bool:
     except BlockingIOError:
         return True
     except OSError as error:
-        if not is_gone(error):
+        if not is_absent(error):
             raise
     finally:
         close_quietly(fd)

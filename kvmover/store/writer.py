@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -9,11 +10,15 @@ from contextlib import suppress
 import msgspec
 
 from kvmover.store.catalog import Catalog
+from kvmover.store.deletion import Order
 from kvmover.store.files import close_quietly, reason_of
 from kvmover.store.part import PartKey
 from kvmover.store.record import FIXED_BYTES, Preamble, encode_object
 from kvmover.store.segment import Life, Segment, WritesLost, settle, sync_folder
 from kvmover.store.stored import StoredObject, padded
+
+#: Names that are tried for a new segment: one may be taken, or its empty head be a cleaner's left-over.
+_TRIES = 4
 
 
 class FileOffset(msgspec.Struct, frozen=True, gc=False):
@@ -67,12 +72,13 @@ class Writer:
             return segment
         self.abandon()
         preamble = Preamble(self._catalog.namespace, self._catalog.machine.boot)
-        while self._current is None:
+        for _ in range(_TRIES):
             name = f"{self._id}-{self._made:08}"
             self._made += 1
-            self._current = Segment.create(self._catalog.folder, name, preamble)
-        self._catalog.segments[self._current.name] = self._current
-        return self._current
+            if segment := Segment.create(self._catalog.folder, name, preamble):
+                self._current = self._catalog.segments[name] = segment
+                return segment
+        raise OSError(errno.ENOLCK, f"none of {_TRIES} new segments could be made and locked")
 
     def announce(self, headers: Sequence[Header], stamp: int) -> list[StoredObject | str]:
         """Write the headers: from here on the objects exist. For each the object, or the reason why it does not."""
@@ -187,7 +193,7 @@ class Writer:
             placed = self._catalog.index.placed_in(segment.name)
             self._unsynced.pop(segment.name, None)
         lost = placed.offsets + placed.held > segment.synced
-        self._catalog.delete_at(segment.name, placed.records[lost])
+        self._catalog.delete_at(segment.name, placed.records[lost], Order.LOST)
 
     def _finish(self, segment: Segment) -> None:
         """Seal a segment that is full, once all of it is written and synced."""

@@ -16,10 +16,11 @@ from types import FrameType
 from store_rank import GQA, MLA, PAGE, SPACE, Rank, pages_of
 
 from kvmover.store import PagePart, PageStore
-from kvmover.store.record import PREAMBLE_BYTES, STATE_AT, decode_all, next_whole
+from kvmover.store.head import next_record
+from kvmover.store.record import PREAMBLE_BYTES, STATE_AT, decode_all
 from kvmover.store.segment import DATA, HEAD
 
-WATCHED = ("record.py", "segment.py", "catalog.py")
+WATCHED = ("record.py", "head.py", "segment.py", "catalog.py")
 
 
 class Lines:
@@ -73,12 +74,15 @@ def records(head: bytes) -> set[tuple[int, bytes]]:
     """Place and fixed bytes of every whole record, found as after damage."""
     found: set[tuple[int, bytes]] = set()
     at: int | None = PREAMBLE_BYTES
-    while at is not None:
-        for record in decode_all(head[at:], at):
-            raw = head[record.at : record.at + record.record_bytes]
-            found.add((record.at, raw[:STATE_AT] + raw[STATE_AT + 8 :]))
-            at = record.at + record.record_bytes - 1
-        at = next_whole(head, at, 0)
+    with tempfile.TemporaryFile() as file:
+        file.write(head)
+        file.flush()
+        while at is not None:
+            for record in decode_all(head[at:], at):
+                raw = head[record.at : record.at + record.record_bytes]
+                found.add((record.at, raw[:STATE_AT] + raw[STATE_AT + 8 :]))
+                at = record.at + record.record_bytes - 1
+            at = next_record(file.fileno(), at, len(head))
     return found
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmover.layout import Span, Stripe
+from kvmover.store.head import next_record
 from kvmover.store.part import PageBox, part_key
 from kvmover.store.record import (
+    BLOCK_BYTES,
     FIXED_BYTES,
     PREAMBLE_BYTES,
     STAMP_AT,
@@ -21,11 +25,10 @@ from kvmover.store.record import (
     encode_mark,
     encode_object,
     holds,
-    next_whole,
     table,
 )
 
-numbers = st.integers(0, 2**31)
+numbers, blocks = st.integers(0, 2**31), st.integers(0, 2**30)
 spans = st.builds(Span, numbers, st.integers(1, 5))
 stripes = st.builds(Stripe, numbers, st.integers(1, 9), st.integers(8, 20), st.integers(1, 8))
 boxes = st.builds(PageBox, spans, spans, stripes)
@@ -42,12 +45,21 @@ def files(draw: st.DrawFn) -> tuple[bytes, list[int]]:
             payload = box.cells * draw(st.integers(1, 100))
             digests = draw(st.binary(min_size=8 * box.cells, max_size=8 * box.cells))
             key = part_key(draw(hashes), box)
-            one = encode_object(at, draw(numbers), (draw(numbers), payload), draw(hashes), key, digests)
+            place = BLOCK_BYTES * draw(blocks), payload
+            one = encode_object(at, draw(numbers), place, draw(hashes), key, digests)
         else:
             one = encode_mark(at, draw(st.sampled_from((Kind.SYNCED, Kind.SEALED))), draw(numbers))
         places.append(at)
         blob, at = blob + one, at + len(one)
     return blob, places
+
+
+def following(blob: bytes, at: int) -> int | None:
+    """Where the next whole record after byte `at` begins of a head file, whose bytes behind its preamble are `blob`."""
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        file.write(bytes(PREAMBLE_BYTES) + blob)
+        file.flush()
+        return next_record(file.fileno(), at, PREAMBLE_BYTES + len(blob))
 
 
 @given(
@@ -97,7 +109,7 @@ def test_a_flipped_bit_spoils_its_record_and_no_other(file: tuple[bytes, list[in
     found, at = [], PREAMBLE_BYTES
     while True:
         found += list(decode_all(bytes(bad)[at - PREAMBLE_BYTES :], at))
-        ahead = next_whole(bytes(bad), found[-1].at + found[-1].record_bytes - 1 if found else at, PREAMBLE_BYTES)
+        ahead = following(bytes(bad), found[-1].at + found[-1].record_bytes - 1 if found else at)
         if ahead is None or ahead in {record.at for record in found}:
             break
         at = ahead
@@ -108,7 +120,7 @@ def test_a_flipped_bit_spoils_its_record_and_no_other(file: tuple[bytes, list[in
 @given(junk=st.binary(max_size=2000))
 def test_junk_is_no_record(junk: bytes) -> None:
     assert not list(decode_all(junk, PREAMBLE_BYTES))
-    assert next_whole(b"KVRC" + junk, PREAMBLE_BYTES, PREAMBLE_BYTES) is None
+    assert following(b"KVRC" + junk, PREAMBLE_BYTES - 1) is None
     assert Preamble.decode(junk) is None
 
 

@@ -81,7 +81,7 @@ def test_a_missing_data_file_leaves_nothing(crashed: Path) -> None:
     only(crashed, DATA).unlink()
     there, dropped, objects = reopened(crashed)
     assert (there, objects) == ([False] * 10, 0)
-    assert dropped == {"truncated": 10}
+    assert dropped == {"data file is missing": 10}
     assert not list(crashed.glob(f"*/*{HEAD}"))
 
 

@@ -17,6 +17,7 @@ from store_rank import GQA, MLA, PAGE, SPACE, Rank, pages_of
 from kvmover.errors import DescriptorError, StoreError
 from kvmover.layout import Component, Fleet
 from kvmover.store import Got, Machine, Namespace, PagePart, PageStore, Policy, Put, this_machine
+from kvmover.store.deletion import Order
 from kvmover.store.files import Access, PlainFiles
 from tests.store.segments import segments_of
 
@@ -302,7 +303,7 @@ def test_a_broken_sector_costs_its_page_with_the_reason(tmp_path: Path, monkeypa
         answers = rank.get(pages)
         monkeypatch.setattr(os, "preadv", real)
         assert [r.outcome for r in answers] == [Got.READ, Got.FAILED, Got.READ]
-        assert answers[1].reason == "Input/output error"
+        assert answers[1].reason == "Input/output error, and left to others"
         assert [r.outcome for r in rank.put(pages)] == [Put.PRESENT, Put.WRITTEN, Put.PRESENT]
 
 
@@ -495,7 +496,7 @@ def test_a_batch_of_many_groups_is_read_and_written_side_by_side(
         rank, pages = Rank(store, WHOLE), pages_of(13)
         assert [r.outcome for r in rank.put(pages)] == [Put.WRITTEN] * 13
         entries = [segments_of(store).catalog.index.get(page) or pytest.fail("a page is gone") for page in pages]
-        segments_of(store).catalog.delete(list(entries[7].objects))
+        segments_of(store).catalog.delete(list(entries[7].objects), Order.CLEARED)
         store.flush()
         damage(store, entries[3].objects[0].offset + 5)
         expected = [Got.READ] * 13

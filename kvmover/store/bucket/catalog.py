@@ -19,6 +19,7 @@ from kvmover.store.bucket.choice import Listing
 from kvmover.store.bucket.compaction import decode_catalog, segments_within
 from kvmover.store.bucket.sealed import DATA, DEAD, HEAD, Dead, SealedSegment, decode_uses, read_head, segment_name
 from kvmover.store.bucket.service import BucketEntry, ObjectBucket
+from kvmover.store.deletion import DeletionDoor, Permit
 from kvmover.store.files import reason_of
 from kvmover.store.index import Index
 from kvmover.store.machine import Machine
@@ -60,6 +61,8 @@ class BucketCatalog:
         self.bucket, self.folder, self.namespace, self.machine = bucket, folder, namespace, machine
         self.lock = RLock()
         self.index = Index()
+        #: Whatever is deleted for others passes here.
+        self.door = DeletionDoor(machine.now())
         self.segments: dict[str, KeptSegment] = {}
         #: Segments that are in each catalog; None where that is not known yet.
         self.catalogs: dict[str, list[str] | None] = {}
@@ -244,7 +247,7 @@ class BucketCatalog:
         self.index.drop(name)
         self.segments.pop(name, None)
 
-    def delete(self, objects: Sequence[StoredObject]) -> int:
+    def delete(self, objects: Sequence[StoredObject], permit: Permit) -> int:
         """Find objects no more; upkeep tells the others. The bytes that nobody needs. Under the lock."""
         for each in objects:
             if segment := self.segments.get(each.segment):

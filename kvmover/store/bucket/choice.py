@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvmover.store.bucket.compaction import CATALOG
 from kvmover.store.bucket.sealed import DATA, DEAD, HEAD, USED, segment_of
 from kvmover.store.bucket.service import BucketEntry
+from kvmover.store.record import BLOCK_BYTES
 
 #: A head follows its data within minutes: what has stayed alone for so long belongs to nobody.
 ALONE_S = 3600
@@ -46,22 +47,34 @@ class Listing:
         return found
 
 
-def left_overs(listing: Listing, now_s: float) -> list[str]:
-    """Names of objects that nobody will ever ask for: what is without its other half, and uses of who is gone.
+@dataclass(frozen=True, slots=True)
+class LeftOver:
+    """An object that nobody will ever ask for: by its name, and that of the other half which it lacks, or "" if none.
+
+    `blocks`: so many objects may have their bytes in it.
+    """
+
+    name: str
+    lacks: str
+    blocks: int
+
+
+def left_overs(listing: Listing, now_s: float) -> list[LeftOver]:
+    """What is without its other half, by a listing, and uses of who is gone.
 
     Ages count from the youngest object of the listing where that is before `now_s`: a clock that is ahead here makes
     nothing old.
     """
     now_s = min(now_s, max((entry.modified_s for entries in listing.all for entry in entries.values()), default=now_s))
     pairs = (
-        (listing.heads, listing.data.keys(), ALONE_S),
-        (listing.data, listing.heads.keys(), ALONE_S),
-        (listing.dead, listing.heads.keys(), ALONE_S),
-        (listing.uses, frozenset[str](), _SILENT_S),
+        (listing.heads, listing.data.keys(), DATA, ALONE_S),
+        (listing.data, listing.heads.keys(), HEAD, ALONE_S),
+        (listing.dead, listing.heads.keys(), HEAD, ALONE_S),
+        (listing.uses, frozenset[str](), "", _SILENT_S),
     )
     return [
-        entry.name
-        for entries, others, age_s in pairs
+        LeftOver(entry.name, entry.name.rpartition(".")[0] + half if half else "", entry.nbytes // BLOCK_BYTES)
+        for entries, others, half, age_s in pairs
         for segment, entry in sorted(entries.items())
         if segment not in others and now_s - entry.modified_s > age_s
     ]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
+from operator import attrgetter
 
 from kvmover.errors import StoreError
 from kvmover.store.bucket.objects import BucketObjects
 from kvmover.store.bucket.sealed import HEAD
 from kvmover.store.bucket.service import ObjectBucket, PutMode
+from kvmover.store.deletion import DeletionDoor, Look, Seen, TwoLooks
 from kvmover.store.manifest import MANIFEST, Found, Manifest, decode_manifest, encode_manifest, in_order, unknown
 from kvmover.store.namespace import Namespace
 from kvmover.store.policy import Policy
@@ -54,7 +56,7 @@ def empty_unused(location: str, names: Sequence[str], unused_s: float, spare: st
 
     What is put at every use has the service's time; the youngest of all says how late it is there.
     """
-    bucket = ObjectBucket.open(location)
+    bucket, door = ObjectBucket.open(location), DeletionDoor(time.time())
     try:
         listings = {name: bucket.list(name) for name in names}
         youngest = {name: max((each.modified_s for each in all_), default=0.0) for name, all_ in listings.items()}
@@ -64,7 +66,12 @@ def empty_unused(location: str, names: Sequence[str], unused_s: float, spare: st
             gone = [each.name for each in entries if not each.name.endswith(MANIFEST)]
             if name == spare or youngest[name] >= before_s or not gone:
                 continue
-            bucket.delete_all(sorted(gone, key=lambda path: not path.endswith(HEAD)))  # data without a head is nobody's
+            looks = TwoLooks(Look(Seen.LISTING, "unused"), Look(Seen.NAME, "unused"), 0)
+            if bucket.modified_s(max(entries, key=attrgetter("modified_s")).name) >= before_s:
+                continue
+            if (permit := door.ask(looks, len(gone), time.time())) is None:
+                continue
+            bucket.delete_all(sorted(gone, key=lambda path: not path.endswith(HEAD)), permit)  # data alone is nobody's
             emptied.add(name)
         return emptied
     finally:

@@ -18,7 +18,7 @@ from kvmover.store.bucket.reader import BucketReader
 from kvmover.store.bucket.service import ObjectBucket
 from kvmover.store.bucket.upkeep import BucketUpkeep
 from kvmover.store.bucket.writer import SEGMENT_BYTES, BucketWriter, SentPayload
-from kvmover.store.budget import DeletionBudget
+from kvmover.store.deletion import Look, Order, Seen, TwoLooks
 from kvmover.store.files import HostMemory, reason_of
 from kvmover.store.machine import NO_BOOT, Machine
 from kvmover.store.objects import Failure, ObjectDraft, ObjectRead, Objects, Verdict, Watcher
@@ -56,8 +56,7 @@ class BucketObjects(Objects[StoredObject]):
         self._reader = BucketReader(self.catalog, self._writer, self.memory_at)
         self._upkeep = BucketUpkeep(self.catalog, self._writer, self._reader, policy.stamp_s)
         self.lock, self.writing, self.tidying = self.catalog.lock, RLock(), RLock()
-        self.counters = Counters(lagged=self.catalog.lagged)
-        self._budget = DeletionBudget(self.catalog.machine.now())
+        self.counters = Counters(lagged=self.catalog.lagged, deleted=self.catalog.door.deleted)
         if not self.catalog.survey():
             bucket.close()
             reasons = ", ".join(self.catalog.lagged)
@@ -128,27 +127,30 @@ class BucketObjects(Objects[StoredObject]):
     def read(self, part: PagePart, reads: Sequence[ObjectRead[StoredObject]]) -> list[Failure[StoredObject]]:
         return self._reader.fetch(part, reads)
 
-    def judge(self, each: StoredObject) -> tuple[Verdict, str]:
+    def judge(self, failure: Failure[StoredObject]) -> tuple[Verdict, str]:
         try:
-            verdict, reason = self._reader.look_again(each)
+            return self._judge(failure.read.each, failure.reason)
         except OSError as error:
             return Verdict.UNKNOWN, reason_of(error)
+
+    def _judge(self, each: StoredObject, read: str) -> tuple[Verdict, str]:
+        """Look again at an object that did not come whole, for a reason. Raises OSError where the service is silent."""
+        verdict, reason = self._reader.look_again(each)
         if verdict is Verdict.WELL:
             return verdict, reason
         with self.lock:
             if verdict is Verdict.GONE or reason in GIVEN_BACK:
                 self.catalog.index.remove([each])
                 return Verdict.GONE, reason
-            if not self._budget.spend(self.catalog.machine.now()):
+            looks = TwoLooks(Look(Seen.READ, read), Look(Seen.ANEW, reason), 1)
+            permit = self.catalog.door.ask(looks, 1, self.catalog.machine.now())
+            if permit is None:
                 self.catalog.index.remove([each])
                 self.counters.spared += 1
                 return Verdict.SPARED, reason
-            self._condemn(each, reason)
+            self.catalog.delete([each], permit)
+            self.counters.poisoned[reason] += 1
         return Verdict.BAD, reason
-
-    def _condemn(self, each: StoredObject, reason: str) -> None:
-        self.catalog.delete([each])
-        self.counters.poisoned[reason] += 1
 
     def used(self, pages: Sequence[bytes]) -> None:
         now = self.catalog.machine.now()
@@ -224,7 +226,8 @@ class BucketObjects(Objects[StoredObject]):
                 if entry.stamp >= before:
                     break
                 old.append(entry)
-            self.catalog.delete([each for entry in old for each in entry.objects])
+            gone = [each for entry in old for each in entry.objects]
+            self.catalog.delete(gone, self.catalog.door.order(Order.EXPIRED, len(gone)))
         self.counters.expired_pages += len(old)
         return len(old)
 
@@ -253,8 +256,9 @@ class BucketObjects(Objects[StoredObject]):
                 for name in list(self.catalog.segments):
                     self.catalog.forget(name)
             try:
+                permit = self.catalog.door.order(Order.CLEARED, pages)
                 for entries in listing.all:
-                    self._bucket.delete_all([entry.name for entry in entries.values()])
+                    self._bucket.delete_all([entry.name for entry in entries.values()], permit)
             except OSError as error:
                 raise StoreError(f"cannot clear {self._where}: {error.strerror}") from error
             return pages
@@ -273,45 +277,41 @@ class BucketObjects(Objects[StoredObject]):
             return self.catalog.index.stat(segments, self._held_bytes, head_bytes)
 
     def verify(self, progress: Callable[[int], None] | None = None) -> Verified:
-        """Read every object whole and delete those that are bad. `progress` gets the bytes of each.
+        """Read every object whole and delete those that are bad, as far as the budget goes. `progress` hears of bytes.
 
         Raises StoreError where the service does not say: nothing is deleted for that.
         """
         with self.lock:
             names = [*self.catalog.segments, *self._writer.held]
-        count, nbytes, bad = 0, 0, Counter[str]()
+        count, nbytes, verdicts = 0, 0, {Verdict.BAD: Counter[str](), Verdict.SPARED: Counter[str]()}
         for name in names:
             with self.lock:
                 objects = self.catalog.index.objects(name)
             for few in _some(objects):
-                for each, reason in zip(few, self._flaws(few), strict=True):
-                    bad.update([reason] if reason else [])
+                for each, (verdict, reason) in zip(few, self._verdicts(few), strict=True):
+                    if verdict in verdicts:
+                        verdicts[verdict][reason] += 1
                     count += 1
                     nbytes += each.nbytes
                     if progress:
                         progress(each.nbytes)
         with suppress(OSError):
             self._upkeep.tell_deaths()
-        return Verified(count, nbytes, dict(bad))
+        return Verified(count, nbytes, dict(verdicts[Verdict.BAD]), dict(verdicts[Verdict.SPARED]))
 
-    def _flaws(self, objects: Sequence[StoredObject]) -> list[str]:
-        """Of each object why it is bad, and deleted now, or ""."""
+    def _verdicts(self, objects: Sequence[StoredObject]) -> list[tuple[Verdict, str]]:
+        """Of each object whether it is well, and why not. Raises StoreError where the service does not say."""
         digests, payloads = self._reader.digests(objects), self._reader.payloads(objects)
-        flaws: list[str] = []
+        verdicts: list[tuple[Verdict, str]] = []
         for each, digest, payload in zip(objects, digests, payloads, strict=True):
             if isinstance(digest, bytes) and not isinstance(payload, str) and holds(payload, each.cells, digest, 0):
-                flaws.append("")
+                verdicts.append((Verdict.WELL, ""))
                 continue
             try:
-                verdict, reason = self._reader.look_again(each)
+                verdicts.append(self._judge(each, "not whole"))
             except OSError as error:
                 raise StoreError(f"cannot verify {self._where}: {error.strerror}") from error
-            is_bad = verdict is Verdict.BAD
-            if is_bad:
-                with self.lock:
-                    self._condemn(each, reason)
-            flaws.append(reason if is_bad else "")
-        return flaws
+        return verdicts
 
     def close(self) -> None:
         """Send what can be sent, and give everything back. Safe to call twice, and raises nothing."""

@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast
 
 from kvmover.errors import StoreError, how_to_install
+from kvmover.store.deletion import Permit
 from kvmover.store.location import SCHEMES, is_bucket
 
 log = logging.getLogger(__name__)
@@ -177,6 +178,19 @@ class ObjectBucket:
         with _said("head", self.location, name):
             return int(self._client.head(self._store, name)["size"])
 
+    def modified_s(self, name: str) -> float:
+        """When an object was put last, by the service's clock. Raises OSError."""
+        with _said("head", self.location, name):
+            return float(self._client.head(self._store, name)["last_modified"].timestamp())
+
+    def has(self, name: str) -> bool:
+        """Whether there is an object of that name. Raises OSError where the service does not say."""
+        try:
+            self.size(name)
+        except FileNotFoundError:
+            return False
+        return True
+
     def list(self, prefix: str, after: str = "") -> list[BucketEntry]:
         """Objects whose name begins with the folder `prefix`, by name, behind `after`. Raises OSError."""
         with _said("list", self.location, prefix):
@@ -189,7 +203,7 @@ class ObjectBucket:
             found = self._client.list_with_delimiter(self._store, None)["common_prefixes"]
             return sorted(name.rstrip("/") for name in found)
 
-    def delete(self, names: Sequence[str]) -> None:
+    def delete(self, names: Sequence[str], permit: Permit) -> None:
         """Delete objects, in this order, one request each; those that are gone are no matter. Raises OSError."""
         for name in names:
             try:
@@ -198,9 +212,9 @@ class ObjectBucket:
             except FileNotFoundError:
                 continue
 
-    def delete_all(self, names: Sequence[str]) -> None:
+    def delete_all(self, names: Sequence[str], permit: Permit) -> None:
         """Delete objects in any order, many at a time. Raises OSError for the first that could not be."""
-        for answer in self.gather([partial(self.delete, [name]) for name in names]):
+        for answer in self.gather([partial(self.delete, [name], permit) for name in names]):
             if isinstance(answer, OSError):
                 raise answer
 

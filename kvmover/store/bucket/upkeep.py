@@ -18,6 +18,7 @@ from kvmover.store.bucket.reader import BucketReader
 from kvmover.store.bucket.sealed import DEAD, HEAD, USED, USES, Dead, SealedSegment, encode_uses
 from kvmover.store.bucket.service import PutMode
 from kvmover.store.bucket.writer import BucketWriter, SentPayload
+from kvmover.store.deletion import EMPTY, Look, Order, Permit, Seen, TwoLooks
 from kvmover.store.record import holds
 from kvmover.store.stored import Page, StoredObject
 
@@ -75,17 +76,19 @@ class BucketUpkeep:
                 whole.join(segment.dead)
                 is_over = len(whole) >= segment.objects
             if is_over:
-                self._remove(segment)
+                looks = TwoLooks(Look(Seen.READ, "all are deleted"), Look(Seen.ANEW, EMPTY), 0)
+                if permit := catalog.door.ask(looks, 1, catalog.machine.now()):
+                    self._remove(segment, permit)
                 continue
             catalog.bucket.put(path, whole.encode(), PutMode.OVERWRITE)
             with catalog.lock:
                 segment.told = whole
 
-    def _remove(self, segment: KeptSegment) -> None:
+    def _remove(self, segment: KeptSegment, permit: Permit) -> None:
         """A segment goes for everybody: its head first, so that nobody believes what he cannot read."""
         with self._catalog.lock:
             self._catalog.forget(segment.name)
-        self._catalog.bucket.delete(self._catalog.names_of(segment.name))
+        self._catalog.bucket.delete(self._catalog.names_of(segment.name), permit)
 
     def tell_uses(self) -> None:
         """Say which pages were read here of late, once in `stamp_s` seconds. Raises OSError."""
@@ -99,9 +102,15 @@ class BucketUpkeep:
             self._told_s = time.monotonic()
 
     def _sweep(self) -> None:
-        """Delete left-overs of the last survey, each once."""
-        listing, self._catalog.listing = self._catalog.listing, Listing.of(())
-        self._catalog.bucket.delete(left_overs(listing, time.time()))
+        """Delete left-overs of the last survey, each once, if the other half has no name either. Raises OSError."""
+        catalog = self._catalog
+        listing, catalog.listing = catalog.listing, Listing.of(())
+        for each in left_overs(listing, time.time()):
+            if each.lacks and catalog.bucket.has(each.lacks):
+                continue
+            looks = TwoLooks(Look(Seen.LISTING, "left over"), Look(Seen.NAME, "left over"), each.blocks)
+            if permit := catalog.door.ask(looks, 1, catalog.machine.now()):
+                catalog.bucket.delete([each.name], permit)
 
     def _compact(self) -> None:
         """Write a catalog of what has none, where there is enough of it and it is this process's turn."""
@@ -128,7 +137,9 @@ class BucketUpkeep:
             catalog.catalogs[fresh] = [each.name for each in segments]
             for name in plan.replaces:
                 catalog.catalogs.pop(name, None)
-        catalog.bucket.delete([catalog.path(name) for name in plan.replaces])
+        replaced = [catalog.path(name) for name in plan.replaces]
+        permit = catalog.door.order(Order.REPLACED, len(replaced))
+        catalog.bucket.delete(replaced, permit)
 
     def evict(self, nbytes: int, keep: frozenset[bytes]) -> EvictedSegment | None:
         """Remove one segment, carrying forward what is hot in it. None where nothing can go, or the service is away.
@@ -146,9 +157,10 @@ class BucketUpkeep:
             if not self._is_there(segment):
                 return EvictedSegment(chosen.data_bytes, 0)
             carried = self._carry(hot)
+            permit = catalog.door.order(Order.EVICTED, 1)
             with catalog.lock:
-                pages = self._drop(segment, carried)
-            self._remove(segment)
+                pages = self._drop(segment, carried, permit)
+            self._remove(segment, permit)
         except OSError as error:
             catalog.lag(error)
             return None
@@ -156,13 +168,11 @@ class BucketUpkeep:
 
     def _is_there(self, segment: KeptSegment) -> bool:
         """Whether nobody else has removed a segment, which is forgotten then. Raises OSError."""
-        try:
-            self._catalog.bucket.size(self._catalog.path(segment.name + HEAD))
-        except FileNotFoundError:
-            with self._catalog.lock:
-                self._catalog.forget(segment.name)
-            return False
-        return True
+        if self._catalog.bucket.has(self._catalog.path(segment.name + HEAD)):
+            return True
+        with self._catalog.lock:
+            self._catalog.forget(segment.name)
+        return False
 
     def _cold(self, nbytes: int, keep: frozenset[bytes]) -> dict[bytes, Page]:
         """The least recently used pages, of so many bytes together, as far as others may wait for it."""
@@ -216,7 +226,7 @@ class BucketUpkeep:
             self._writer.sync()
         return carried
 
-    def _drop(self, segment: KeptSegment, carried: Sequence[StoredObject]) -> int:
+    def _drop(self, segment: KeptSegment, carried: Sequence[StoredObject], permit: Permit) -> int:
         """Delete what belongs to pages that go with a segment, wherever it is; how many pages. Under the lock."""
         index = self._catalog.index
         going = [each for each in index.objects(segment.name) if each not in carried]
@@ -226,5 +236,5 @@ class BucketUpkeep:
             others = [other for other in entry.objects if other.segment != segment.name] if entry else []
             if not any(other.part is each.part for other in others):  # nobody else has carried it forward
                 pages.add(each.page)
-                self._catalog.delete(others)
+                self._catalog.delete(others, permit)
         return len(pages)

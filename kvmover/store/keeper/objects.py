@@ -13,7 +13,7 @@ from contextlib import suppress
 from threading import RLock
 
 from kvmover.errors import StoreError
-from kvmover.store.budget import DeletionBudget
+from kvmover.store.deletion import DeletionDoor, Look, Permit, Seen, TwoLooks
 from kvmover.store.fetch import SegmentFailure, SegmentRead, fetch
 from kvmover.store.files import reason_of
 from kvmover.store.keeper.catalog import KeeperCatalog
@@ -54,8 +54,8 @@ class KeeperObjects(Objects[StoredObject]):
         self.catalog = KeeperCatalog(link)
         self.lock, self.writing = self.catalog.lock, RLock()
         self._writer = SlabWriter(self.catalog, policy)
-        self.counters = Counters(lagged=self.catalog.lagged)
-        self._budget = DeletionBudget(self._now())
+        self._door = DeletionDoor(self._now())
+        self.counters = Counters(lagged=self.catalog.lagged, deleted=self._door.deleted)
         self._used: dict[bytes, None] = {}
         try:
             self.catalog.sync()
@@ -127,29 +127,35 @@ class KeeperObjects(Objects[StoredObject]):
     def read(self, part: PagePart, reads: Sequence[SegmentRead]) -> list[SegmentFailure]:
         return fetch(self.catalog, part, reads)
 
-    def judge(self, each: StoredObject) -> tuple[Verdict, str]:
+    def judge(self, failure: SegmentFailure) -> tuple[Verdict, str]:
         try:
-            verdict, reason = self.catalog.look_again(each)
+            return self._judge(failure.read.each, failure.reason)
         except OSError as error:
             return Verdict.UNKNOWN, reason_of(error)
+
+    def _judge(self, each: StoredObject, read: str) -> tuple[Verdict, str]:
+        """Look at an object again that did not come whole, for a reason. Raises OSError where the keeper is silent."""
+        verdict, reason = self.catalog.look_again(each)
         if verdict is Verdict.GONE:
             with self.lock:
                 self.catalog.index.remove([each])
         if verdict is not Verdict.BAD:
             return verdict, reason
-        if not self._budget.spend(self._now()):
+        looks = TwoLooks(Look(Seen.READ, read), Look(Seen.ANEW, reason), 1)
+        permit = self._door.ask(looks, 1, self._now())
+        if permit is None:
             with self.lock:
                 self.catalog.index.remove([each])
             self.counters.spared += 1
             return Verdict.SPARED, reason
-        self._condemn(each, reason)
+        self._condemn(each, permit)
         return Verdict.BAD, reason
 
-    def _condemn(self, each: StoredObject, reason: str) -> None:
+    def _condemn(self, each: StoredObject, permit: Permit) -> None:
         """An object is bad: nobody reads it any more, or at least not here."""
         with self.lock:
             self.catalog.index.remove([each])
-        self.counters.poisoned[reason] += 1
+        self.counters.poisoned[permit.grounds.reason] += 1
         try:
             self.catalog.link.ask(RemoveObjects(slab_number(each.segment), [each.record]), Agreed)
         except (OSError, StoreFenced) as error:
@@ -256,18 +262,17 @@ class KeeperObjects(Objects[StoredObject]):
         self.catalog.sync()
         with self.lock:
             by_slab = {name: self.catalog.index.objects(name) for name in sorted(self.catalog.slabs)}
-        count, nbytes, bad = 0, 0, Counter[str]()
+        count, nbytes, verdicts = 0, 0, {Verdict.BAD: Counter[str](), Verdict.SPARED: Counter[str]()}
         for name, objects in by_slab.items():
             for each, is_suspect in suspects(self.catalog, name, objects):
-                verdict, reason = self.catalog.look_again(each) if is_suspect else (Verdict.WELL, "")
-                if verdict is Verdict.BAD:
-                    self._condemn(each, reason)
-                    bad[reason] += 1
+                verdict, reason = self._judge(each, "not whole") if is_suspect else (Verdict.WELL, "")
+                if verdict in verdicts:
+                    verdicts[verdict][reason] += 1
                 count += 1
                 nbytes += each.nbytes
                 if progress:
                     progress(each.nbytes)
-        return Verified(count, nbytes, dict(bad))
+        return Verified(count, nbytes, dict(verdicts[Verdict.BAD]), dict(verdicts[Verdict.SPARED]))
 
     def close(self) -> None:
         """Tell what was used, and give everything back. Safe to call twice, and raises nothing."""

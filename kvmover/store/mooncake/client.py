@@ -20,6 +20,7 @@ from importlib import import_module
 from typing import Any, Literal, Protocol, TypeAlias, cast
 
 from kvmover.errors import StoreError, how_to_install
+from kvmover.store.deletion import Permit
 from kvmover.store.files import SHORT
 from kvmover.store.mooncake.address import PoolAddress
 from kvmover.store.mooncake.call_lane import CallLane
@@ -231,12 +232,12 @@ class PoolClient:
         """Bytes of an object. Raises OSError, FileNotFoundError where there is none."""
         return _checked(self._ask(lambda: self._client.get_size(key)))
 
-    def remove(self, key: str) -> None:
+    def remove(self, key: str, permit: Permit) -> None:
         """Remove an object, whoever reads it. Raises OSError; one that is gone is no matter."""
         with suppress(FileNotFoundError):
             _checked(self._ask(lambda: self._client.remove(key, True)))
 
-    def remove_all(self, folder: str) -> int:
+    def remove_all(self, folder: str, permit: Permit) -> int:
         """Remove everything whose key begins with the folder; how many. Raises OSError."""
         pattern = "^" + folder.replace(".", "[.]") + "/"
         return _checked(self._move(self._writes, lambda: self._client.remove_by_regex(pattern, True)))

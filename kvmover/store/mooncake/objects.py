@@ -17,7 +17,7 @@ from weakref import WeakSet
 import msgspec
 
 from kvmover.errors import StoreError
-from kvmover.store.budget import DeletionBudget
+from kvmover.store.deletion import DeletionDoor, Look, Order, Seen, TwoLooks
 from kvmover.store.fetch import scatter
 from kvmover.store.files import SHORT, HostMemory, reason_of
 from kvmover.store.mooncake.boxes import BoxesInUse
@@ -68,13 +68,14 @@ class MooncakeObjects(Objects[PoolObject]):
         for name in ("quota_bytes", "ttl_s"):
             if getattr(policy, name) is not None:
                 raise StoreError(f"{pool.location} keeps no {name}: the master of a pool evicts, as it was started")
-        self.counters, self.recovered = Counters(), Recovered(0, 0, {})
+        self._door = DeletionDoor(time.time())
+        self.counters, self.recovered = Counters(deleted=self._door.deleted), Recovered(0, 0, {})
         self._pool, self._folder = pool, folder
         self._boxes = BoxesInUse(pool, folder)
         self._memory = HostMemory()
         self._spared: set[tuple[bytes, PartKey]] = set()
         self._watchers: WeakSet[Watcher] = WeakSet()
-        self._budget, self._lock = DeletionBudget(time.time()), Lock()
+        self._lock = Lock()
 
     @property
     def name(self) -> str:
@@ -236,7 +237,8 @@ class MooncakeObjects(Objects[PoolObject]):
                 return DIGEST
         return ""
 
-    def judge(self, each: PoolObject) -> tuple[Verdict, str]:
+    def judge(self, failure: PoolFailure) -> tuple[Verdict, str]:
+        each = failure.read.each
         key = object_key(self._folder, each.page, each.part)
         try:
             reason = self._flaw(key, each)
@@ -244,13 +246,12 @@ class MooncakeObjects(Objects[PoolObject]):
                 return Verdict.WELL, ""
             if reason == NO_OBJECT:
                 return Verdict.GONE, reason
-            with self._lock:
-                may_delete = self._budget.spend(time.time())
-            if may_delete:
-                self._pool.remove(key)
+            looks = TwoLooks(Look(Seen.READ, failure.reason), Look(Seen.ANEW, reason), 1)
+            if permit := self._door.ask(looks, 1, time.time()):
+                self._pool.remove(key, permit)
         except OSError as error:
             return Verdict.UNKNOWN, reason_of(error)
-        if not may_delete:
+        if permit is None:
             self._spare(each)
             return Verdict.SPARED, reason
         self.counters.poisoned[reason] += 1
@@ -307,7 +308,8 @@ class MooncakeObjects(Objects[PoolObject]):
     def clear(self) -> int:
         """Remove everything of this namespace; how many objects, each box of a page and of the list being one."""
         try:
-            return self._pool.remove_all(self._folder)
+            permit = self._door.order(Order.CLEARED)
+            return self._pool.remove_all(self._folder, permit)
         except OSError as error:
             raise StoreError(f"cannot clear {self._folder} of {self._pool.location}: {error.strerror}") from error
 

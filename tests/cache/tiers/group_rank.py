@@ -17,7 +17,7 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 
 from kvmover.cache.tiers import ControllerConfig, Grouped
 from kvmover.layout import Fleet
-from tests.store.segments import segments_of
+from tests.store.segments import LOOKS, segments_of
 
 PROMPT = list(range(33))
 
@@ -40,7 +40,7 @@ def main(rank: int, size: int, folder: Path) -> None:
         assert entry is not None
         plan = view._plan(entry.parts)
         assert plan is not None
-        segments_of(mine.store).poison(entry.objects[plan[0].number])
+        segments_of(mine.store).poison(entry.objects[plan[0].number], LOOKS)
     restore = mine.serve(PROMPT)
     mine.controller.wait()
     mine.conserved()

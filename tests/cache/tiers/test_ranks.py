@@ -13,7 +13,7 @@ from kvmover.cache.tiers.restore_driver import Restores
 from kvmover.layout import Fleet
 from kvmover.layout.fleet import CpOrder
 from kvmover.store import Got, GotResult
-from tests.store.segments import segments_of
+from tests.store.segments import LOOKS, segments_of
 
 PROMPT = list(range(33))
 
@@ -129,7 +129,7 @@ def lose_page(rank, page_hash):
     segments = segments_of(rank.store)
     found = segments.catalog.index.get(page_hash)
     assert found is not None
-    segments.poison(found.objects[0])
+    segments.poison(found.objects[0], LOOKS)
 
 
 def test_a_page_that_one_rank_lacks_is_lost_to_all_and_the_ledger_says_so(tmp_path):

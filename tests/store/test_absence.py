@@ -1,0 +1,236 @@
+"""What is not seen is not gone: before a file or a page of others goes, it was looked at twice, in different ways."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from store_rank import GQA, PAGE, SPACE, Rank, pages_of
+
+from kvmover.errors import StoreError
+from kvmover.store import Got, Machine, PagePart, PageStore, Policy, Put, clear_unused
+from kvmover.store.segment import DATA, HEAD
+from tests.store.segments import segments_of
+
+WHOLE = PagePart.whole(GQA, PAGE)
+SMALL = Policy(segment_bytes=4 * WHOLE.nbytes)
+HERE, THERE, JUDGE = Machine(b"this machine...."), Machine(b"another machine."), Machine(b"who sees after..")
+PAGES = pages_of(24)
+
+
+@contextmanager
+def failing(name: str, code: int, suffix: str = "", times: int = 1 << 30) -> Iterator[list[int]]:
+    """`os.<name>` fails so many times: of a path, where that ends with `suffix`. Yields how often it has."""
+    real, failed = getattr(os, name), [0]
+
+    def call(*arguments, **options):
+        path = "" if not arguments or isinstance(arguments[0], int) else os.fspath(arguments[0])
+        if path.endswith(suffix) and failed[0] < times:
+            failed[0] += 1
+            raise OSError(code, os.strerror(code))
+        return real(*arguments, **options)
+
+    setattr(os, name, call)
+    try:
+        yield failed
+    finally:
+        setattr(os, name, real)
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Iterator[Path]:
+    """A root with 24 flushed pages in six segments, whose writer lives on."""
+    with PageStore.open(tmp_path, SPACE, SMALL, machine=HERE) as store:
+        assert all(r.ok for r in Rank(store, WHOLE, 24).put(PAGES))
+        store.flush()
+        yield tmp_path
+
+
+def left(root: Path, pages: Sequence[bytes] = PAGES) -> int:
+    """How many of the pages a machine reads that had no part in the trouble."""
+    with PageStore.open(root, SPACE, SMALL, machine=JUDGE) as store:
+        return sum(r.ok for r in Rank(store, WHOLE, len(pages)).get(pages))
+
+
+@pytest.mark.parametrize("machine", [HERE, THERE], ids=["here", "there"])
+@pytest.mark.parametrize("times", [1, 1 << 30])
+@pytest.mark.parametrize("code", [errno.ENOMEM, errno.EIO, errno.ETIMEDOUT, errno.EACCES, errno.ESTALE, errno.ENOENT])
+def test_a_size_that_nobody_tells_costs_nobody_a_page(filled: Path, code: int, times: int, machine: Machine) -> None:
+    with failing("stat", code, DATA, times) as failed:
+        store = PageStore.open(filled, SPACE, SMALL, machine=machine)
+        store.collect()
+        store.close()
+    assert failed[0]
+    assert left(filled) == 24
+
+
+@pytest.mark.parametrize("act", ["get", "verify", "collect", "open"])
+@pytest.mark.parametrize("suffix", [DATA, HEAD])
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.ENOENT, errno.EACCES])
+def test_a_file_that_one_process_cannot_open_is_there_for_the_others(
+    filled: Path, code: int, suffix: str, act: str
+) -> None:
+    if act == "open":
+        with failing("open", code, suffix):
+            PageStore.open(filled, SPACE, SMALL, machine=THERE).close()
+    else:
+        with PageStore.open(filled, SPACE, SMALL, machine=THERE) as store:
+            rank = Rank(store, WHOLE, 24)
+            with failing("open", code, suffix), suppress(OSError):
+                {"get": lambda: rank.get(PAGES), "verify": store.verify, "collect": store.collect}[act]()
+            assert not store.counters.poisoned
+    assert left(filled) == 24
+
+
+@pytest.mark.parametrize("act", ["get", "verify"])
+def test_an_error_of_the_disk_says_nothing_against_an_object_however_often_it_comes(filled: Path, act: str) -> None:
+    """Who meets it forgets the object, so that it can be put again, and leaves it to the others."""
+    with PageStore.open(filled, SPACE, SMALL, machine=THERE) as store:
+        rank = Rank(store, WHOLE, 24)
+        with failing("preadv", errno.EIO):
+            if act == "get":
+                assert {r.outcome for r in rank.get(PAGES)} == {Got.FAILED}
+            else:
+                assert store.verify().spared == {os.strerror(errno.EIO): 24}
+        assert not store.counters.poisoned
+        assert store.counters.spared == 24
+        assert {r.outcome for r in rank.put(PAGES)} == {Put.WRITTEN}
+    assert left(filled) == 24
+
+
+@pytest.mark.parametrize("code", [errno.ENOENT, errno.ESTALE, errno.EIO])
+def test_a_descriptor_that_the_system_does_not_know_ends_no_segment(filled: Path, code: int) -> None:
+    policy = Policy(segment_bytes=4 * WHOLE.nbytes, ttl_s=1 << 20)
+    with PageStore.open(filled, SPACE, policy, machine=THERE) as store:
+        rank = Rank(store, WHOLE, 24)
+        with failing("fstat", code):
+            rank.get(PAGES)
+            store.evict(0)
+            segments_of(store).catalog._doubted = [(name, 0) for name in segments_of(store).catalog.segments]
+            for _ in range(8):
+                store.collect()
+    assert left(filled) == 24
+
+
+def test_verify_keeps_to_the_budget(tmp_path: Path) -> None:
+    """A process with bad memory finds everything bad, and is told so; most is left to the others."""
+    pages = pages_of(80)
+    with PageStore.open(tmp_path, SPACE, machine=HERE) as store:
+        assert all(r.ok for r in Rank(store, WHOLE, 80).put(pages))
+        store.flush()
+        real = os.preadv
+
+        def flipped(fd, views, offset):
+            moved = real(fd, views, offset)
+            for at in range(0, len(views[0]), WHOLE.nbytes // 4):
+                views[0][at] ^= 1
+            return moved
+
+        with PageStore.open(tmp_path, SPACE, machine=THERE) as broken:
+            os.preadv = flipped
+            try:
+                verified = broken.verify()
+            finally:
+                os.preadv = real
+            assert (verified.bad, verified.spared) == ({"digest": 32}, {"digest": 48})
+            assert broken.counters.deleted == {"digest": 32}
+    assert left(tmp_path, pages) == 48
+
+
+def test_a_listing_that_lacks_the_heads_removes_no_data(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of names on a network file system, of a while ago."""
+    with PageStore.open(filled, SPACE, SMALL, machine=THERE) as store, monkeypatch.context() as patched:
+        patched.setattr("kvmover.store.takeover.segments_in", lambda _: set())
+        store.collect()
+    assert left(filled) == 24
+
+
+@pytest.mark.parametrize("name", ["pread", "fstat", "stat"])
+def test_a_head_that_is_read_with_errors_is_not_damaged(tmp_path: Path, name: str) -> None:
+    """Of a dead writer: nothing is jumped over, cut off or given back."""
+    writer = PageStore.open(tmp_path, SPACE, machine=HERE)
+    assert all(r.ok for r in Rank(writer, WHOLE, 24).put(PAGES))
+    writer.flush()
+    for segment in segments_of(writer).catalog.segments.values():
+        fcntl.flock(segment.head_fd, fcntl.LOCK_UN)
+    for skip in range(24):
+        with suppress(StoreError), failing_after(name, skip):
+            PageStore.open(tmp_path, SPACE, machine=HERE if skip % 2 else THERE).close()
+    assert left(tmp_path) == 24
+    writer.close()
+
+
+@contextmanager
+def failing_after(name: str, skip: int) -> Iterator[None]:
+    """`os.<name>` fails once, after so many calls."""
+    real, calls = getattr(os, name), [0]
+
+    def call(*arguments, **options):
+        calls[0] += 1
+        if calls[0] == skip + 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(*arguments, **options)
+
+    setattr(os, name, call)
+    try:
+        yield
+    finally:
+        setattr(os, name, real)
+
+
+def test_a_file_system_that_locks_no_new_file_costs_a_put_and_leaves_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with PageStore.open(tmp_path, SPACE) as store:
+        rank = Rank(store, WHOLE)
+
+        def busy(*_: object) -> None:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(fcntl, "flock", busy)
+            assert {r.outcome for r in rank.put(PAGES[:2])} == {Put.FAILED}
+        assert not [path for path in segments_of(store).folder.iterdir() if path.suffix in (HEAD, DATA)]
+        assert all(r.ok for r in rank.put(PAGES[:2]))
+
+
+@pytest.mark.parametrize("name", ["stat", "lstat", "mkdir", "access", "open", "scandir", "replace"])
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EROFS, errno.EACCES])
+def test_what_the_system_says_of_the_root_is_a_store_error(tmp_path: Path, name: str, code: int) -> None:
+    if name == "access":
+        pytest.skip("it raises nothing")
+    with failing(name, code), suppress(StoreError):
+        PageStore.open(tmp_path, SPACE).close()
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.ENOENT, errno.EIO])
+def test_a_namespace_whose_times_nobody_tells_is_in_use(filled: Path, code: int) -> None:
+    with failing("stat", code, HEAD), suppress(StoreError):
+        clear_unused(filled, 3600)
+    with failing("stat", code, ".json"), suppress(StoreError):
+        clear_unused(filled, 3600)
+    assert left(filled) == 24
+
+
+def test_a_long_head_of_zeros_is_read_in_pieces(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = filled / SPACE.folder
+    head = folder / "0123456789abcdef-00000007.head"
+    head.touch()
+    os.truncate(head, 256 << 20)
+    head.with_suffix(DATA).touch()
+    longest, real = [0], os.pread
+
+    def pread(fd, nbytes, offset):
+        longest[0] = max(longest[0], nbytes)
+        return real(fd, nbytes, offset)
+
+    monkeypatch.setattr(os, "pread", pread)
+    with PageStore.open(filled, SPACE, SMALL, machine=THERE):
+        assert not head.exists()
+    assert longest[0] <= 16 << 20
+    assert left(filled) == 24
