@@ -55,6 +55,7 @@ TOLD = {
     "observe.report_sums.PartTimes",
     "plan.cost.Choice",
     "plan.calibration._Design",
+    "store.deletion.Look",
     "store.objects.Failure",
     "store.record.Record",
     "store.results.GotResult",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvmover.store.catalog import SLICE, Catalog
-from kvmover.store.deletion import Order
+from kvmover.store.deletion import DeletionOrder
 from kvmover.store.files import close_quietly, open_shared
 from kvmover.store.guard_lock import GuardLock, off_lock, under_lock
 from kvmover.store.record import holds
@@ -136,8 +136,8 @@ class SegmentCleaner:
                 whole = catalog.index.placed(left)
                 alone = placed.where(~np.isin(placed.pages, left))
                 pages += len(left)
-                catalog.kill(whole, Order.EVICTED)
-                catalog.kill(alone, Order.EVICTED)
+                catalog.kill(whole, DeletionOrder.EVICTED)
+                catalog.kill(alone, DeletionOrder.EVICTED)
             if not len(placed):
                 break
         with self.lock:

@@ -43,7 +43,7 @@ class Look:
     says: str
 
 
-class Order(StrEnum):
+class DeletionOrder(StrEnum):
     """Deletions that nobody has to find anything bad for: a policy or a person says so, or the writer itself.
 
     LOST: the disk did not take what this process wrote. REPLACED: another object says the same.
@@ -87,7 +87,7 @@ class TwoLooks:
         return self.second.says
 
 
-Grounds = Order | TwoLooks
+Grounds = DeletionOrder | TwoLooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class DeletionDoor:
                 self.deleted[grounds.reason] += count
         return Permit(grounds)
 
-    def order(self, order: Order, count: int = 0) -> Permit:
+    def order(self, order: DeletionOrder, count: int = 0) -> Permit:
         """Leave to do what a policy or a person has ordered, which costs no budget."""
         with self._lock:
             if count:

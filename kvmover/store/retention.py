@@ -10,7 +10,7 @@ import numpy as np
 
 from kvmover.store.catalog import SLICE, Catalog
 from kvmover.store.cleaning import SegmentCleaner
-from kvmover.store.deletion import Order, TwoLooks
+from kvmover.store.deletion import DeletionOrder, TwoLooks
 from kvmover.store.files import Files
 from kvmover.store.guard_lock import GuardLock, off_lock, under_lock
 from kvmover.store.machine import Machine
@@ -115,7 +115,7 @@ class Retention:
             return None
         cold, placed = self.unused(pages)
         self.counters.evicted_pages += len(cold)
-        return self.catalog.kill(placed, Order.EVICTED)
+        return self.catalog.kill(placed, DeletionOrder.EVICTED)
 
     @off_lock
     def _clean(self, nbytes: int, keep: Sequence[bytes]) -> int:
@@ -158,7 +158,7 @@ class Retention:
         if not len(pages):
             return 0
         old, placed = self.unused(pages)
-        self.catalog.kill(placed, Order.EXPIRED)
+        self.catalog.kill(placed, DeletionOrder.EXPIRED)
         self.counters.expired_pages += len(old)
         return len(pages)
 

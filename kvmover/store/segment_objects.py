@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from kvmover.errors import StoreError
-from kvmover.store.deletion import Look, Order, Seen, TwoLooks
+from kvmover.store.deletion import DeletionOrder, Look, Seen, TwoLooks
 from kvmover.store.fetch import SegmentFailure, SegmentRead, fetch
 from kvmover.store.files import FileRun, Files, OpenFile, reason_of
 from kvmover.store.machine import Machine
@@ -200,7 +200,7 @@ class SegmentObjects(Retention, Objects[StoredObject]):
             for item, (draft, reason) in failed.items():
                 batch.reasons[item] = reason
                 place = draft.place.offset, padded(size)
-                self.catalog.free(draft.place.segment, [place], self.catalog.door.order(Order.LOST))
+                self.catalog.free(draft.place.segment, [place], self.catalog.door.order(DeletionOrder.LOST))
         if failed:
             self.catalog.sweep()
 
@@ -305,7 +305,7 @@ class SegmentObjects(Retention, Objects[StoredObject]):
                 self.writer.abandon()
                 segments = list(self.catalog.segments.values())
             try:
-                permit = self.catalog.door.order(Order.CLEARED, pages)
+                permit = self.catalog.door.order(DeletionOrder.CLEARED, pages)
                 for segment in segments:
                     segment.unlink(permit)
                     self.catalog.forget(segment.name)

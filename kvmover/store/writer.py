@@ -10,7 +10,7 @@ from contextlib import suppress
 import msgspec
 
 from kvmover.store.catalog import Catalog
-from kvmover.store.deletion import Order
+from kvmover.store.deletion import DeletionOrder
 from kvmover.store.files import close_quietly, reason_of
 from kvmover.store.part import PartKey
 from kvmover.store.record import FIXED_BYTES, Preamble, encode_object
@@ -193,7 +193,7 @@ class Writer:
             placed = self._catalog.index.placed_in(segment.name)
             self._unsynced.pop(segment.name, None)
         lost = placed.offsets + placed.held > segment.synced
-        self._catalog.delete_at(segment.name, placed.records[lost], Order.LOST)
+        self._catalog.delete_at(segment.name, placed.records[lost], DeletionOrder.LOST)
 
     def _finish(self, segment: Segment) -> None:
         """Seal a segment that is full, once all of it is written and synced."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvmover.errors import StoreError
-from kvmover.store.deletion import DeletionDoor, Look, Order, Seen, TwoLooks
+from kvmover.store.deletion import DeletionDoor, DeletionOrder, Look, Seen, TwoLooks
 from tests.test_imports import PACKAGE
 
 STORE = PACKAGE / "store"
@@ -99,6 +99,6 @@ def test_the_door_counts_by_reason_and_keeps_to_its_budget() -> None:
     empty = TwoLooks(Look(Seen.LISTING, "whole"), Look(Seen.ANEW, "empty segment"), 0)
     assert [door.ask(bad, 1, 0) is not None for _ in range(40)] == [True] * 32 + [False] * 8
     assert door.ask(empty, 1, 0), "what costs nobody a page costs no budget"
-    assert door.ask(Order.EVICTED, 5, 0)
+    assert door.ask(DeletionOrder.EVICTED, 5, 0)
     assert door.deleted == {"digest": 32, "empty segment": 1, "evicted": 5}
     assert sum(door.ask(bad, 1, 3600) is not None for _ in range(40)) == 32

@@ -24,7 +24,7 @@ from kvmover.cli import app
 from kvmover.errors import StoreError
 from kvmover.layout import Fleet
 from kvmover.store import Found, Got, Namespace, PageStore, Policy, Put, clear_stores, stat_stores, verify_stores
-from kvmover.store.deletion import Order
+from kvmover.store.deletion import DeletionOrder
 from kvmover.store.keeper import memory
 from kvmover.store.keeper.messages import PACKET_BYTES, ListNamespaces, decode_answer, encode
 from kvmover.store.keeper.namespaces import KeeperLocation, keeper_namespaces
@@ -162,7 +162,7 @@ def test_who_follows_a_journal_that_is_written_anew_loses_nothing(keeper: Served
                 if page
                 for each in page.objects
             ]:
-                store.objects._condemn(each, store.objects._door.order(Order.CLEARED))
+                store.objects._condemn(each, store.objects._door.order(DeletionOrder.CLEARED))
             other.flush()
             assert all(oks(theirs.get(pages_of(4, "kept"))))
             bases.add(keeper.server.state.namespaces[SPACE.digest].base)

@@ -17,7 +17,7 @@ from store_rank import GQA, MLA, PAGE, SPACE, Rank, pages_of
 from kvmover.errors import DescriptorError, StoreError
 from kvmover.layout import Component, Fleet
 from kvmover.store import Got, Machine, Namespace, PagePart, PageStore, Policy, Put, this_machine
-from kvmover.store.deletion import Order
+from kvmover.store.deletion import DeletionOrder
 from kvmover.store.files import Access, PlainFiles
 from tests.store.segments import segments_of
 
@@ -496,7 +496,7 @@ def test_a_batch_of_many_groups_is_read_and_written_side_by_side(
         rank, pages = Rank(store, WHOLE), pages_of(13)
         assert [r.outcome for r in rank.put(pages)] == [Put.WRITTEN] * 13
         entries = [segments_of(store).catalog.index.get(page) or pytest.fail("a page is gone") for page in pages]
-        segments_of(store).catalog.delete(list(entries[7].objects), Order.CLEARED)
+        segments_of(store).catalog.delete(list(entries[7].objects), DeletionOrder.CLEARED)
         store.flush()
         damage(store, entries[3].objects[0].offset + 5)
         expected = [Got.READ] * 13

@@ -18,7 +18,7 @@ from kvmover.store.bucket.reader import BucketReader
 from kvmover.store.bucket.service import ObjectBucket
 from kvmover.store.bucket.upkeep import BucketUpkeep
 from kvmover.store.bucket.writer import SEGMENT_BYTES, BucketWriter, SentPayload
-from kvmover.store.deletion import Look, Order, Seen, TwoLooks
+from kvmover.store.deletion import DeletionOrder, Look, Seen, TwoLooks
 from kvmover.store.files import HostMemory, reason_of
 from kvmover.store.machine import NO_BOOT, Machine
 from kvmover.store.objects import Failure, ObjectDraft, ObjectRead, Objects, Verdict, Watcher
@@ -227,7 +227,7 @@ class BucketObjects(Objects[StoredObject]):
                     break
                 old.append(entry)
             gone = [each for entry in old for each in entry.objects]
-            self.catalog.delete(gone, self.catalog.door.order(Order.EXPIRED, len(gone)))
+            self.catalog.delete(gone, self.catalog.door.order(DeletionOrder.EXPIRED, len(gone)))
         self.counters.expired_pages += len(old)
         return len(old)
 
@@ -256,7 +256,7 @@ class BucketObjects(Objects[StoredObject]):
                 for name in list(self.catalog.segments):
                     self.catalog.forget(name)
             try:
-                permit = self.catalog.door.order(Order.CLEARED, pages)
+                permit = self.catalog.door.order(DeletionOrder.CLEARED, pages)
                 for entries in listing.all:
                     self._bucket.delete_all([entry.name for entry in entries.values()], permit)
             except OSError as error:

@@ -18,7 +18,7 @@ from kvmover.store.bucket.reader import BucketReader
 from kvmover.store.bucket.sealed import DEAD, HEAD, USED, USES, Dead, SealedSegment, encode_uses
 from kvmover.store.bucket.service import PutMode
 from kvmover.store.bucket.writer import BucketWriter, SentPayload
-from kvmover.store.deletion import EMPTY, Look, Order, Permit, Seen, TwoLooks
+from kvmover.store.deletion import EMPTY, DeletionOrder, Look, Permit, Seen, TwoLooks
 from kvmover.store.record import holds
 from kvmover.store.stored import Page, StoredObject
 
@@ -138,7 +138,7 @@ class BucketUpkeep:
             for name in plan.replaces:
                 catalog.catalogs.pop(name, None)
         replaced = [catalog.path(name) for name in plan.replaces]
-        permit = catalog.door.order(Order.REPLACED, len(replaced))
+        permit = catalog.door.order(DeletionOrder.REPLACED, len(replaced))
         catalog.bucket.delete(replaced, permit)
 
     def evict(self, nbytes: int, keep: frozenset[bytes]) -> EvictedSegment | None:
@@ -157,7 +157,7 @@ class BucketUpkeep:
             if not self._is_there(segment):
                 return EvictedSegment(chosen.data_bytes, 0)
             carried = self._carry(hot)
-            permit = catalog.door.order(Order.EVICTED, 1)
+            permit = catalog.door.order(DeletionOrder.EVICTED, 1)
             with catalog.lock:
                 pages = self._drop(segment, carried, permit)
             self._remove(segment, permit)

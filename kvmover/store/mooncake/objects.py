@@ -17,7 +17,7 @@ from weakref import WeakSet
 import msgspec
 
 from kvmover.errors import StoreError
-from kvmover.store.deletion import DeletionDoor, Look, Order, Seen, TwoLooks
+from kvmover.store.deletion import DeletionDoor, DeletionOrder, Look, Seen, TwoLooks
 from kvmover.store.fetch import scatter
 from kvmover.store.files import SHORT, HostMemory, reason_of
 from kvmover.store.mooncake.boxes import BoxesInUse
@@ -308,7 +308,7 @@ class MooncakeObjects(Objects[PoolObject]):
     def clear(self) -> int:
         """Remove everything of this namespace; how many objects, each box of a page and of the list being one."""
         try:
-            permit = self._door.order(Order.CLEARED)
+            permit = self._door.order(DeletionOrder.CLEARED)
             return self._pool.remove_all(self._folder, permit)
         except OSError as error:
             raise StoreError(f"cannot clear {self._folder} of {self._pool.location}: {error.strerror}") from error

@@ -8,7 +8,7 @@ from rig import HYBRID, PLAIN, Rank
 from kvmover.cache.prefix.events import BlockRemoved, BlockStored
 from kvmover.cache.prefix.hashes import as_int64s
 from kvmover.store import PageStore
-from kvmover.store.deletion import Order
+from kvmover.store.deletion import DeletionOrder
 from tests.store.segments import segments_of
 
 PROMPT = list(range(33))
@@ -44,7 +44,7 @@ def test_a_page_that_another_process_deleted_is_taken_back_when_this_one_learns_
         page = rank.hashes(PROMPT)[3]
         entry = segments_of(other).catalog.index.get(page)
         assert entry is not None
-        segments_of(other).catalog.delete(list(entry.objects), Order.CLEARED)
+        segments_of(other).catalog.delete(list(entry.objects), DeletionOrder.CLEARED)
     rank.forget()
     rank.serve(PROMPT)  # looks into storage
     rank.controller.poll()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from bench import PAGE, Rank, Shape, content, keys_of, load, logical, ranks, save, storage
 
-from kvmover.store.deletion import Order
+from kvmover.store.deletion import DeletionOrder
 from tests.store.segments import segments_of
 
 hicache: Any = import_module("sglang.srt.mem_cache.hicache_storage")
@@ -227,7 +227,7 @@ def read_without_third(rank: Rank, options: dict[str, Any]) -> list[torch.Tensor
             page = segments_of(store).catalog.index.get(bytes.fromhex(keys[2]))
             assert page is not None
             segments_of(store).catalog.delete(
-                [each for each in page.objects if each.part.box.heads.start == 2], Order.CLEARED
+                [each for each in page.objects if each.part.box.heads.start == 2], DeletionOrder.CLEARED
             )
         answers = get(keys, indices, extra_info)
         assert answers == [True, True, rank.tp == 0, True, True]
