@@ -145,3 +145,13 @@ def router(name: str, prefill: Server, decode: Server) -> Command:
     arguments += ["--port", str(port), "--prefill", prefill.url, "--decode", decode.url, "--policy", "round_robin"]
     arguments += ["--prometheus-port", str(free_port())]
     return Command(name, _BARE, "vllm_router.launch_router", arguments, port)
+
+
+def vllm_bench(name: str, server: Server, tokenizer: Path, requests: int, folder: Path) -> Command:
+    """vLLM's own load of random prompts on a server, which ends by itself; what it measured is in `folder`, as JSON."""
+    arguments = ["bench", "serve", "--backend", "openai", "--base-url", server.url, "--endpoint", "/v1/completions"]
+    arguments += ["--model", "m", "--tokenizer", str(tokenizer), "--dataset-name", "random"]
+    arguments += ["--random-input-len", "200", "--random-output-len", "8", "--random-range-ratio", "0.9"]
+    arguments += ["--num-prompts", str(requests), "--request-rate", "8", "--ignore-eos", "--temperature", "0"]
+    arguments += ["--save-result", "--result-dir", str(folder), "--disable-tqdm"]
+    return Command(name, _GROUND, "vllm.entrypoints.cli.main", arguments, 0)
