@@ -51,7 +51,7 @@ def test_kv_of_another_prompt_is_refused_before_a_byte_moves(verb: Verb, route: 
     pair.dst.assert_holds(pair.before)  # poison, all of it
     for transfer in wanted:
         assert transfer.result is not None
-        assert transfer.result.reason == f"the KV here is of {A}, and {B} were asked for"
+        assert transfer.result.reason == f"the KV is of {A}, and {B} were asked for"
         assert transfer.result.cause is Cause.PEER_ABORTED
     assert not any(transfer.ended for transfer in sent)  # it is for others
     assert [mover.meter.refused[RefusedFor.IDENTITY] for mover in pair.src.movers] == [1, 1]
@@ -113,7 +113,7 @@ def test_more_tokens_than_the_source_will_ever_have_are_refused_at_once() -> Non
     wanted = asked(pair, UNKNOWN)
     pair.bench.turn()  # no time passes
     assert wanted[0].ended
-    assert "the KV here is of 16 tokens" in str(wanted[0].result)
+    assert "the KV is of 16 tokens" in str(wanted[0].result)
     assert "tokens below 60 were asked for" in str(wanted[0].result)
 
 

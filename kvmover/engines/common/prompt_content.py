@@ -97,5 +97,5 @@ def digest_of_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> bytes:
     for name, tensor in sorted(named, key=lambda each: each[0]):
         found.update(msgspec.msgpack.encode([name, str(tensor.dtype), tuple(tensor.shape)]))
         flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-        found.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
+        found.update(memoryview(flat.view(torch.uint8).numpy()))  # pyright: ignore[reportArgumentType]
     return found.digest()

@@ -175,6 +175,8 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             self._scheduler = ConnectorScheduler(
                 self._groups[0].block_tokens, may, self._late, left, keep_s, fewest, move_s
             )
+            self._scheduler.identity = self._settings.mover.identity
+            self._scheduler.readers.is_cached = bool(vllm_config.cache_config.enable_prefix_caching)
             if self._settings.exchange.model:
                 self._scheduler.page_names = token_hashes
             self._server: CardServer | None = None
@@ -385,6 +387,8 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond the computed ones that come from elsewhere, and whether any do: they come between steps."""
         found = self._scheduler.matched(request, num_computed_tokens)
+        if found is None:  # vLLM asks again
+            return None, False
         self._accounts.matched(request, num_computed_tokens, found)
         return found, found > 0
 
@@ -397,7 +401,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         if not num_external_tokens:
             return {}
         known = self._scheduler.live.get(request.request_id)
-        return {engine.P2P if known and known.source else engine.DISK: num_external_tokens}
+        return {engine.P2P if known and known.fetch else engine.DISK: num_external_tokens}
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request has blocks; the last `num_external_tokens` of its computed tokens are to be fetched into them."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvmover.engines.vllm.handshake import Remote
+from kvmover.transfer.protocol.content import Content
 from kvmover.transfer.result import Service
 
 #: Block ids of a request, one table a cache group, from the request's beginning.
@@ -20,7 +21,8 @@ Tables = tuple[list[int], ...]
 class SendSpec:
     """Offer a request, or the beginning of one that is prefilled in chunks. `computed` positions are in its pages
     before this step, those below `stop` after it (None: all of it); `computed` None: all of it is there. `keep_s`: for
-    how long; None: as configured. `service`: REPEATED of a request that is decoded here, and may move."""
+    how long; None: as configured. `service`: REPEATED where several may ask. `way`: "moved" of one that is decoded
+    here and may move. `content`: the prompt as a whole; `contents`: what longer beginnings are of."""
 
     request: str
     transfer: str
@@ -29,16 +31,21 @@ class SendSpec:
     stop: int | None = None
     keep_s: float | None = None
     service: Service = Service.ONCE
+    way: str = "sent"
+    content: Content | None = None
+    contents: tuple[Content, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class GrowSpec:
     """The next chunk of a request that was offered: block ids that come behind those named before, and below which
-    position all is in its pages after this step (None: all of it)."""
+    position all is in its pages after this step (None: all of it). `contents`: what each beginning that this step adds
+    is of, of a request that may move."""
 
     request: str
     tables: Tables
     stop: int | None
+    contents: tuple[Content, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +58,14 @@ class AttachSpec:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveSpec:
-    """Fetch positions [start, stop) of a request into its pages."""
+    """Fetch positions [start, stop) of a request into its pages. `content`: what the source has to have."""
 
     request: str
     remote: Remote
     start: int
     stop: int
     tables: Tables
+    content: Content | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +74,7 @@ class ReleaseSpec:
 
     remote: Remote
     tokens: int
+    content: Content | None = None
 
 
 @dataclass(frozen=True, slots=True)

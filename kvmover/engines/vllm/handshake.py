@@ -5,13 +5,13 @@ The words are those of vLLM's own connectors and proxies; where one half is of a
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Annotated, Any
 
 import msgspec
+
+from kvmover.transfer.protocol.content import Content
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +29,10 @@ class Remote:
 
 @dataclass(frozen=True, slots=True)
 class LastTurn:
-    """What a decode engine has kept of a conversation, up to its last turn: `tokens`, whose digest is `digest`."""
+    """A conversation up to its last turn, which a decode engine has kept: `content` says how much, and of what."""
 
     remote: Remote
-    tokens: int
-    digest: str
-
-    def is_prefix_of(self, token_ids: Sequence[int]) -> bool:
-        """Whether a prompt goes on where that ended. Texts that say the same may be other tokens."""
-        return self.tokens <= len(token_ids) and digest_of(token_ids[: self.tokens]) == self.digest
-
-
-def digest_of(token_ids: Sequence[int]) -> str:
-    """Of tokens in order, 128 bits."""
-    return blake2b(array("q", token_ids).tobytes(), digest_size=16).hexdigest()
+    content: Content
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +56,9 @@ class Running:
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 
+#: Length and digest of a prompt, as `300:000102...`; without a digest where a part of it has no id by content.
+_Said = Annotated[str, msgspec.Meta(pattern="^[0-9]{1,18}:([0-9a-f]{32})?$")]
+
 
 class _Params(msgspec.Struct, frozen=True):
     """What is read of `kv_transfer_params`, which clients write: values in any spelling of their types.
@@ -84,7 +77,8 @@ class _Params(msgspec.Struct, frozen=True):
     bootstrap_host: Annotated[str, msgspec.Meta(min_length=1, max_length=253)] | None = None
     bootstrap_port: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)] | None = None
     bootstrap_room: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] | None = None
-    kvmover_tokens_digest: _Name | None = None
+    kvmover_content: _Said | None = None
+    kvmover_readers: Annotated[int, msgspec.Meta(ge=1)] | None = None
     kvmover_movable: _Name | None = None
     kvmover_copy: bool | None = None
 
@@ -98,19 +92,30 @@ class _Params(msgspec.Struct, frozen=True):
         """Of a request to be computed: what the decode of the turn before has told its proxy, all of it or nothing."""
         if not (self.remote_engine_id and self.remote_host and self.remote_port and self.remote_request_id):
             return None
-        if not (self.remote_num_tokens and self.kvmover_tokens_digest):
+        if self.content is None or self.content.tokens != self.remote_num_tokens:
             return None
         remote = Remote(self.remote_engine_id, self.remote_request_id, self.remote_host, self.remote_port)
-        return LastTurn(remote, self.remote_num_tokens, self.kvmover_tokens_digest)
+        return LastTurn(remote, self.content)
+
+    @property
+    def content(self) -> Content | None:
+        """The prompt that the other half has named."""
+        if self.kvmover_content is None:
+            return None
+        tokens, _, digest = self.kvmover_content.partition(":")
+        return Content(int(tokens), bytes.fromhex(digest), "" if digest else "as its prefill says")
 
 
 @dataclass(frozen=True, slots=True)
 class RequestAsk:
     """What the parameters of a request ask of this engine. `whole`: of a prompt that is computed in two halves, or of a
-    request that moves; None: nothing. `movable`: another engine may ask for what is here of it, by this name."""
+    request that moves; None: nothing. `movable`: other engines may ask for what is here of it, by this name. `content`:
+    the prompt that the other half has named. `readers`: how many requests of one client it serves."""
 
     whole: Serve | Remote | Running | None = None
     movable: str | None = None
+    content: Content | None = None
+    readers: int = 1
 
 
 def asked(params: Mapping[str, Any] | None, request: str) -> RequestAsk:
@@ -135,7 +140,7 @@ def asked(params: Mapping[str, Any] | None, request: str) -> RequestAsk:
     remote = _remote_of(said, request)
     if said.remote_num_tokens:
         return RequestAsk(Running(remote, said.remote_num_tokens, bool(said.kvmover_copy)), said.kvmover_movable)
-    return RequestAsk(remote, said.kvmover_movable)
+    return RequestAsk(remote, said.kvmover_movable, said.content, said.kvmover_readers or 1)
 
 
 def _remote_of(said: _Params, request: str) -> Remote:
@@ -149,15 +154,20 @@ def _remote_of(said: _Params, request: str) -> Remote:
     raise ValueError(f"kv_transfer_params of {request} have no {', '.join(missing)}")
 
 
-def answer(served: Remote) -> dict[str, Any]:
-    """The parameters of the other half, for a proxy to hand on."""
-    return {"do_remote_prefill": True, "do_remote_decode": False, **_reached(served)}
+def answer(served: Remote, content: Content, readers: int = 1) -> dict[str, Any]:
+    """Returns the parameters of the other half, for a proxy to hand on."""
+    told = {"kvmover_content": _said(content), **({"kvmover_readers": readers} if readers > 1 else {})}
+    return {"do_remote_prefill": True, "do_remote_decode": False, **_reached(served), **told}
 
 
 def answer_of_turn(kept: LastTurn) -> dict[str, Any]:
     """The parameters of the next turn's prefill, for a proxy to hand on."""
-    told = {"remote_num_tokens": kept.tokens, "kvmover_tokens_digest": kept.digest}
+    told = {"remote_num_tokens": kept.content.tokens, "kvmover_content": _said(kept.content)}
     return {"do_remote_prefill": False, "do_remote_decode": True, **_reached(kept.remote), **told}
+
+
+def _said(content: Content) -> str:
+    return f"{content.tokens}:{content.digest.hex()}"
 
 
 def _reached(remote: Remote) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, Flag, auto
+from time import monotonic
 from typing import Any, Protocol
 
 from kvmover.cache.prefix import chain
@@ -27,6 +28,7 @@ from kvmover.engines.vllm.connector_metadata import (
     SendSpec,
     Tables,
 )
+from kvmover.engines.vllm.families import Families, Family
 from kvmover.engines.vllm.handshake import (
     LastTurn,
     Remote,
@@ -36,8 +38,11 @@ from kvmover.engines.vllm.handshake import (
     answer,
     answer_of_turn,
     asked,
-    digest_of,
 )
+from kvmover.engines.vllm.readers import Key, Readers, Turn
+from kvmover.engines.vllm.request_content import RequestContent
+from kvmover.repeats import Repeats, form_of
+from kvmover.transfer.protocol.content import Content, IdentityCheck, disagreement
 from kvmover.transfer.result import Service
 
 log = logging.getLogger(__name__)
@@ -117,14 +122,26 @@ class RequestOutcome(Enum):
     ABORTED = "aborted"
 
 
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """The part of a request that others have: its first `stop` positions, of `content`, which `remote` has. `key`: of
+    the requests that read the same; None where each reads its own."""
+
+    remote: Remote
+    stop: int
+    content: Content
+    key: Key | None = None
+
+
 @dataclass(slots=True)
 class Live:
     """A request that the scheduler knows. `preemptions`: how often it had been preempted when its pages were last seen.
 
     `offered`: positions that its transfer was told to wait for, in `named` blocks of each group; 0 before it was
     ordered. `begun`: its fetch was, or needs none. `fetching`: pages are being written.
-    `source`: who has a part of it: the first `stop` positions are fetched from there. `movable`: the name by which
-    other engines may ask for what is here of it while it is decoded.
+    `fetch`: who has a part of it. `content`: its prompt, where others fetch or give it. `family`: the requests of one
+    client that are offered as one. `movable`: the name by which other engines may ask for what is here of it while it
+    is decoded.
     `hashes`: of its whole blocks, as engines of any make name them. `saved`: blocks ordered to be stored. `first`: the
     block from which on the store was asked. `looked`: after which preemption it was read, once: what could not be read
     then is computed.
@@ -134,8 +151,9 @@ class Live:
     ask: Serve | Remote | Running | None
     preemptions: int
     movable: str | None = None
-    source: Remote | None = None
-    stop: int = 0
+    content: RequestContent | None = None
+    fetch: Fetch | None = None
+    family: Family | None = None
     offered: int = 0
     named: tuple[int, ...] = ()
     begun: bool = False
@@ -173,6 +191,7 @@ class ConnectorScheduler:
     need one position more than a prefill keeps, and a state cannot be taken back by the token that decode computes.
     `keep_s`: for how long a decode keeps a request for its next turn, of which `fewest` tokens are worth a fetch; None:
     it does not. `move_s`: for how long it keeps one that may move, after its client has left; None: none may.
+    `identity`: whether a request is fetched whose prompt one half cannot name.
     """
 
     block_tokens: int
@@ -184,6 +203,10 @@ class ConnectorScheduler:
     move_s: float | None = None
     leading: Leading | None = None
     home: Home | None = None
+    identity: IdentityCheck = IdentityCheck.CHECKED
+    readers: Readers = field(default_factory=Readers)
+    families: Families = field(default_factory=Families)
+    repeats: Repeats = field(default_factory=Repeats)
     page_names: Callable[[Live, int], Sequence[bytes]] = vllm_hashes
     live: dict[str, Live] = field(default_factory=dict[str, Live])
     metadata: KvmoverConnectorMetadata = field(default_factory=KvmoverConnectorMetadata)
@@ -197,11 +220,18 @@ class ConnectorScheduler:
             request.num_prompt_tokens -= left
             request.max_tokens = 1
 
-    def matched(self, request: Any, computed: int) -> int:
-        """How many tokens beyond the first `computed` come from elsewhere."""
+    def matched(self, request: Any, computed: int) -> int | None:
+        """Returns how many tokens beyond the first `computed` come from elsewhere; None while another request fetches
+        the same."""
         known = self._live(request)
-        if known.source and not known.begun:
-            found = max(0, known.stop - computed)
+        if known.fetch and not known.begun:
+            turn = self.readers.turn(known.fetch.key) if known.fetch.key else Turn.FETCH
+            if turn is Turn.WAIT:
+                return None
+            if turn is Turn.COMPUTE:
+                self._leave(known)
+        if known.fetch and not known.begun:
+            found = max(0, known.fetch.stop - computed)
             return 0 if isinstance(known.ask, Serve) and found < self.fewest else found
         if self.leading is None or Role.TAKES not in self.role or known.looked == request.num_preemptions:
             return 0
@@ -213,13 +243,16 @@ class ConnectorScheduler:
     def allocated(self, request: Any, tables: Tables, external: int) -> None:
         """The request has pages, and the last `external` of its computed tokens are to come from elsewhere."""
         known = self._live(request)
-        if known.source and not known.begun:
+        if (fetch := known.fetch) and not known.begun:
             known.begun, known.fetching = True, external > 0
+            name = request.request_id
+            if fetch.key:
+                (self.readers.begun if external else self.readers.spared)(fetch.key, name)
             if external:
-                first = known.stop - external
-                self.metadata.receives.append(
-                    ReceiveSpec(request.request_id, known.source, first, known.stop, _copied(tables))
+                receive = ReceiveSpec(
+                    name, fetch.remote, fetch.stop - external, fetch.stop, _copied(tables), fetch.content
                 )
+                self.metadata.receives.append(receive)
             else:
                 self._release(known)
         elif external:
@@ -238,6 +271,8 @@ class ConnectorScheduler:
             known = self.live.get(name)
             if known is None:
                 continue
+            if known.begun and known.fetch and known.fetch.key and self.readers.settled(known.fetch.key, name):
+                self._release(known)
             before = known.request.num_computed_tokens
             offers, saves = self._offers(known), self._saves(known, before + count)
             tables = state.get_block_ids(name) if offers or saves else None  # a copy, as long as the request
@@ -266,7 +301,10 @@ class ConnectorScheduler:
         known = self._live(request)
         if known.preemptions != request.num_preemptions:
             self._preempted(name, known)
-        if known.source and not known.begun and not isinstance(known.ask, Running):
+        if known.fetch and known.fetch.key:
+            if self.readers.gone(known.fetch.key, name):
+                self._release(known)
+        elif known.fetch and not known.begun and not isinstance(known.ask, Running):
             self._release(known)
         keep = known.saved > 0
         if known.movable and known.offered:
@@ -274,7 +312,9 @@ class ConnectorScheduler:
             if outcome is RequestOutcome.DELIVERED:
                 self.metadata.aborts.append(AbortSpec(name, "it was answered where it was"))
             elif written > known.offered:  # steps that had been ordered ahead of their tokens
-                self.metadata.growths.append(GrowSpec(name, tuple([] for _ in known.named), written))
+                assert known.content is not None
+                more, contents = tuple([] for _ in known.named), known.content.grown_to(written)
+                self.metadata.growths.append(GrowSpec(name, more, written, contents))
         if isinstance(known.ask, Serve):
             keep = self._served(known, known.ask, tables, outcome) or keep
         if known.fetching:  # the scheduler keeps the pages until every rank says that it has received
@@ -283,59 +323,81 @@ class ConnectorScheduler:
         del self.live[name]
         kept = self._kept(known, outcome)
         if kept is not None:
-            self.metadata.sends.append(SendSpec(name, name, _copied(tables), None, keep_s=self.keep_s))
+            send = SendSpec(name, name, _copied(tables), None, keep_s=self.keep_s, content=kept.content)
+            self.metadata.sends.append(send)
         if keep or kept is not None:
             self.metadata.delayed.add(name)
         if outcome is not RequestOutcome.DELIVERED:
             return keep, None
-        return keep or kept is not None, self._answer(known.ask) if kept is None else answer_of_turn(kept)
+        return keep or kept is not None, self._answer(known) if kept is None else answer_of_turn(kept)
 
     def _kept(self, known: Live, outcome: RequestOutcome) -> LastTurn | None:
         """What is here of a request that another engine prefilled, for its next turn: all but the last token's."""
         request, has_fetched = known.request, isinstance(known.ask, Remote | Running)
         may = self.keep_s is not None and Role.GIVES in self.role and not self.late and not known.offered
-        may = may and is_tokens_alone(request)
         if not (may and has_fetched and self.home and outcome is RequestOutcome.DELIVERED):
             return None
         tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         remote = Remote(self.home.engine, request.request_id, self.home.host, self.home.port)
-        return LastTurn(remote, tokens, digest_of(request.all_token_ids[:tokens]))
+        content = (known.content or RequestContent(request)).of_first(tokens)
+        return LastTurn(remote, content) if content.digest else None
 
-    def _answer(self, ask: Serve | Remote | Running | None) -> dict[str, Any] | None:
-        if not isinstance(ask, Serve) or self.home is None:
+    def _answer(self, known: Live) -> dict[str, Any] | None:
+        if not isinstance(known.ask, Serve) or self.home is None:
             return None
-        return answer(Remote(self.home.engine, ask.transfer, self.home.host, self.home.port))
+        assert known.content is not None
+        assert known.family is not None
+        served = Remote(self.home.engine, known.family.transfer, self.home.host, self.home.port)
+        return answer(served, known.content.whole, known.family.children)
 
     def is_of_peer(self, request: Any) -> bool:
         """Whether a part of a request is fetched from who answered the turn before, or from where it was decoded."""
         known = self.live.get(request.request_id)
-        return known is not None and known.source is not None and not isinstance(known.ask, Remote)
+        return known is not None and known.fetch is not None and not isinstance(known.ask, Remote)
 
     def _live(self, request: Any) -> Live:
         name = request.request_id
         if name not in self.live:
             said = self._ask(request)
             known = self.live[name] = Live(request, said.whole, request.num_preemptions)
-            known.source, known.stop = self._source(request, said.whole)
             if said.movable and self.move_s is not None and Role.GIVES in self.role and not self.late:
                 known.movable = said.movable
+            if said.whole or known.movable:
+                known.content = RequestContent(request)
+            known.fetch = self._fetch(known, said)
+            if isinstance(said.whole, Serve) and known.content:
+                known.family = self.families.of(name, said.whole.transfer, known.content.whole)
         return self.live[name]
 
-    def _source(self, request: Any, ask: Serve | Remote | Running | None) -> tuple[Remote | None, int]:
-        """Who has a part of a request, and how many positions are fetched: of a prefill, of the turn before, or of who
-        decoded it until now."""
+    def _fetch(self, known: Live, said: RequestAsk) -> Fetch | None:
+        """The part of a request that is fetched: from its prefill, from the decode of the turn before, or from where it
+        was decoded until now. None where what is there is of another prompt."""
+        request, own, ask = known.request, known.content, said.whole
         tokens: int = request.num_prompt_tokens
         wanted = tokens - self.left_tokens if tokens > self.left_tokens else tokens
+        if own is None:
+            return None
         if isinstance(ask, Remote):
-            return ask, wanted
+            if not self._agrees(request, said.content or own.whole, own.whole):
+                return None
+            key = ask, own.whole
+            self.readers.came(key, request.request_id, said.readers)
+            return Fetch(ask, wanted, own.whole, key)
         if isinstance(ask, Running):
-            return ask.remote, min(ask.tokens, wanted)
+            stop = min(ask.tokens, wanted)
+            return Fetch(ask.remote, stop, own.of_first(stop))
         last = ask.last if ask else None
-        if last is None:
-            return None, 0
-        use = Role.TAKES in self.role and not self.late and is_tokens_alone(request)
-        use = use and last.is_prefix_of(request.all_token_ids)
-        return last.remote, min(last.tokens, wanted) if use else 0
+        if last is None or Role.TAKES not in self.role or self.late or last.content.tokens > tokens:
+            return None if last is None else Fetch(last.remote, 0, last.content)
+        same = own.of_first(last.content.tokens) == last.content
+        return Fetch(last.remote, min(last.content.tokens, wanted) if same else 0, last.content)
+
+    def _agrees(self, request: Any, said: Content, own: Content) -> bool:
+        """Whether the prefill's prompt is this request's. Where it is not, that is written once a minute."""
+        unlike = disagreement(said, own, self.identity)
+        if unlike is not None and (more := self.repeats.more(form_of(unlike), monotonic())) is not None:
+            log.warning("%s is computed here: %s%s", request.request_id, unlike, more)
+        return unlike is None
 
     def _ask(self, request: Any) -> RequestAsk:
         try:
@@ -361,12 +423,25 @@ class ConnectorScheduler:
 
     def _release(self, known: Live) -> None:
         """Nobody here needs a request's KV any more, where it is; of a copy somebody will."""
-        if known.source is not None and not (isinstance(known.ask, Running) and known.ask.goes_on):
-            self.metadata.releases.append(ReleaseSpec(known.source, known.request.num_prompt_tokens))
+        fetch = known.fetch
+        if fetch is not None and not (isinstance(known.ask, Running) and known.ask.goes_on):
+            self.metadata.releases.append(ReleaseSpec(fetch.remote, fetch.content.tokens, fetch.content))
+
+    def _leave(self, known: Live) -> None:
+        """A request computes, or finds what another one has fetched."""
+        assert known.fetch is not None
+        assert known.fetch.key is not None
+        if self.readers.gone(known.fetch.key, known.request.request_id):
+            self._release(known)
+        known.fetch = None
+
+    def _leads(self, known: Live) -> bool:
+        """Whether a request is the one of its family that is offered."""
+        return known.family is not None and known.family.first == known.request.request_id
 
     def _offers(self, known: Live) -> bool:
         """Whether this step computes tokens of a prompt that others fetch: a chunk of it, or the last."""
-        is_due = isinstance(known.ask, Serve) and not self.late
+        is_due = self._leads(known) and not self.late
         return is_due and known.offered < known.request.num_prompt_tokens
 
     def _offer(self, known: Live, before: int, after: int, tables: Tables) -> None:
@@ -377,8 +452,17 @@ class ConnectorScheduler:
             more = tuple(table[named:] for table, named in zip(tables, known.named, strict=True))
             self.metadata.growths.append(GrowSpec(request.request_id, more, stop))
         else:
-            self.metadata.sends.append(SendSpec(request.request_id, known.ask.transfer, _copied(tables), before, stop))
+            self._send(known, known.ask, tables, before, stop)
         known.offered, known.named = after, tuple(map(len, tables))
+
+    def _send(self, known: Live, ask: Serve, tables: Tables, computed: int | None, stop: int | None = None) -> None:
+        """Offer a request, to as many as its client wants answers."""
+        assert known.content is not None
+        assert known.family is not None
+        service = Service.ONCE if known.family.children == 1 else Service.REPEATED
+        name, content = known.request.request_id, known.content.whole
+        spec = SendSpec(name, ask.transfer, _copied(tables), computed, stop, service=service, content=content)
+        self.metadata.sends.append(spec)
 
     def _give(self, known: Live, before: int, count: int, state: Any) -> None:
         """Offer a request that may move, to whoever asks; a token later, what that token has added. Guessed tokens are
@@ -387,9 +471,12 @@ class ConnectorScheduler:
         stop = min(before + count, request.num_tokens)
         if not known.offered:
             assert known.movable is not None
+            assert known.content is not None
+            contents = (*known.content.latest, *known.content.grown_to(stop))
             tables = _copied(state.get_block_ids(request.request_id))
             name, computed = request.request_id, min(before, stop)
-            send = SendSpec(name, known.movable, tables, computed, stop, self.move_s, Service.REPEATED)
+            service, way, whole = Service.REPEATED, "moved", known.content.whole
+            send = SendSpec(name, known.movable, tables, computed, stop, self.move_s, service, way, whole, contents)
             self.metadata.sends.append(send)
             known.named = tuple(map(len, tables))
         else:
@@ -398,7 +485,8 @@ class ConnectorScheduler:
                 tables = state.get_block_ids(request.request_id)
                 more = tuple(table[named:] for table, named in zip(tables, known.named, strict=True))
                 known.named = tuple(map(len, tables))
-            self.metadata.growths.append(GrowSpec(request.request_id, more, stop))
+            assert known.content is not None
+            self.metadata.growths.append(GrowSpec(request.request_id, more, stop, known.content.grown_to(stop)))
         known.offered = max(1, stop)
 
     def _saves(self, known: Live, after: int) -> range:
@@ -417,6 +505,8 @@ class ConnectorScheduler:
     def _served(self, known: Live, ask: Serve, tables: Tables, outcome: RequestOutcome) -> bool:
         """Whether the pages of a prefill for another engine are still needed."""
         name = known.request.request_id
+        if not self._leads(known):
+            return False
         if outcome is not RequestOutcome.DELIVERED:
             if known.offered:
                 self.metadata.aborts.append(AbortSpec(name, "the prefill was aborted"))
@@ -424,7 +514,7 @@ class ConnectorScheduler:
                 self.metadata.refusals.append(RefuseSpec(ask.transfer, "the prefill was aborted"))
             return known.offered > 0
         if not known.offered:
-            self.metadata.sends.append(SendSpec(name, ask.transfer, _copied(tables), None))
+            self._send(known, ask, tables, None)
         sampled = known.request.output_token_ids
         if len(sampled):
             self.metadata.attaches.append(AttachSpec(name, FirstToken(sampled[0]).encode()))

@@ -17,6 +17,7 @@ from kvmover.engines.vllm.handshake import Remote
 from kvmover.errors import KvmoverError, PeerUnknown, TransportError
 from kvmover.transfer import Mover, Progress, Result, Transfer
 from kvmover.transfer.arguments import page_tables
+from kvmover.transfer.protocol.content import Content
 from kvmover.transfer.result import Gate
 
 log = logging.getLogger(__name__)
@@ -73,19 +74,19 @@ class RequestTransfers:
     def send(self, spec: SendSpec, pages: Pages, gates: Sequence[Gate] | None) -> None:
         """Offer a request, under the name by which the other engine asks for it."""
         tables = page_tables(pages)
-        keep_s, service = spec.keep_s, spec.service
+        keep_s, service, content = spec.keep_s, spec.service, spec.content
         self._sends[spec.request] = self._started(
-            lambda mover: mover.send(spec.transfer, tables, gates, deadline_s=keep_s, service=service)
+            lambda mover: mover.send(spec.transfer, tables, gates, deadline_s=keep_s, service=service, content=content)
         )
 
-    def produced(self, request: str, gate: Gate, pages: Pages | None) -> None:
+    def produced(self, request: str, gate: Gate, pages: Pages | None, contents: Sequence[Content] = ()) -> None:
         """One more event to wait for, and pages that come behind those named before. Nothing of a request whose
         transfer is over while its prefill goes on."""
         tables = None if pages is None else page_tables(pages)
 
         def produced(done: Future[Transfer]) -> None:
             if done.exception() is None:
-                self.progress.tell(done.result(), lambda mover: mover.produced(done.result(), gate, tables))
+                self.progress.tell(done.result(), lambda mover: mover.produced(done.result(), gate, tables, contents))
 
         if request in self._sends:
             self._sends[request].add_done_callback(produced)
@@ -103,7 +104,7 @@ class RequestTransfers:
     def receive(self, spec: ReceiveSpec, pages: Pages) -> None:
         """Fetch positions of a request into its pages, a table a component; `received` tells how it ended."""
         tables = page_tables(pages)
-        self._fetch(spec.request, spec.remote, range(spec.start, spec.stop), tables)
+        self._fetch(spec.request, spec.remote, range(spec.start, spec.stop), tables, spec.content)
 
     def release(self, spec: ReleaseSpec, entries: Sequence[int]) -> None:
         """Ask for nothing, which a source takes for served. Nobody is told how that ends.
@@ -111,7 +112,9 @@ class RequestTransfers:
         `entries`: of each component's page table for all of the request.
         """
         tables = [np.zeros(count, np.int64) for count in entries]
-        self._fetch(f"{spec.remote.transfer} released", spec.remote, range(spec.tokens, spec.tokens), tables)
+        self._fetch(
+            f"{spec.remote.transfer} released", spec.remote, range(spec.tokens, spec.tokens), tables, spec.content
+        )
 
     def refuse(self, transfer: str, reason: str) -> None:
         """Whoever asks for it, or has asked, hears why; of a mover that is closed they hear that."""
@@ -162,7 +165,7 @@ class RequestTransfers:
         self._callers.shutdown(wait=False, cancel_futures=True)
         self.progress.close()
 
-    def _fetch(self, request: str, remote: Remote, positions: range, tables: Pages) -> None:
+    def _fetch(self, request: str, remote: Remote, positions: range, tables: Pages, content: Content | None) -> None:
         """Ask an engine as soon as it is met; one that was restarted under its old name is met again, once."""
         fetch = self._fetches[request] = Future[Transfer]()
         meetings: list[Future[str]] = []
@@ -176,7 +179,7 @@ class RequestTransfers:
                 fetch.set_exception(error)
                 return
             self._started(
-                lambda mover: mover.receive(remote.transfer, met.result(), positions, tables)
+                lambda mover: mover.receive(remote.transfer, met.result(), positions, tables, content=content)
             ).add_done_callback(answered)
 
         def answered(begun: Future[Transfer]) -> None:

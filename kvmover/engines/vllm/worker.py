@@ -15,7 +15,8 @@ from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, Ra
 from kvmover.engines.vllm.transfers import Over, RequestTransfers
 from kvmover.layout import Fleet
 from kvmover.repeats import Repeats, form_of
-from kvmover.transfer.result import ALL, Cause, Gate, Service
+from kvmover.transfer.protocol.content import Content
+from kvmover.transfer.result import ALL, Cause, Gate
 
 if TYPE_CHECKING:
     import torch
@@ -71,11 +72,13 @@ class Ended:
 
 @dataclass(slots=True)
 class Computing:
-    """A request of which this step computes the positions below `stop`, and blocks of it that nobody was told of."""
+    """A request of which this step computes the positions below `stop`, and blocks of it that nobody was told of.
+    `contents`: what the beginnings are of that this adds, of a request that may move."""
 
     request: str
     stop: int
     pages: list[list[int]] | None = None
+    contents: tuple[Content, ...] = ()
 
 
 @dataclass(slots=True)
@@ -131,7 +134,8 @@ class ConnectorWorker:
         for attach in metadata.attaches:
             self.transfers.attach(attach.request, attach.payload)
         for growth in metadata.growths:
-            self._computing.append(Computing(growth.request, _positions(growth.stop), self._pages(growth.tables)))
+            pages, stop = self._pages(growth.tables), _positions(growth.stop)
+            self._computing.append(Computing(growth.request, stop, pages, growth.contents))
         for receive in metadata.receives:
             self._fetching[receive.request] = receive
             self.transfers.receive(receive, self._pages(receive.tables))
@@ -197,9 +201,9 @@ class ConnectorWorker:
     def _send(self, send: SendSpec) -> None:
         gates = [Gate(self.mark(), ALL, ALL)] if self.drafts else None
         if send.computed is not None:
-            self._computing.append(Computing(send.request, _positions(send.stop)))
+            self._computing.append(Computing(send.request, _positions(send.stop), contents=send.contents))
             gates = [Gate(self.mark(), ALL, send.computed)] if send.computed else []
-        if send.service is Service.REPEATED:
+        if send.way == "moved":
             self._movable.add(send.request)
         self.transfers.send(send, self._pages(send.tables), gates)
 
@@ -207,8 +211,8 @@ class ConnectorWorker:
         """Once what is launched has been computed, layers below `layers` of this step's chunks are in their pages."""
         event = self.mark()
         for chunk in self._computing:
-            self.transfers.produced(chunk.request, Gate(event, layers, chunk.stop), chunk.pages)
-            chunk.pages = None
+            self.transfers.produced(chunk.request, Gate(event, layers, chunk.stop), chunk.pages, chunk.contents)
+            chunk.pages, chunk.contents = None, ()
 
     def _pages(self, tables: Tables) -> list[list[int]]:
         """A page table a component: pages of the kernels, of the blocks of its group."""

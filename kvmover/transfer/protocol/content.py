@@ -62,8 +62,8 @@ def disagreement(held: Content | None, wanted: Content | None, identity: Identit
     if held is not None and wanted is not None and held.digest and wanted.digest:
         if (held.tokens, held.digest) == (wanted.tokens, wanted.digest):
             return None
-        return f"the KV here is of {held}, and {wanted} were asked for"
+        return f"the KV is of {held}, and {wanted} were asked for"
     if identity is IdentityCheck.TRUST:
         return None
     said, asked = (str(each) if each is not None else "a prompt that nobody named" for each in (held, wanted))
-    return f'the KV here is of {said}, and {asked} were asked for: only identity = "trust" takes what is not known'
+    return f'the KV is of {said}, and {asked} were asked for: only identity = "trust" takes what is not known'

@@ -223,7 +223,7 @@ class Request:
         newest = self.contents[max(self.contents)] if self.contents else None
         held = self.contents.get(want.content.tokens, newest) if want.content else newest
         if held is not None and want.stop > held.tokens:
-            return f"the KV here is of {held}, and tokens below {want.stop} were asked for"
+            return f"the KV is of {held}, and tokens below {want.stop} were asked for"
         return disagreement(held, want.content, identity)
 
     def asks_anew(self, before: SendAttempt, want: wire.Want) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvmover.engines.common import FirstToken
+from kvmover.engines.common import FirstToken, content_of
 from kvmover.engines.vllm.connector_metadata import (
     AbortSpec,
     AttachSpec,
@@ -24,6 +24,7 @@ from kvmover.engines.vllm.connector_metadata import (
 )
 from kvmover.engines.vllm.handshake import Remote, answer
 from kvmover.engines.vllm.scheduler import ConnectorScheduler, HeldBlocks, Home, RequestOutcome, Role
+from kvmover.transfer import Content
 from kvmover.transfer.result import Service
 
 TOKENS = 16
@@ -43,6 +44,10 @@ class Request:
     generated: int = 0
     max_tokens: int = 9
     sampling_params: Any = None
+    cache_salt: str | None = None
+    lora_request: Any = None
+    mm_features: Sequence[Any] = ()
+    prompt_embeds: Any = None
     prompt_token_ids: list[int] = field(init=False)
     _all_token_ids: list[int] = field(init=False)
 
@@ -52,7 +57,7 @@ class Request:
 
     @property
     def all_token_ids(self) -> list[int]:
-        return self._all_token_ids
+        return (self._all_token_ids + self.output_token_ids)[: self.num_tokens]
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -68,6 +73,15 @@ class Request:
 
     def is_finished(self) -> bool:
         return self.over
+
+
+def content(tokens: int = 100) -> Content:
+    """What the first tokens of these requests are of, unless they were changed."""
+    return content_of((list(range(100)) + list(range(700, 800)))[:tokens])
+
+
+def growing(prompt: int, tokens: int) -> Content:
+    return content_of([*range(prompt), *range(700, 800)][:tokens])
 
 
 def hash_of(block: int) -> bytes:
@@ -104,7 +118,10 @@ def served(scheduler: ConnectorScheduler | None = None) -> tuple[ConnectorSchedu
 
 
 def fetched(scheduler: ConnectorScheduler | None = None) -> tuple[ConnectorScheduler, Request]:
-    scheduler, request = scheduler or ConnectorScheduler(TOKENS), Request("d-1", kv_transfer_params=answer(REMOTE))
+    scheduler, request = (
+        scheduler or ConnectorScheduler(TOKENS),
+        Request("d-1", kv_transfer_params=answer(REMOTE, content())),
+    )
     scheduler.new(request)
     return scheduler, request
 
@@ -113,10 +130,10 @@ def test_a_prefill_is_offered_with_its_first_step_and_each_step_names_the_blocks
     """Chunks of 40, 40 and 20 tokens in blocks of 16: the second begins in a block that the first named."""
     scheduler, request = served()
     first, second, last = (step(scheduler, (request, count)) for count in (40, 40, 20))
-    assert first == KvmoverConnectorMetadata(sends=[SendSpec("p-1", "p-1", tables(3), 0, 40)])
+    assert first == KvmoverConnectorMetadata(sends=[SendSpec("p-1", "p-1", tables(3), 0, 40, content=content())])
     assert second == KvmoverConnectorMetadata(growths=[GrowSpec("p-1", ([13, 14],), 80)])
     assert last == KvmoverConnectorMetadata(growths=[GrowSpec("p-1", ([15, 16],), None)])
-    assert scheduler.finished(request, tables(), RequestOutcome.DELIVERED) == (True, answer(REMOTE))
+    assert scheduler.finished(request, tables(), RequestOutcome.DELIVERED) == (True, answer(REMOTE, content()))
     assert step(scheduler) == KvmoverConnectorMetadata(delayed={"p-1"})
     assert (step(scheduler), scheduler.live) == (KvmoverConnectorMetadata(), {})
 
@@ -159,7 +176,7 @@ def test_a_preempted_prefill_is_withdrawn_and_offered_again_when_it_is_computed_
     request.num_preemptions, request.num_computed_tokens = 1, 0
     metadata = step(scheduler, (request, 48))
     assert metadata == KvmoverConnectorMetadata(
-        sends=[SendSpec("p-1", "p-1", tables(3), 0, 48)],
+        sends=[SendSpec("p-1", "p-1", tables(3), 0, 48, content=content())],
         aborts=[AbortSpec("p-1", "the prefill was preempted")],
         preempted={"p-1"},
     )
@@ -170,7 +187,7 @@ def test_a_prompt_is_fetched_behind_what_the_engine_has() -> None:
     scheduler, request = fetched()
     assert scheduler.matched(request, 32) == 68
     scheduler.allocated(request, tables(), 68)
-    assert step(scheduler).receives == [ReceiveSpec("d-1", REMOTE, 32, 100, tables())]
+    assert step(scheduler).receives == [ReceiveSpec("d-1", REMOTE, 32, 100, tables(), content())]
     scheduler.allocated(request, tables(), 0)
     received(scheduler, "d-1")
     assert step(scheduler, (request, 1)) == KvmoverConnectorMetadata()
@@ -181,13 +198,13 @@ def test_a_prompt_is_fetched_behind_what_the_engine_has() -> None:
 def test_a_prompt_that_the_engine_has_is_released() -> None:
     scheduler, request = fetched()
     scheduler.allocated(request, tables(), 0)
-    assert step(scheduler).releases == [ReleaseSpec(REMOTE, 100)]
+    assert step(scheduler).releases == [ReleaseSpec(REMOTE, 100, content())]
 
 
 def test_a_request_that_ends_before_it_has_pages_is_released() -> None:
     scheduler, request = fetched()
     assert scheduler.finished(request, (), RequestOutcome.ABORTED) == (False, None)
-    assert step(scheduler).releases == [ReleaseSpec(REMOTE, 100)]
+    assert step(scheduler).releases == [ReleaseSpec(REMOTE, 100, content())]
 
 
 def test_a_request_that_ends_while_it_is_fetched_is_the_workers_to_report() -> None:
@@ -210,7 +227,7 @@ def test_what_could_not_be_fetched_is_not_fetched_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "params"), [(Role.GIVES, answer(REMOTE)), (Role.TAKES, {"do_remote_decode": True})], ids=str
+    ("role", "params"), [(Role.GIVES, answer(REMOTE, content())), (Role.TAKES, {"do_remote_decode": True})], ids=str
 )
 def test_an_engine_of_another_role_computes_for_itself(role: Role, params: dict[str, Any]) -> None:
     scheduler, request = ConnectorScheduler(TOKENS, role), Request(kv_transfer_params=params)
@@ -234,11 +251,11 @@ def test_where_pages_are_given_back_the_last_token_is_left_to_decode() -> None:
     assert (request.num_prompt_tokens, len(request.prompt_token_ids), request.max_tokens) == (99, 99, 1)
     assert step(scheduler, (request, 99)) == KvmoverConnectorMetadata()
     assert scheduler.finished(request, tables(), RequestOutcome.DELIVERED)[0]
-    assert step(scheduler).sends == [SendSpec("p-1", "p-1", tables(), None)]
+    assert step(scheduler).sends == [SendSpec("p-1", "p-1", tables(), None, content=content())]
     scheduler, request = fetched(ConnectorScheduler(TOKENS, late=True, left_tokens=1))
     assert scheduler.matched(request, 0) == 99
     scheduler.allocated(request, tables(), 99)
-    assert step(scheduler).receives == [ReceiveSpec("d-1", REMOTE, 0, 99, tables())]
+    assert step(scheduler).receives == [ReceiveSpec("d-1", REMOTE, 0, 99, tables(), content())]
 
 
 def test_a_prompt_whose_log_probabilities_are_asked_for_is_whole_and_not_served() -> None:
@@ -293,8 +310,10 @@ def test_a_decode_keeps_what_it_has_for_the_next_turn_where_it_is_told_to() -> N
     assert keeps
     assert told is not None
     assert (told["do_remote_decode"], told["remote_request_id"], told["remote_num_tokens"]) == (True, "d-1", 107)
+    turn = content_of([*range(100), *range(500, 507)])
+    assert told["kvmover_content"] == f"107:{turn.digest.hex()}"
     metadata = step(scheduler)
-    assert metadata.sends == [SendSpec("d-1", "d-1", tables(), None, keep_s=480.0)]
+    assert metadata.sends == [SendSpec("d-1", "d-1", tables(), None, keep_s=480.0, content=turn)]
     assert metadata.delayed == {"d-1"}
     for how in ({}, {"keep_s": 480.0, "late": True}, {"keep_s": 480.0, "role": Role.TAKES}):
         scheduler, told, keeps = kept(**how)
@@ -313,15 +332,19 @@ def running(**how: Any) -> tuple[ConnectorScheduler, Request]:
 
 def test_a_request_that_may_move_is_offered_as_it_grows_and_its_blocks_are_named_once() -> None:
     scheduler, request = running()
-    sends = [SendSpec("d-1", "r", tables(2), 0, 30, 5.0, Service.REPEATED)]
+    sends = [SendSpec("d-1", "r", tables(2), 0, 30, 5.0, Service.REPEATED, "moved", growing(30, 30))]
     assert step(scheduler, (request, 30)) == KvmoverConnectorMetadata(sends=sends)
     grown = list[GrowSpec]()
     for _ in range(4):
         request.generated += 1
         grown += step(scheduler, (request, 1)).growths
-    assert grown == [GrowSpec("d-1", ([12] if stop == 33 else [],), stop) for stop in (31, 32, 33, 34)]
+    assert grown == [
+        GrowSpec("d-1", ([12] if stop == 33 else [],), stop, (growing(30, stop),)) for stop in (31, 32, 33, 34)
+    ]
     request.generated += 1
-    assert step(scheduler, (request, 4)).growths == [GrowSpec("d-1", ([],), 35)]  # three tokens of them are guesses
+    assert step(scheduler, (request, 4)).growths == [
+        GrowSpec("d-1", ([],), 35, (growing(30, 35),))
+    ]  # three tokens of them are guesses
 
 
 def test_its_blocks_are_kept_when_its_client_leaves_and_given_back_when_it_is_answered() -> None:
@@ -341,10 +364,12 @@ def test_of_steps_that_are_ordered_ahead_what_is_said_is_offered_and_all_of_it_w
     step(scheduler, (request, 30))
     assert step(scheduler, (request, 1)).growths == [GrowSpec("d-1", ([],), 30)]
     request.generated = 1
-    assert step(scheduler, (request, 1)).growths == [GrowSpec("d-1", ([],), 31)]
+    assert step(scheduler, (request, 1)).growths == [GrowSpec("d-1", ([],), 31, (growing(30, 31),))]
     request.generated = 2
     assert scheduler.finished(request, tables(2), RequestOutcome.ABORTED) == (True, None)
-    assert step(scheduler) == KvmoverConnectorMetadata(growths=[GrowSpec("d-1", ([],), 32)], delayed={"d-1"})
+    assert step(scheduler) == KvmoverConnectorMetadata(
+        growths=[GrowSpec("d-1", ([],), 32, (growing(30, 32),))], delayed={"d-1"}
+    )
 
 
 @pytest.mark.parametrize("how", [{"move_s": None}, {"late": True}, {"role": Role.TAKES}])
@@ -366,20 +391,22 @@ def test_one_that_is_preempted_is_offered_anew() -> None:
 
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_what_is_taken_over_is_fetched_and_let_go_and_a_copy_is_not_let_go(goes_on: bool) -> None:
-    where = {**answer(REMOTE), "remote_num_tokens": 99, "kvmover_copy": goes_on}
+    where = {**answer(REMOTE, content()), "remote_num_tokens": 99, "kvmover_copy": goes_on}
     scheduler, request = ConnectorScheduler(TOKENS), Request("d-2", kv_transfer_params=where)
     scheduler.new(request)
     assert scheduler.matched(request, 32) == 67
     assert scheduler.is_of_peer(request)
     scheduler.allocated(request, tables(), 67)
-    assert step(scheduler) == KvmoverConnectorMetadata(receives=[ReceiveSpec("d-2", REMOTE, 32, 99, tables())])
+    assert step(scheduler) == KvmoverConnectorMetadata(
+        receives=[ReceiveSpec("d-2", REMOTE, 32, 99, tables(), content(99))]
+    )
     received(scheduler, "d-2")
-    assert step(scheduler).releases == ([] if goes_on else [ReleaseSpec(REMOTE, 100)])
+    assert step(scheduler).releases == ([] if goes_on else [ReleaseSpec(REMOTE, 99, content(99))])
 
 
 def test_who_leaves_before_it_was_taken_over_leaves_it_where_it_is() -> None:
     """A router may ask another engine for it."""
-    where = {**answer(REMOTE), "remote_num_tokens": 99}
+    where = {**answer(REMOTE, content()), "remote_num_tokens": 99}
     scheduler, request = ConnectorScheduler(TOKENS), Request("d-2", kv_transfer_params=where)
     scheduler.new(request)
     assert scheduler.finished(request, tables(0), RequestOutcome.ABORTED) == (False, None)
@@ -399,11 +426,11 @@ def test_a_prefill_fetches_the_turns_before_where_they_are_worth_it(fewest: int,
     found = scheduler.matched(request, 16)
     scheduler.allocated(request, tables(9), found)
     metadata = step(scheduler)
-    decode = Remote("decode", "d-1", "10.0.0.2", 5700)
+    decode, turn = Remote("decode", "d-1", "10.0.0.2", 5700), content_of([*range(100), *range(500, 507)])
     if changed is None and fewest == 64:
-        assert metadata.receives == [ReceiveSpec("p-2", decode, 16, 107, tables(9))]
+        assert metadata.receives == [ReceiveSpec("p-2", decode, 16, 107, tables(9), turn)]
     else:
-        assert (found, metadata.receives, metadata.releases) == (0, [], [ReleaseSpec(decode, 140)])
+        assert (found, metadata.receives, metadata.releases) == (0, [], [ReleaseSpec(decode, 107, turn)])
 
 
 class Stock:

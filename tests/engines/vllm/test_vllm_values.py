@@ -36,12 +36,12 @@ from kvmover.engines.vllm.handshake import (
     answer,
     answer_of_turn,
     asked,
-    digest_of,
 )
 from kvmover.engines.vllm.options import ConnectorOptions, parse
 from kvmover.errors import TransportError
 from kvmover.layout import Codec, Span
 from kvmover.store import PagePart
+from kvmover.transfer import Content
 from kvmover.transport import Memory, MemoryKind
 
 LAYERS, BLOCKS, TOKENS, CONTENT = 4, 6, 8, 10
@@ -222,16 +222,17 @@ def test_layers_are_ordered_by_the_numbers_in_their_names(name: str, numbers: tu
 
 
 REMOTE = Remote("engine", "p-1", "10.0.0.1", 5600)
+PROMPT = Content(3, bytes(range(16)))
 
 
 def test_the_answer_of_a_prefill_is_what_the_decode_engine_asks_by() -> None:
-    assert asked(answer(REMOTE), "d-1").whole == REMOTE
+    assert asked(answer(REMOTE, PROMPT), "d-1").whole == REMOTE
 
 
 def test_a_prefill_is_known_by_its_own_id_or_by_that_of_the_proxy() -> None:
     assert asked({"do_remote_decode": True}, "p-1").whole == Serve("p-1")
     assert asked({"do_remote_decode": True, "transfer_id": "both"}, "p-1").whole == Serve("both")
-    both = answer(REMOTE) | {"remote_request_id": None, "transfer_id": "both"}
+    both = answer(REMOTE, PROMPT) | {"remote_request_id": None, "transfer_id": "both"}
     assert asked(both, "d-1").whole == Remote("engine", "both", "10.0.0.1", 5600)
 
 
@@ -245,7 +246,7 @@ def test_between_engines_of_unlike_make_a_room_is_the_requests_name() -> None:
     assert asked({"do_remote_prefill": True, **ROOM, "bootstrap_room": "0"}, "d-1").whole == Remote(
         "", "0", "10.0.0.2", 8998
     )
-    assert asked(answer(REMOTE) | {"bootstrap_room": 7001}, "d-1").whole == REMOTE
+    assert asked(answer(REMOTE, PROMPT) | {"bootstrap_room": 7001}, "d-1").whole == REMOTE
     for key, bad in (
         ("bootstrap_room", -1),
         ("bootstrap_room", 1 << 63),
@@ -256,24 +257,32 @@ def test_between_engines_of_unlike_make_a_room_is_the_requests_name() -> None:
             asked({"do_remote_prefill": True, **ROOM, key: bad}, "d-1")
 
 
-def test_a_turn_goes_on_where_its_tokens_begin_with_those_that_decode_has() -> None:
-    last = LastTurn(REMOTE, 3, digest_of([1, 2, 3]))
-    ask = asked(answer_of_turn(last), "p-2").whole
-    assert ask == Serve("p-2", last)
-    assert [last.is_prefix_of(turn) for turn in ([1, 2, 3], [1, 2, 3, 4], [1, 2], [1, 2, 4], [2, 1, 3])] == [
-        True,
-        True,
-        False,
-        False,
-        False,
-    ]
-    for key in ("remote_request_id", "remote_num_tokens", "kvmover_tokens_digest"):
+def test_what_a_decode_has_kept_is_told_with_its_content() -> None:
+    last = LastTurn(REMOTE, PROMPT)
+    assert asked(answer_of_turn(last), "p-2").whole == Serve("p-2", last)
+    for key in ("remote_request_id", "remote_num_tokens", "kvmover_content"):
         assert asked(answer_of_turn(last) | {key: None}, "p-2").whole == Serve("p-2")
+    assert asked(answer_of_turn(last) | {"remote_num_tokens": 4}, "p-2").whole == Serve("p-2")
+
+
+def test_a_prefill_names_its_prompt_and_for_how_many_it_is() -> None:
+    assert asked(answer(REMOTE, PROMPT), "d-1") == RequestAsk(REMOTE, None, PROMPT)
+    assert asked(answer(REMOTE, PROMPT, 4), "d-1") == RequestAsk(REMOTE, None, PROMPT, 4)
+    unknown = asked(answer(REMOTE, Content(3, unknown="an image")), "d-1").content
+    assert unknown == Content(3, unknown="as its prefill says")
+    without = {key: value for key, value in answer(REMOTE, PROMPT).items() if not key.startswith("kvmover")}
+    assert asked(without, "d-1") == RequestAsk(REMOTE)
+
+
+@pytest.mark.parametrize("said", ["", "3", ":", "3:ab", "-3:" + "00" * 16, "3:" + "AB" * 16, "3:" + "00" * 17, 7])
+def test_a_content_that_makes_no_sense_is_refused_by_name(said: object) -> None:
+    with pytest.raises(ValueError, match="kv_transfer_params of d-1: .*kvmover_content"):
+        asked({**answer(REMOTE, PROMPT), "kvmover_content": said}, "d-1")
 
 
 @pytest.mark.parametrize("port", [5600, "5600", 5600.0])
 def test_a_port_is_a_port_in_whatever_spelling_a_router_hands_it_on(port: object) -> None:
-    assert asked({**answer(REMOTE), "remote_port": port}, "d-1").whole == replace(REMOTE, port=5600)
+    assert asked({**answer(REMOTE, PROMPT), "remote_port": port}, "d-1").whole == replace(REMOTE, port=5600)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +300,7 @@ def test_a_port_is_a_port_in_whatever_spelling_a_router_hands_it_on(port: object
 def test_parameters_that_make_no_sense_are_refused_by_name(key: str, value: object) -> None:
     """A client writes them, and the scheduler that reads them serves everybody."""
     with pytest.raises(ValueError, match=f"kv_transfer_params of d-1: .*{key}"):
-        asked({**answer(REMOTE), key: value}, "d-1")
+        asked({**answer(REMOTE, PROMPT), key: value}, "d-1")
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": False, "remote_host": "x"}])
@@ -302,16 +311,16 @@ def test_other_requests_concern_nobody_else(params: dict[str, object] | None) ->
 @pytest.mark.parametrize("key", ["remote_engine_id", "remote_host", "remote_port", "remote_request_id"])
 def test_parameters_that_lack_something_say_what(key: str) -> None:
     with pytest.raises(ValueError, match=f"kv_transfer_params of d-1 have no {key}"):
-        asked({name: value for name, value in answer(REMOTE).items() if name != key}, "d-1")
+        asked({name: value for name, value in answer(REMOTE, PROMPT).items() if name != key}, "d-1")
 
 
 def test_a_request_that_moves_says_what_is_there_and_may_move_on() -> None:
-    where = {**answer(REMOTE), "remote_num_tokens": 140}
+    where = {**answer(REMOTE, PROMPT), "remote_num_tokens": 140}
     assert asked(where, "d-1") == RequestAsk(Running(REMOTE, 140))
     assert asked({**where, "kvmover_copy": True}, "d-1") == RequestAsk(Running(REMOTE, 140, goes_on=True))
     assert asked({**where, "kvmover_movable": "r-2"}, "d-1") == RequestAsk(Running(REMOTE, 140), "r-2")
     assert asked({"kvmover_movable": "r-1"}, "d-1") == RequestAsk(None, "r-1")
-    assert asked({**answer(REMOTE), "kvmover_movable": "r-1"}, "d-1") == RequestAsk(REMOTE, "r-1")
+    assert asked({**answer(REMOTE, PROMPT), "kvmover_movable": "r-1"}, "d-1") == RequestAsk(REMOTE, "r-1", PROMPT)
     assert asked({"do_remote_decode": True, "kvmover_movable": "r-1"}, "p-1") == RequestAsk(Serve("p-1"))
     for key, bad in (("kvmover_movable", ""), ("kvmover_movable", [7]), ("kvmover_copy", "perhaps")):
         with pytest.raises(ValueError, match=f"kv_transfer_params of d-1: .*{key}"):

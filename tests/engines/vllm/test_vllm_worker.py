@@ -559,7 +559,7 @@ class Recorder(RequestTransfers):
     def send(self, spec: SendSpec, pages: object, gates: Sequence[Gate] | None) -> None:
         self.gates[spec.request] = list(gates or ())
 
-    def produced(self, request: str, gate: Gate, pages: list[list[int]] | None) -> None:
+    def produced(self, request: str, gate: Gate, pages: list[list[int]] | None, contents: object) -> None:
         self.gates[request].append(gate)
         self.named.setdefault(request, []).append(pages)
 

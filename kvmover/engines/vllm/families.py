@@ -1,0 +1,51 @@
+"""Families are the requests that vLLM makes of one with `n` > 1: one of them is offered to decode engines, for all."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from kvmover.transfer.protocol.content import Content
+
+#: Families that are remembered, the latest ones: their children come together.
+MOST_FAMILIES = 1024
+
+_CHILD = re.compile(r"[0-9]+_(.+)", re.DOTALL)
+
+
+@dataclass(slots=True)
+class Family:
+    """The requests of one prompt and parent. `transfer`: the name by which the first one is offered; `children`: how
+    many have come."""
+
+    first: str
+    transfer: str
+    children: int = 0
+
+
+@dataclass(slots=True)
+class Families:
+    """The families of a prefill engine.
+
+    >>> families, content = Families(), Content(3, b"digest")
+    >>> families.of("0_cmpl-7", "0_cmpl-7", content).transfer, families.of("1_cmpl-7", "1_cmpl-7", content).transfer
+    ('0_cmpl-7', '0_cmpl-7')
+    >>> families.of("cmpl-8", "cmpl-8", content).children
+    1
+    """
+
+    _known: OrderedDict[tuple[str, Content], Family] = field(default_factory=OrderedDict["tuple[str, Content]", Family])
+
+    def of(self, request: str, transfer: str, content: Content) -> Family:
+        """Returns the family that a request belongs to, which it may be the first of. `transfer`: the name by which it
+        would be offered alone."""
+        child = _CHILD.fullmatch(request)
+        if child is None:
+            return Family(request, transfer, 1)
+        key = child[1], content
+        family = self._known.setdefault(key, Family(request, transfer))
+        family.children += 1
+        if len(self._known) > MOST_FAMILIES:
+            self._known.popitem(last=False)
+        return family
