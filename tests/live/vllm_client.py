@@ -40,6 +40,16 @@ def split(first: Server, second: Server, prompt: Sequence[int], tokens: int = 16
     return replace(answer, seconds=half.seconds + answer.seconds, params=half.params)
 
 
+def ask_several(
+    server: Server, prompt: Sequence[Any], tokens: int = 16, params: Mapping[str, Any] | None = None, **said: Any
+) -> list[Answer]:
+    """An answer a choice, in order, of one request: for `n`, or for a `prompt` that is a list of prompts."""
+    reply = post(f"{server.url}/v1/completions", {**_payload(prompt, tokens, params), **said})
+    if reply.status != 200:
+        return [_answer(reply)]
+    return [_answer(replace(reply, body={**reply.body, "choices": [choice]})) for choice in reply.body["choices"]]
+
+
 def split_streamed(first: Server, second: Server, prompt: Sequence[int], tokens: int) -> Streamed:
     """As `split`; the time to the first token is that of both halves. Raises OSError for a half that fails."""
     half = prefill(first, prompt)
