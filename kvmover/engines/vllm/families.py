@@ -16,11 +16,12 @@ _CHILD = re.compile(r"[0-9]+_(.+)", re.DOTALL)
 
 @dataclass(slots=True)
 class Family:
-    """The requests of one prompt and parent. `transfer`: the name by which the first one is offered; `children`: how
-    many have come."""
+    """The requests of one prompt and parent. `transfer`: the name by which the first one is offered. `readers`: how
+    many may ask for it: 1 for a request without a parent, else 2 at least, since the others come a little later."""
 
     first: str
     transfer: str
+    readers: int = 1
     children: int = 0
 
 
@@ -31,8 +32,8 @@ class Families:
     >>> families, content = Families(), Content(3, b"digest")
     >>> families.of("0_cmpl-7", "0_cmpl-7", content).transfer, families.of("1_cmpl-7", "1_cmpl-7", content).transfer
     ('0_cmpl-7', '0_cmpl-7')
-    >>> families.of("cmpl-8", "cmpl-8", content).children
-    1
+    >>> [families.of(name, name, content).readers for name in ("2_cmpl-7", "0_cmpl-9", "cmpl-8")]
+    [3, 2, 1]
     """
 
     _known: OrderedDict[tuple[str, Content], Family] = field(default_factory=OrderedDict["tuple[str, Content]", Family])
@@ -42,10 +43,11 @@ class Families:
         would be offered alone."""
         child = _CHILD.fullmatch(request)
         if child is None:
-            return Family(request, transfer, 1)
+            return Family(request, transfer)
         key = child[1], content
         family = self._known.setdefault(key, Family(request, transfer))
         family.children += 1
+        family.readers = max(2, family.children)
         if len(self._known) > MOST_FAMILIES:
             self._known.popitem(last=False)
         return family

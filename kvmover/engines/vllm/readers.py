@@ -26,10 +26,12 @@ class Turn(Enum):
 
 @dataclass(slots=True)
 class _Reading:
-    """A prompt of a source that serves `readers`. `fetching`: the one whose blocks nobody finds yet; `waiting`: those
+    """A prompt of a source that serves `readers`, of which `came` have come, and the `members` are there. `fetching`:
+    the one whose blocks nobody finds yet; `waiting`: those
     that have not begun; `read`: one has had its turn; `released`: the source was told that nobody asks any more."""
 
     readers: int
+    came: int = 0
     members: set[str] = field(default_factory=set[str])
     waiting: set[str] = field(default_factory=set[str])
     fetching: str | None = None
@@ -57,6 +59,7 @@ class Readers:
     def came(self, key: Key, name: str, readers: int = 1) -> None:
         """A request arrived that is to fetch a prompt. `readers`: how many requests its source serves."""
         reading = self._open.setdefault(key, _Reading(readers, read=key in self._read, released=key in self._read))
+        reading.came += 1
         reading.members.add(name)
         reading.waiting.add(name)
 
@@ -103,7 +106,8 @@ class Readers:
 
     def _is_over(self, reading: _Reading) -> bool:
         """Whether the source is to be told that nobody here asks any more: one that serves once knows when it has."""
-        waits = reading.waiting and not (self.is_cached and reading.read)
+        more = reading.waiting or (reading.members and reading.came < reading.readers)  # the others are on their way
+        waits = more and not (self.is_cached and reading.read)
         is_due = reading.readers > 1 or not reading.read
         if reading.fetching is not None or reading.released or waits or not is_due:
             return False

@@ -348,7 +348,7 @@ class ConnectorScheduler:
         assert known.content is not None
         assert known.family is not None
         served = Remote(self.home.engine, known.family.transfer, self.home.host, self.home.port)
-        return answer(served, known.content.whole, known.family.children)
+        return answer(served, known.content.whole, known.family.readers)
 
     def is_of_peer(self, request: Any) -> bool:
         """Whether a part of a request is fetched from who answered the turn before, or from where it was decoded."""
@@ -459,7 +459,7 @@ class ConnectorScheduler:
         """Offer a request, to as many as its client wants answers."""
         assert known.content is not None
         assert known.family is not None
-        service = Service.ONCE if known.family.children == 1 else Service.REPEATED
+        service = Service.ONCE if known.family.readers == 1 else Service.REPEATED
         name, content = known.request.request_id, known.content.whole
         spec = SendSpec(name, ask.transfer, _copied(tables), computed, stop, service=service, content=content)
         self.metadata.sends.append(spec)
