@@ -16,7 +16,7 @@ MOST_READ = 4096
 Key = tuple[Remote, Content]
 
 
-class Turn(Enum):
+class ReaderTurn(Enum):
     """A reader's turn: it fetches, waits for one that does, or computes what the prefix cache does not have."""
 
     FETCH = auto()
@@ -47,9 +47,9 @@ class Readers:
     >>> readers.came(key, "a"), readers.came(key, "b")
     (None, None)
     >>> readers.turn(key), readers.begun(key, "a"), readers.turn(key)
-    (<Turn.FETCH: 1>, None, <Turn.WAIT: 2>)
+    (<ReaderTurn.FETCH: 1>, None, <ReaderTurn.WAIT: 2>)
     >>> readers.settled(key, "a"), readers.turn(key)
-    (False, <Turn.COMPUTE: 3>)
+    (False, <ReaderTurn.COMPUTE: 3>)
     """
 
     is_cached: bool = True
@@ -63,13 +63,13 @@ class Readers:
         reading.members.add(name)
         reading.waiting.add(name)
 
-    def turn(self, key: Key) -> Turn:
+    def turn(self, key: Key) -> ReaderTurn:
         """Returns the turn of a reader that has not begun."""
         reading = self._open[key]
         if reading.fetching is not None:
-            return Turn.WAIT
+            return ReaderTurn.WAIT
         serves_again = reading.readers > 1 and not self.is_cached and not reading.released
-        return Turn.COMPUTE if reading.read and not serves_again else Turn.FETCH
+        return ReaderTurn.COMPUTE if reading.read and not serves_again else ReaderTurn.FETCH
 
     def begun(self, key: Key, name: str) -> None:
         """A reader fetches: the others wait until its blocks can be found."""

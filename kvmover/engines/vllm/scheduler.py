@@ -39,7 +39,7 @@ from kvmover.engines.vllm.handshake import (
     answer_of_turn,
     asked,
 )
-from kvmover.engines.vllm.readers import Key, Readers, Turn
+from kvmover.engines.vllm.readers import Key, Readers, ReaderTurn
 from kvmover.engines.vllm.request_content import RequestContent
 from kvmover.repeats import Repeats, form_of
 from kvmover.transfer.protocol.content import Content, IdentityCheck, disagreement
@@ -225,10 +225,10 @@ class ConnectorScheduler:
         the same."""
         known = self._live(request)
         if known.fetch and not known.begun:
-            turn = self.readers.turn(known.fetch.key) if known.fetch.key else Turn.FETCH
-            if turn is Turn.WAIT:
+            turn = self.readers.turn(known.fetch.key) if known.fetch.key else ReaderTurn.FETCH
+            if turn is ReaderTurn.WAIT:
                 return None
-            if turn is Turn.COMPUTE:
+            if turn is ReaderTurn.COMPUTE:
                 self._leave(known)
         if known.fetch and not known.begun:
             found = max(0, known.fetch.stop - computed)

@@ -15,7 +15,7 @@ from test_vllm_scheduler import REMOTE, TOKENS, Request, content, received, step
 from kvmover.engines.common import PromptParts, content_of
 from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, ReceiveSpec, ReleaseSpec
 from kvmover.engines.vllm.handshake import answer
-from kvmover.engines.vllm.readers import Readers, Turn
+from kvmover.engines.vllm.readers import Readers, ReaderTurn
 from kvmover.engines.vllm.request_content import parts_of
 from kvmover.engines.vllm.scheduler import ConnectorScheduler, Home, RequestOutcome
 from kvmover.transfer import Content
@@ -227,10 +227,10 @@ def test_readers_come_to_an_end_in_every_order() -> None:
                     readers.came(key, name, serves)
                 for name in order:
                     turn = readers.turn(key)
-                    assert turn is not Turn.WAIT
-                    if turn is Turn.FETCH:
+                    assert turn is not ReaderTurn.WAIT
+                    if turn is ReaderTurn.FETCH:
                         readers.begun(key, name)
-                        assert readers.turn(key) is Turn.WAIT
+                        assert readers.turn(key) is ReaderTurn.WAIT
                         released += readers.settled(key, name)
                     else:
                         released += readers.gone(key, name)
