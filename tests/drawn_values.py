@@ -11,6 +11,14 @@ import msgspec.inspect as schemas
 
 ODD = (0, 1, 2, 3, 7, 15, 16, 255, 256, 4095, 4096, 16384, 65535, 1 << 20, 1 << 31, 1 << 32, 1 << 62, (1 << 63) - 1)
 
+_TYPES: dict[type, type] = {
+    schemas.IntType: int,
+    schemas.FloatType: float,
+    schemas.BytesType: bytes,
+    schemas.BoolType: bool,
+    schemas.StrType: str,
+}
+
 #: How many elements a sequence has.
 _LENGTHS = (0, 1, 1, 2, 5, 40)
 
@@ -18,7 +26,7 @@ _LENGTHS = (0, 1, 1, 2, 5, 40)
 def drawn(schema: Any, dice: Random, names: Sequence[str], usual: Mapping[str, Sequence[Any]] | None = None) -> Any:
     """A value of a schema, with strings from `names`; `usual` has values of fields by name, drawn most of the time.
 
-    Elements of a sequence are drawn as the field's name says, too.
+    Elements of a sequence are drawn as the field's name says, too. A field takes values of its own type alone.
     """
     return _Drawing(dice, names, usual or {}).value(schemas.type_info(schema), "")
 
@@ -43,10 +51,9 @@ class _Drawing:
                 return cls(**{each.name: self.value(each.type, each.name) for each in fields})
             case schemas.UnionType(types=types):
                 return self.value(dice.choice(types), field)
-            case _ if field in self.usual and dice.random() < 0.8:
-                return dice.choice(self.usual[field])
             case _:
-                return self._plain(kind)
+                usual = [each for each in self.usual.get(field, ()) if type(each) is _TYPES.get(type(kind))]
+                return dice.choice(usual) if usual and dice.random() < 0.8 else self._plain(kind)
 
     def _plain(self, kind: Any) -> Any:
         dice = self.dice

@@ -9,7 +9,7 @@ from store_rank import GQA, PAGE, SPACE, pages_of
 from kvmover.layout import Fleet
 from kvmover.store import PagePart
 from kvmover.store.index import Index
-from kvmover.store.keeper.journal import JournalChange, decode_entries, runs_of, slab_name, table_of
+from kvmover.store.keeper.journal import JournalChange, decode_entries, removed_places, runs_of, slab_name, table_of
 from kvmover.store.keeper.machine import step
 from kvmover.store.keeper.messages import (
     VERSION,
@@ -109,7 +109,7 @@ class World:
                     case JournalChange.ADDED:
                         index.add_tables(runs_of([entry]), table_of([entry]), self.now)
                     case JournalChange.REMOVED:
-                        index.remove_at(name, entry.payload.cast("Q").tolist())
+                        index.remove_at(name, removed_places(entry))
                     case JournalChange.DROPPED:
                         index.drop(name)
                         proved.discard(name)

@@ -47,7 +47,7 @@ USUAL = {
     "keep": [*range(1, 6)],
     "slabs": [*range(1, 6)],
     "slab_bytes": [SLAB_BYTES],
-    "quota_bytes": [None, 3 * SLAB_BYTES],
+    "quota_bytes": [3 * SLAB_BYTES],
     "offset": PLACES,
     "nbytes": [PART.nbytes],
     "page": PAGES,
@@ -55,7 +55,7 @@ USUAL = {
     "part": odd_parts(),
     "digests": [bytes(PART.box.cells * DIGEST_BYTES)],
     "records": [48, 176],
-    "before": [None, 1005, 1100],
+    "before": [1005, 1100],
 }
 
 

@@ -16,6 +16,11 @@ import msgspec
 from kvmover.cache.peers.inventory import HostInventory
 from kvmover.cache.prefix import InvariantBroken
 from kvmover.errors import TierError
+from kvmover.transfer.protocol.wire import MAX_TABLE_BYTES, PAGE_HASH_BYTES, PAGE_ID_BYTES
+
+#: A prompt's pages up to the last one that is lent: as many as a page table of one message names. A loan names all pages
+#: before its own, too, so a question that begins later would cost its lender memory for pages that nobody has.
+MOST_PAGES = MAX_TABLE_BYTES // PAGE_ID_BYTES
 
 #: Loans of one rank at a time. An engine gets another only where it then has no more than what is left for the others.
 MOST_LOANS = 128
@@ -62,13 +67,14 @@ class Loans:
         """The answer to a question, in pages of the prompt, and the loan that it begins.
 
         The same question, of another rank of the engine or said again, has the same answer. Another question by the
-        name of a loan that is out, or of an engine that has as many as are left for others, is answered 0.
+        name of a loan that is out, one for pages beyond `MOST_PAGES`, or one of an engine that has as many loans as are
+        left for others, is answered 0.
         """
         mark = hashlib.sha256(first.to_bytes(8) + hashes).digest()
         known = self._open.get(request)
         if known is not None:
             return (known.pages if (known.engine, known.asked) == (engine, mark) else 0), None
-        if self._of[engine] >= self.most - len(self._open):
+        if self._of[engine] >= self.most - len(self._open) or first + len(hashes) // PAGE_HASH_BYTES > MOST_PAGES:
             return 0, None
         ids = inventory.leading(hashes)
         if not ids:

@@ -26,6 +26,7 @@ from kvmover.store.keeper.journal import (
     JournalEntry,
     decode_entries,
     page_and_digests,
+    removed_places,
     runs_of,
     slab_name,
     slab_number,
@@ -197,7 +198,7 @@ class KeeperCatalog:
             case JournalChange.ADDED | JournalChange.PROVED:
                 raise AssertionError(f"{entry.change.name} is taken in with others")
             case JournalChange.REMOVED:
-                self.index.remove_at(name, entry.payload.cast("Q").tolist())
+                self.index.remove_at(name, removed_places(entry))
             case JournalChange.DROPPED:
                 self.slabs.discard(name)
                 self.proved.discard(name)

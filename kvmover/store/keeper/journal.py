@@ -141,7 +141,8 @@ def decode_entries(data: bytes, at: int) -> Iterator[JournalEntry]:
             return
         check = int.from_bytes(view[start + _HEAD.size : body], "little")
         payload = view[body : body + nbytes]
-        if rows * ROW_BYTES > nbytes or check != _check(view[start : start + _HEAD.size], payload, at + start):
+        fits = rows * ROW_BYTES <= nbytes and bool(rows) == (change == JournalChange.ADDED)
+        if not fits or check != _check(view[start : start + _HEAD.size], payload, at + start):
             raise ValueError(f"a damaged entry of a journal at {at + start}")
         yield JournalEntry(JournalChange(change), at + body, stamp, slab, rows, payload)
         start = body + nbytes
@@ -179,6 +180,14 @@ def _parts_of(raw: npt.NDArray[np.uint64]) -> tuple[tuple[PartKey, ...], npt.NDA
     if len(parts) < len(numbers):
         raise ValueError("a row of a journal that names no part")
     return tuple(parts), np.repeat(which, np.diff(changes, append=len(raw))).astype(np.int64)
+
+
+def removed_places(entry: JournalEntry) -> list[int]:
+    """Places of the rows whose objects an entry REMOVED. Raises ValueError for a number that is no place."""
+    places = np.frombuffer(entry.payload, "<i8")
+    if (places < 0).any():
+        raise ValueError(f"an entry of a journal at {entry.at} that removes what is at no place")
+    return places.tolist()
 
 
 def runs_of(entries: Iterable[JournalEntry]) -> list[tuple[str, slice]]:

@@ -145,6 +145,31 @@ def test_a_load_that_fails_after_admission_is_lost_and_computed(ledger: Ledger) 
     assert total.lost == {Loss.LOAD_FAILED: 25, Loss.POISONED: 1}
 
 
+@pytest.mark.parametrize("missing", [1, 2, 20])
+def test_a_request_that_lacks_even_one_token_has_not_finished(ledger: Ledger, missing: int) -> None:
+    ledger.matched(1, 100, 80, 0.0)
+    ledger.admitted(1, Credit(30, 50))
+    ledger.computed(1, 20 - missing)
+    with pytest.raises(LedgerError, match=f"a prompt of 100 is not 80 credited \\+ {20 - missing} computed"):
+        ledger.finished(1, 1.0)
+    ledger.computed(1, missing)
+    ledger.finished(1, 1.0)
+    assert sources(ledger.total().first) == (100, 30, 50, 0, 20)
+
+
+def test_a_page_of_a_peer_that_was_no_good_is_lost_and_computed(ledger: Ledger) -> None:
+    ledger.matched(1, 100, 80, 0.0)
+    ledger.admitted(1, Credit(30, peer_tokens=50))
+    ledger.withdrawn(1, Credit(peer_tokens=20), Loss.LOAD_FAILED)
+    with pytest.raises(LedgerError, match="leaves \\(30, 0, 0, -1\\) for device, host, storage, peer"):
+        ledger.withdrawn(1, Credit(peer_tokens=31), Loss.LOAD_FAILED)
+    ledger.computed(1, 40)
+    ledger.finished(1, 1.0)
+    total = ledger.total().first
+    assert (total.device_tokens, total.peer_tokens, total.computed_tokens) == (30, 30, 40)
+    assert total.lost == {Loss.LOAD_FAILED: 20}
+
+
 def test_a_cut_to_the_rank_that_holds_least_is_a_loss(ledger: Ledger) -> None:
     ledger.matched(1, 100, 64, 0.0)
     ledger.admitted(1, Credit(storage_tokens=48), {Loss.RANK_MINIMUM: 16})
