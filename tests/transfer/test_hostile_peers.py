@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from mover_fleets import CONFIG, Bench, HandClock, Pair
 
@@ -241,6 +242,28 @@ def test_nobody_derives_more_chunks_than_there_may_be_because_a_peer_asks_for_th
     network += [wire.decode(event.payload) for event in target._transport.poll()]
     (answer,) = [message for message in network if isinstance(message, wire.Abort)]
     assert "more than 16384 chunks" in answer.reason
+
+
+@pytest.mark.parametrize("page", [-1, 1 << 20, (1 << 31) - 1])
+@pytest.mark.parametrize("named", [0, 2], ids=["at once", "later"])
+def test_a_page_that_the_asker_does_not_have_is_refused_before_anything_is_written(page: int, named: int):
+    """It is the asker's error, not a fault of the source; also of a page that a second Want names."""
+    pair = Pair.of()
+    pair.send("request")
+    mover, say = hostile(pair)
+    source = pair.src.movers[0]
+    table = np.array([*range(named), page], np.int64)
+    want = msgspec.structs.replace(WANT, route=Route.DIRECT, pages=wire.encoded([table[:named]]))
+    if named:
+        say(want)
+        pair.bench.turn()
+    say(msgspec.structs.replace(want, pages=wire.encoded([table])))
+    pair.bench.turn()
+    answers = [wire.decode(said) for event in mover._transport.poll() for said in wire.split(event.payload)]
+    (answer,) = {message.reason for message in answers if isinstance(message, wire.Abort)}
+    assert f"page id {page} is outside a pool of" in answer
+    assert "fault" not in answer
+    assert source.meter.counts[Count.FAULTS] == 0
 
 
 def test_payloads_of_more_ranks_than_there_are_are_not_asked_for():

@@ -124,7 +124,7 @@ class Eviction:
             if node.children:
                 account.order.discard(node)
             else:
-                self._delete(self._trimmed(node, account.evictable - aim, account))
+                self._uproot(self._trimmed(node, account.evictable - aim, account))
         return self._outcome()
 
     def held_host(self, index: int, pages: int) -> ActionList:
@@ -149,7 +149,7 @@ class Eviction:
         if node.host is None and self._room_for(node.end - node.start):
             self._copy_out(node)
         if node.host is None:
-            self._delete(node)
+            self._uproot(node)
             return
         self._take(node, Tier.DEVICE, -1)
         for index, held in enumerate(node.held):
@@ -191,18 +191,8 @@ class Eviction:
             self._uproot(each)
         return True
 
-    def _delete(self, node: Node) -> None:
-        """Take out a childless node, and the nodes above that nothing can end at or follow any more."""
-        while True:
-            parent = node.parent
-            assert parent is not None
-            self._uproot(node)
-            if not self._of_no_use(parent):
-                return
-            node = parent
-
     def _uproot(self, node: Node) -> None:
-        """Take out a childless node with all it holds."""
+        """Take out a childless node with all it holds. Nodes above it stay: each has attention KV of its own."""
         if node.pages is not None:
             self._take(node, Tier.DEVICE, -1)
         if node.host is not None:
@@ -213,16 +203,6 @@ class Eviction:
             if held.host is not None:
                 self._take(node, Tier.HOST, index)
         self._forest.remove(node)
-
-    def _of_no_use(self, node: Node) -> bool:
-        """Whether nothing of a childless node is left to find. One that is locked, either way, stays (sglang#23696).
-
-        Attention KV alone is kept: the next prompt of this kind sees by it where a window or a state is missing, and
-        brings it.
-        """
-        if node.children or node.locks or node.host_locks:
-            return False
-        return node.pages is None and node.host is None
 
     def _take(self, node: Node, tier: Tier, index: int) -> None:
         self._note(index, tier, self._forest.take(node, tier, index))
