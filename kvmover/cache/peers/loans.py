@@ -18,7 +18,7 @@ from kvmover.cache.prefix import InvariantBroken
 from kvmover.errors import TierError
 from kvmover.transfer.protocol.wire import MAX_TABLE_BYTES, PAGE_HASH_BYTES, PAGE_ID_BYTES
 
-#: A prompt's pages up to the last one that is lent: as many as a page table of one message names. A loan names all pages
+#: A prompt's pages up to the last one that is lent: as many as a page table of one message names. A loan names pages
 #: before its own, too, so a question that begins later would cost its lender memory for pages that nobody has.
 MOST_PAGES = MAX_TABLE_BYTES // PAGE_ID_BYTES
 
