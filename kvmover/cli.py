@@ -355,14 +355,14 @@ def _ask_to_clear(root: Path | str, namespace: str) -> None:
 
 
 def _tell(rows: Sequence[StoreRow], as_json: bool, where: Path | str) -> int:
-    """Print them, as a table and a sentence where there is something to say; 1 if a bad object was found."""
+    """Print them, as a table and a sentence where there is something to say; 1 if an object is bad, or was not read."""
     if as_json:
         typer.echo(json.dumps([row.as_data() for row in rows]))
     else:
         from kvmover.observe.store_table import print_stores
 
         print_stores(rows, where)
-    return int(any(sum(row.verified.bad.values()) for row in rows if row.verified))
+    return int(any(row.verified.bad or row.verified.spared for row in rows if row.verified))
 
 
 @app.command("keeper")

@@ -53,6 +53,7 @@ def _note(row: StoreRow) -> str:
         notes.append(f"deleted {row.deleted_pages:,} pages")
     if row.verified:
         bad = [f"deleted {number:,} bad ({reason})" for reason, number in row.verified.bad.items()]
+        bad += [f"left {number:,} to other processes ({why})" for why, number in row.verified.spared.items()]
         objects = f"all {row.verified.objects:,} objects are" if row.verified.objects != 1 else "its one object is"
         notes += bad or [f"{objects} whole"]
     return ", ".join(notes)

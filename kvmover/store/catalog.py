@@ -439,21 +439,22 @@ class Catalog:
         return segment.is_done and self.index.empty(segment.name) and not self._data_files.busy(segment.name)
 
     @under_lock
-    def last_uses(self, placed: Placed) -> tuple[npt.NDArray[np.bool_], Places]:
-        """Of each object whether it lives, and the second of the last use that any process has written down.
-
-        Of what the system does not say, what is known here.
+    def last_uses(self, placed: Placed) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_], Places]:
+        """Of each object whether the system says anything of it, whether it lives, and the second of the last use that
+        any process has written down. Of what the system does not say, what is known here.
         """
-        alive, stamps = np.ones(len(placed), np.bool_), placed.stamps.copy()
+        told, alive = np.ones(len(placed), np.bool_), np.ones(len(placed), np.bool_)
+        stamps = placed.stamps.copy()
         latest = self.machine.now() + _SKEW_S
         for name, some in placed.by_segment():
             try:
                 alive[some], written = self.segments[name].states(placed.records[some])
             except OSError as error:
                 self.lag(error)
+                told[some] = False
                 continue
             stamps[some] = np.where(written <= latest, written, stamps[some])
-        return alive, stamps
+        return told, alive, stamps
 
     @under_lock
     def shorten_deletions(self) -> None:

@@ -29,7 +29,7 @@ _COLD = 4096
 _CARRIED_SHARE = 1 / 2
 
 
-Unused = Callable[[Rows], tuple[Rows, Placed]]
+Unused = Callable[[Rows], tuple[Rows, Placed, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,8 @@ class SegmentCleaner:
     """Frees whole segments of a catalog, through the writer of the process. Used while writing."""
 
     def __init__(self, catalog: Catalog, writer: Writer, unused: Unused) -> None:
-        """`unused`: which of some pages are the next to go, as nobody else has used them, and their objects.
+        """`unused`: which of some pages are the next to go, as nobody else has used them, their objects, and how many
+        the system says nothing of.
 
         It is called under the lock.
         """
@@ -87,7 +88,7 @@ class SegmentCleaner:
     def _cold(self, pages: Sequence[bytes]) -> list[bytes]:
         """Of a few pages those that nobody else has used."""
         with self.lock:
-            cold, _ = self._unused(self._catalog.index.pages_at(pages))
+            cold, _, _ = self._unused(self._catalog.index.pages_at(pages))
             return self._catalog.index.hashes(cold)
 
     @under_lock

@@ -108,12 +108,14 @@ class Retention:
     @under_lock
     def _evict_some(self, nbytes: int, kept: Collection[int]) -> int | None:
         """Evict a few pages: the bytes freed, none where all that were looked at have been used. None where no page
-        may go.
+        may go, or the system says nothing of any.
         """
         pages = self.catalog.index.coldest(SLICE, nbytes, kept)
         if not len(pages):
             return None
-        cold, placed = self.unused(pages)
+        cold, placed, silent = self.unused(pages)
+        if silent == len(pages):
+            return None
         self.counters.evicted_pages += len(cold)
         return self.catalog.kill(placed, DeletionOrder.EVICTED)
 
@@ -125,15 +127,15 @@ class Retention:
         return cleaned.freed_bytes if cleaned else 0
 
     @under_lock
-    def unused(self, pages: Rows) -> tuple[Rows, Placed]:
+    def unused(self, pages: Rows) -> tuple[Rows, Placed, int]:
         """Of pages those that no other process has used since, which makes them the last to go, nor deleted; and their
-        objects.
+        objects. Then of how many pages the system says nothing: they stay, and others are asked for before them.
         """
         index = self.catalog.index
         placed = index.placed(pages)
-        alive, written = self.catalog.last_uses(placed)
-        if alive.all() and (written <= index.stamps_at(placed.pages)).all():
-            return pages, placed
+        told, alive, written = self.catalog.last_uses(placed)
+        if told.all() and alive.all() and (written <= index.stamps_at(placed.pages)).all():
+            return pages, placed, 0
         order = np.argsort(pages)
         owners = order[np.searchsorted(pages[order], placed.pages)]
         last = np.zeros(len(pages), np.int64)
@@ -143,24 +145,28 @@ class Retention:
         used = living & (last > index.stamps_at(pages))
         for page, stamp in zip(index.hashes(pages[used]), last[used].tolist(), strict=True):
             index.use([page], stamp)
-        cold = living & ~used
+        silent = np.zeros(len(pages), np.bool_)
+        silent[owners[~told]] = True
+        index.use(index.hashes(pages[silent]), 0)
+        cold = living & ~used & ~silent
         if not alive.all():
             index.remove_placed(placed.where(~alive))
-        return pages[cold], placed if cold.all() and alive.all() else placed.where(alive & cold[owners])
+        unused = placed if cold.all() and alive.all() else placed.where(alive & cold[owners])
+        return pages[cold], unused, int(silent.sum())
 
     @under_lock
     def expire(self) -> int:
-        """Delete pages that nobody used for the policy's TTL, a few: how many were looked at."""
+        """Delete pages that nobody used for the policy's TTL, a few: how many the system said anything of."""
         if self.policy.ttl_s is None:
             return 0
         index, before = self.catalog.index, self.catalog.machine.now() - self.policy.ttl_s
         pages = index.coldest(_EXPIRED, 1 << 62, (), before)
         if not len(pages):
             return 0
-        old, placed = self.unused(pages)
+        old, placed, silent = self.unused(pages)
         self.catalog.kill(placed, DeletionOrder.EXPIRED)
         self.counters.expired_pages += len(old)
-        return len(pages)
+        return len(pages) - silent
 
     @under_lock
     def stale(self, pages: Sequence[bytes]) -> set[bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -163,6 +164,21 @@ def test_a_head_that_is_read_with_errors_is_not_damaged(tmp_path: Path, name: st
             PageStore.open(tmp_path, SPACE, machine=HERE if skip % 2 else THERE).close()
     assert left(tmp_path) == 24
     writer.close()
+
+
+@pytest.mark.parametrize("policy", [Policy(ttl_s=1), Policy()], ids=["ttl", "quota"])
+def test_a_page_whose_last_use_nobody_tells_is_not_the_next_to_go(
+    filled: Path, monkeypatch: pytest.MonkeyPatch, policy: Policy
+) -> None:
+    """Another process has used all of them a moment ago, and its word cannot be read."""
+    monkeypatch.setattr(Machine, "now", staticmethod(lambda: int(time.time()) + 3600))
+    with PageStore.open(filled, SPACE, policy, machine=THERE) as store:
+        with failing("pread", errno.EIO) as failed:
+            store.collect()
+            store.evict(4 * WHOLE.nbytes)
+        assert failed[0]
+        assert not store.counters.deleted
+        assert store.evict(4 * WHOLE.nbytes) >= 4 * WHOLE.nbytes or policy.ttl_s
 
 
 @contextmanager

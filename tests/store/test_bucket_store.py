@@ -304,6 +304,18 @@ def test_verify_finds_and_deletes_what_is_bad(service: MemoryStore) -> None:
         assert store.stat().pages == 11
 
 
+def test_verify_keeps_to_the_budget(service: MemoryStore) -> None:
+    pages = pages_of(40, "many")
+    with open_over(service) as writer:
+        Rank(writer, WHOLE, 40).put(pages)
+    for at in range(40):
+        damage(service, names(service, ".data")[0], at * WHOLE.nbytes)
+    with open_over(service) as store:
+        verified = store.verify()
+        assert (verified.bad, verified.spared) == ({"digest": 32}, {"digest": 8})
+        assert store.counters.deleted["digest"] == 32
+
+
 def test_a_process_with_bad_memory_leaves_others_their_pages(service: MemoryStore) -> None:
     pages = pages_of(60, "all")
     with open_over(service) as writer:

@@ -15,7 +15,7 @@ from kvmover.store.bucket.catalog import BucketCatalog, KeptSegment
 from kvmover.store.bucket.choice import CARRIED_SHARE, EvictionCandidate, Listing, left_overs, victim
 from kvmover.store.bucket.compaction import CATALOG, compaction, encode_catalog
 from kvmover.store.bucket.reader import BucketReader
-from kvmover.store.bucket.sealed import DEAD, HEAD, USED, USES, Dead, SealedSegment, encode_uses
+from kvmover.store.bucket.sealed import DEAD, HEAD, USED, USES, Dead, SealedSegment, encode_uses, read_head
 from kvmover.store.bucket.service import PutMode
 from kvmover.store.bucket.writer import BucketWriter, SentPayload
 from kvmover.store.deletion import EMPTY, DeletionOrder, Look, Permit, Seen, TwoLooks
@@ -76,13 +76,24 @@ class BucketUpkeep:
                 whole.join(segment.dead)
                 is_over = len(whole) >= segment.objects
             if is_over:
-                looks = TwoLooks(Look(Seen.READ, "all are deleted"), Look(Seen.ANEW, EMPTY), 0)
-                if permit := catalog.door.ask(looks, 1, catalog.machine.now()):
+                looks = self._why_empty(segment, whole)
+                if looks and (permit := catalog.door.ask(looks, 1, catalog.machine.now())):
                     self._remove(segment, permit)
                 continue
             catalog.bucket.put(path, whole.encode(), PutMode.OVERWRITE)
             with catalog.lock:
                 segment.told = whole
+
+    def _why_empty(self, segment: KeptSegment, dead: Dead) -> TwoLooks | None:
+        """Grounds to remove a segment: all that its head has, asked for anew, is deleted. None where something lives.
+
+        Raises OSError.
+        """
+        catalog = self._catalog
+        found = read_head(segment.name, catalog.bucket.get(catalog.path(segment.name + HEAD)), catalog.namespace)
+        if isinstance(found, str) or not dead.among(found.table.offset).all():
+            return None
+        return TwoLooks(Look(Seen.READ, "all are deleted"), Look(Seen.ANEW, EMPTY), 0)
 
     def _remove(self, segment: KeptSegment, permit: Permit) -> None:
         """A segment goes for everybody: its head first, so that nobody believes what he cannot read."""
