@@ -17,7 +17,7 @@ import torch
 
 from . import bulk_ring, copy_boxes, cpu, cuda_driver, launch, tensor_maps
 from .bulk_ring import ALIGNMENT, CAPABILITY, RING, Pieces
-from .copy_engine import CopyEngine, EngineUnavailable
+from .copy_engine import CopyEngine, EngineUnavailable, engine_of
 from .launch import Program, Upload
 from .region import Offsets, Region, RegionError, check_apart, copies, mean_copy, merged
 
@@ -170,6 +170,7 @@ def prepare(
     using: Program | None = None,
 ) -> PreparedBulk:
     """All of `move` but the launch. Tables are uploaded on the current stream, before any producer is waited for."""
+    engine = engine_of(engine)
     devices = {_checked(region) for region in regions}
     if len(devices) > 1:
         raise RegionError(f"regions on {' and '.join(sorted(map(str, devices)))} cannot share a move")

@@ -24,3 +24,10 @@ class CopyEngine(StrEnum):
 
 class EngineUnavailable(RuntimeError):
     """The engine that the caller named cannot run on this machine, or cannot move a region: the message says why."""
+
+
+def engine_of(given: object) -> CopyEngine:
+    """The engine that `given` is, or names. Raises EngineUnavailable, with all names, for another value."""
+    if isinstance(given, str) and given in CopyEngine.__members__.values():
+        return CopyEngine(given)
+    raise EngineUnavailable(f"engine = {given!r}; it is one of {', '.join(CopyEngine)}")

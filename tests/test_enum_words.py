@@ -7,25 +7,48 @@ import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from types import FunctionType
 from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 import kvmover
-from kvmover.cache.ledger import FaultPolicy, Ledger
-from kvmover.cache.prefix import FULL, ActionList, FreePages, PrefixError, PrefixTree, Tier
+from kvmover.cache.ledger import Credit, FaultPolicy, Ledger, Loss
+from kvmover.cache.prefix import (
+    FULL,
+    ActionList,
+    EvictionGranularity,
+    FreePages,
+    KeyUnits,
+    PrefixError,
+    PrefixNamespace,
+    PrefixTree,
+    Tier,
+    WriteBack,
+)
 from kvmover.cache.prefix.config import TreeConfig
+from kvmover.cache.prefix.events import block_removed, block_stored
+from kvmover.cache.prefix.keys import RadixKey
+from kvmover.cache.tiers.host_memory import Reach, host_pool
 from kvmover.cache.tiers.policy import TierPolicy
 from kvmover.cache.tiers.tiered_pool import HostTier
 from kvmover.config.settings import LoggingSettings
 from kvmover.errors import KvmoverError
-from kvmover.layout import Component, Fleet
+from kvmover.kernels import bulk
+from kvmover.kernels.copy_engine import CopyEngine, EngineUnavailable
+from kvmover.kernels.region import Region, Side
+from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.plan import Plan
-from kvmover.plan.cost import RDMA, Costs
+from kvmover.plan.cost import RDMA, Costs, Route
 from kvmover.store import Access, PlainFiles, StoragePlugin
+from kvmover.store.files import OpenFile
+from kvmover.transfer import Model, Mover, Place, Service
 from kvmover.transfer.config import MoverConfig
-from kvmover.transport import Descriptors, Memory, MemoryKind
+from kvmover.transport import Descriptors, LoopbackNetwork, LoopbackTransport, Memory, MemoryKind
 
 #: What callers make, by an example.
 GIVEN: dict[type, Any] = {
@@ -128,20 +151,163 @@ def test_a_field_refuses_every_other_value_and_names_it_and_all_words(
 
 FREEING = ActionList(tuple(FreePages(FULL, tier, np.array([int(tier)], np.int32)) for tier in Tier))
 FREED = list(Tier)
-
-CALLS: list[tuple[Callable[[Any], object], type[Enum], str]] = [
-    (lambda given: vars(Ledger(given))["_fault"], FaultPolicy, "fault"),
-    (lambda given: vars(PlainFiles(given))["_access"], Access, "access"),
-    (lambda given: FREED[int(FREEING.page_ids(tier=given)[0])], Tier, "tier"),
-]
+BYTES = Component.attention(1, 1, 8, "uint8")
+POOL = PoolSpec.dense(BYTES, Fleet().shard(BYTES, 0, 1), 8, 4, "NHD")
 
 
-@pytest.mark.parametrize(("call", "enum", "what"), CALLS, ids=[what for _, _, what in CALLS])
-def test_an_argument_takes_words_as_a_field_does(call: Callable[[Any], object], enum: type[Enum], what: str):
+def withdrawn(reason: Any) -> object:
+    """What the ledger says was lost of an account of 16 hit tokens, of which none was there after all."""
+    ledger = Ledger()
+    ledger.matched("r", 20, 16, 0.0)
+    ledger.admitted("r", Credit(16))
+    ledger.withdrawn("r", Credit(16), reason)
+    ledger.computed("r", 20)
+    account = ledger.finished("r", 1.0)
+    return account and account.lost
+
+
+def sent(service: Any) -> object:
+    """How the transfer of a request that nobody asked for yet would be served."""
+    wire, place = LoopbackTransport(LoopbackNetwork(), "p"), Place("p", Fleet(page_tokens=4), 0)
+    mine = Mover(wire, Model("toy", (BYTES,)), place, [Pool.zeros(POOL)])
+    transfer = mine.send("r", [[1]], service=service)
+    return mine._source._requests[transfer.request].service
+
+
+#: Every public function that takes a member of an enum: a call by which it is seen what was taken.
+DOORS: dict[str, tuple[type[Enum], str, Callable[[Any], object]]] = {
+    "cache.ledger.ledger.Ledger.__init__": (FaultPolicy, "fault", lambda given: vars(Ledger(given))["_fault"]),
+    "cache.ledger.ledger.Ledger.withdrawn": (Loss, "reason", withdrawn),
+    "cache.prefix.events.block_removed": (Tier, "tier", lambda given: block_removed([bytes(32)], given)),
+    "cache.prefix.events.block_stored": (Tier, "tier", lambda given: block_stored([bytes(32)], None, given, 4)),
+    "cache.prefix.keys.RadixKey.of": (
+        KeyUnits,
+        "units",
+        lambda given: (RadixKey.of([1, 2, 3], PrefixNamespace(), given).data, given in (KeyUnits.BIGRAM, "bigram")),
+    ),
+    "cache.prefix.results.ActionList.page_ids": (
+        Tier,
+        "tier",
+        lambda given: FREED[int(FREEING.page_ids(tier=given)[0])],
+    ),
+    "cache.prefix.tree.PrefixTree.__init__ grain": (
+        EvictionGranularity,
+        "grain",
+        lambda given: PrefixTree(4, grain=given).config.grain,
+    ),
+    "cache.prefix.tree.PrefixTree.__init__ units": (
+        KeyUnits,
+        "units",
+        lambda given: PrefixTree(4, units=given).config.units,
+    ),
+    "cache.prefix.tree.PrefixTree.ids": (Tier, "tier", lambda given: _ids(given)),
+    "cache.prefix.tree.PrefixTree.sizes": (Tier, "tier", lambda given: _sizes(given)),
+    "cache.tiers.host_memory.host_pool": (
+        Reach,
+        "reach",
+        lambda given: host_pool(POOL, reach=given).tensors[0].untyped_storage().nbytes(),
+    ),
+    "plan.cost.Costs.cut_bytes": (
+        Route,
+        "route",
+        lambda given: replace(RDMA, pool_chunk_bytes=1).cut_bytes(given),
+    ),
+    "store.files.OpenFile.__init__": (Access, "access", lambda given: _opened(given)),
+    "store.files.PlainFiles.__init__": (Access, "access", lambda given: vars(PlainFiles(given))["_access"]),
+    "transfer.mover.Mover.send": (Service, "service", sent),
+    "transport.base.Descriptors.run": (MemoryKind, "kind", lambda given: Descriptors.run(given, 4096, 256).kind),
+    "transport.base.Descriptors.runs": (MemoryKind, "kind", lambda given: Descriptors.runs(given, [4096], 256).kind),
+}
+
+#: Those that hand the argument to one of the above as it is, in another thread; and a word of NIXL's own, tested below.
+HANDED_ON = {
+    "transfer.threads.async_mover.AsyncMover.send",
+    "transfer.threads.shared_mover.SharedMover.send",
+    "store.nixl_files.NixlFiles.__init__",
+}
+
+
+def _sizes(tier: Any) -> object:
+    if tier in (Tier.STORAGE, "storage"):
+        return None  # refused, by the member too: tested below
+    return PrefixTree(4, tiers=WriteBack()).sizes(tier=tier)
+
+
+def _ids(tier: Any) -> object:
+    tree = PrefixTree(4)
+    tree.insert([1, 2, 3, 4], [7])
+    return tree.ids(tier=tier)
+
+
+def _opened(access: Any) -> object:
+    with NamedTemporaryFile() as file:
+        opened = OpenFile(Path(file.name), access)
+        opened.close()
+        return opened.direct_works
+
+
+def functions() -> Iterator[FunctionType]:
+    """All that the faces of kvmover's packages have, but those of adapters, and their public methods."""
+    for found in pkgutil.walk_packages(kvmover.__path__, "kvmover."):
+        if not found.ispkg or found.name.startswith(("kvmover.engines", "kvmover.demo")):
+            continue
+        face = importlib.import_module(found.name)
+        for exported in (getattr(face, name) for name in getattr(face, "__all__", ())):
+            held = vars(exported) if isinstance(exported, type) else {"": exported}
+            for called, member in held.items():
+                function = getattr(member, "__func__", member)
+                public = not called.startswith("_") or (called == "__init__" and not is_dataclass(exported))
+                if isinstance(function, FunctionType) and public:
+                    yield function
+
+
+def enums_of(function: FunctionType) -> dict[str, type[Enum]]:
+    """Parameters that a member of an enum is for, alone or beside None."""
+    module, found = vars(importlib.import_module(function.__module__)), dict[str, type[Enum]]()
+    for parameter, annotation in function.__annotations__.items():
+        for part in str(annotation).split(" | "):
+            kind = module.get(part)
+            if isinstance(kind, type) and issubclass(kind, Enum) and parameter != "return":
+                found[parameter] = kind
+    return found
+
+
+def test_every_public_function_with_an_enum_is_known_here():
+    found = {
+        f"{function.__module__.removeprefix('kvmover.')}.{function.__qualname__}": enums_of(function)
+        for function in functions()
+        if enums_of(function)
+    }
+    doors = {(name.split(" ")[0], what): enum for name, (enum, what, _) in DOORS.items()}
+    assert {(name, what): enum for name, enums in found.items() for what, enum in enums.items()} == doors | {
+        (name, what): enum for name in HANDED_ON for what, enum in found.get(name, {}).items()
+    }
+    assert found.keys() >= HANDED_ON
+
+
+@pytest.mark.parametrize(("enum", "what", "call"), DOORS.values(), ids=DOORS)
+def test_an_argument_takes_words_as_a_field_does(enum: type[Enum], what: str, call: Callable[[Any], object]):
     for each in enum:
-        assert call(word(each)) is each
-    with pytest.raises(KvmoverError, match=f"{what} = 'teleport'; it is one of "):
-        call("teleport")
+        assert call(word(each)) == call(each)
+    for bad in ("teleport", 7.5, ["none"]):
+        with pytest.raises(KvmoverError) as refused:
+            call(bad)
+        assert f"{what} = {bad!r}; it is one of {', '.join(map(word, enum))}" in str(refused.value)
+
+
+def test_a_word_that_is_nearly_one_is_told_the_nearest():
+    with pytest.raises(KvmoverError, match=r"'hosts'; it is one of device, host, storage; did you mean host\?"):
+        PrefixTree(4).sizes(tier=cast("Tier", "hosts"))
+
+
+def test_a_copy_is_made_by_the_engine_that_its_word_names():
+    memory = [torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)]
+    none = np.zeros(1, np.int64)
+    region = Region(*(Side.of((each,), none, none, none, 8, 8) for each in memory), heads=1, tokens=1, row_bytes=8)
+    bulk.move([region], engine=cast("CopyEngine", "auto"))
+    assert memory[0].equal(memory[1])
+    with pytest.raises(EngineUnavailable, match="engine = 'warp'; it is one of auto, rows"):
+        bulk.move([region], engine=cast("CopyEngine", "warp"))
 
 
 def test_the_sizes_of_a_tier_are_had_by_its_word_and_storage_has_none():

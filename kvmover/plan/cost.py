@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvmover.errors import PlanError
-from kvmover.fields import settle
+from kvmover.fields import member, settle
 
 
 class Route(StrEnum):
@@ -93,6 +93,7 @@ class Costs:
 
     def cut_bytes(self, route: Route) -> int:
         """Most bytes of a chunk that goes by `route`."""
+        route = member(Route, route, "route", PlanError)
         return self.chunk_bytes if route is Route.PACKED else self.pool_chunk_bytes or self.chunk_bytes
 
     def chunks(self, nbytes: int) -> int:

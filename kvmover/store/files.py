@@ -102,6 +102,7 @@ class OpenFile:
 
     def __init__(self, path: Path, access: Access) -> None:
         """Raises OSError. Links are not followed."""
+        access = member(Access, access, "access", StoreError)
         self.path = path
         self.fd = open_shared(path)
         self.direct, self.direct_works = -1, False

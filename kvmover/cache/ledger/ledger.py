@@ -276,7 +276,7 @@ class Ledger:
     def withdrawn(self, request: RequestId, credit: Credit, reason: Loss) -> None:
         """Credited tokens are not on the device after all; they are to be computed."""
         try:
-            self._account(request).withdrawn(credit, reason)
+            self._account(request).withdrawn(credit, member(Loss, reason, "reason", LedgerError))
         except LedgerError as error:
             self._refuse(error)
 

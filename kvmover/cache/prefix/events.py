@@ -20,7 +20,8 @@ from kvmover.cache.prefix.config import TreeConfig
 from kvmover.cache.prefix.hashes import PrefixNamespace, as_int64, as_int64s
 from kvmover.cache.prefix.node import Node, page_hashes
 from kvmover.cache.prefix.results import Action, ActionList, CopyOut, Tier
-from kvmover.errors import TransportError, need
+from kvmover.errors import PrefixError, TransportError, need
+from kvmover.fields import member
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -151,15 +152,15 @@ def block_stored(
     A tree tells `tokens` and `namespace` too; storage, whose pages were in a tree before, does not.
     """
     adapter, salt = (namespace.adapter, namespace.salt) if namespace is not None else ("", "")
-    above = None if parent is None else as_int64(parent)
+    above, medium = None if parent is None else as_int64(parent), MEDIA[member(Tier, tier, "tier", PrefixError)]
     return BlockStored(
-        as_int64s(hashes), above, tuple(tokens), page_tokens, None, MEDIA[tier], adapter or None, salt or None
+        as_int64s(hashes), above, tuple(tokens), page_tokens, None, medium, adapter or None, salt or None
     )
 
 
 def block_removed(hashes: Sequence[bytes], tier: Tier) -> BlockRemoved:
     """Pages that are not on a tier any more."""
-    return BlockRemoved(as_int64s(hashes), MEDIA[tier])
+    return BlockRemoved(as_int64s(hashes), MEDIA[member(Tier, tier, "tier", PrefixError)])
 
 
 Given = TypeVar("Given", bound=ActionList)

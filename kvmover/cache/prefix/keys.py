@@ -14,6 +14,7 @@ import numpy.typing as npt
 from kvmover.c_core import NATIVE
 from kvmover.cache.prefix.hashes import WORD_BYTES, PrefixNamespace, TokenIds, chain_bytes
 from kvmover.errors import PrefixError
+from kvmover.fields import member
 
 #: Page ids as they are handed in: a buffer of int32 is taken as it lies, anything else is converted.
 PageIds: TypeAlias = TokenIds
@@ -50,6 +51,8 @@ class RadixKey(msgspec.Struct, frozen=True, eq=False, gc=False):
     @classmethod
     def of(cls, tokens: TokenIds, namespace: PrefixNamespace, units: KeyUnits) -> RadixKey:
         """Of any row of integers from 0 to 2**32 - 1. 32-bit buffers are copied as they lie."""
+        if units.__class__ is not KeyUnits:
+            units = member(KeyUnits, units, "units", PrefixError)
         data = words(tokens)
         if units is KeyUnits.BIGRAM:
             row = np.frombuffer(data, np.uint32)

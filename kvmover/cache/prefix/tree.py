@@ -470,6 +470,7 @@ class PrefixTree:
 
     def ids(self, component: str = FULL, tier: Tier = Tier.DEVICE) -> set[int]:
         """Every page id of a component that the tree or an operation under way has on a tier: O(pages), for checks."""
+        tier = member(Tier, tier, "tier", PrefixError)
         index, forest = self.config.index(component), self._forest
         rows = [forest.ids(node, tier, index) or b"" for node in forest]
         records = [record for record in self._copies.records.values() if record.dst is tier]

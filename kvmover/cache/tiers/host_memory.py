@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from kvmover.errors import TierError
+from kvmover.fields import member
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.store import DIRECT_BYTES, replicas
 
@@ -140,6 +141,7 @@ def host_pool(spec: PoolSpec, share: Share = SOLE, near: torch.device | None = N
     """
     import torch
 
+    reach = member(Reach, reach, "reach", TierError)
     size = spec.allocation_bytes
     pinned = torch.cuda.is_available()
     if share.path is not None:
