@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum, EnumType, StrEnum
 from functools import cache
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
@@ -30,13 +30,20 @@ _MOST_KEY_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class ExchangeSettings:
-    """With whom KV is exchanged: `model` names the weights to engines of any make; None: to those of one make only."""
+    """With whom KV is exchanged: `model` names the weights to engines of any make; None: to those of one make only.
+
+    `allow`: hosts that a request may have a worker dial, as networks (CIDR), addresses and names; empty: any.
+    """
 
     model: str | None = None
+    allow: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.model == "":
             raise ConfigError('exchange has model = ""; name the weights, or say "none"')
+        for each in self.allow:
+            if not (is_host(each) or _is_network(each)):
+                raise ConfigError(f"exchange has {each!r} in allow; it is a network as 10.0.0.0/8, or a host")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +135,14 @@ def is_host(text: str) -> bool:
     except ValueError:
         labels = text.removesuffix(".").split(".")
         return not labels[-1].isdigit() and len(text) <= 253 and all(map(_HOST_LABEL.fullmatch, labels))
+    return True
+
+
+def _is_network(text: str) -> bool:
+    try:
+        ip_network(text)
+    except ValueError:
+        return False
     return True
 
 
@@ -404,6 +419,7 @@ TEXTS: Mapping[str, str] = {
     "progress.open_s": "Longest sleep between polls while a transfer is open, seconds.",
     "progress.idle_s": "Longest sleep between polls while no transfer is open, seconds.",
     "exchange.model": "Name of the weights, equal in engines of unlike make that exchange KV; `none`: no such peers.",
+    "exchange.allow": "Networks (10.0.0.0/8) and hosts that a request may have a worker dial; empty: any host.",
     "store.quota_bytes": "Payload bytes that a namespace may hold on disk; `none`: no limit.",
     "store.ttl_s": "Seconds without a read after which a page is deleted; `none`: never.",
     "store.segment_bytes": "Size at which a new data file is begun, in bytes.",

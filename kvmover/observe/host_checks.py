@@ -44,7 +44,8 @@ def configuration() -> Iterator[Finding]:
     settings = f"{len(loaded.origins)} setting{'s' if len(loaded.origins) > 1 else ''}"
     detail = f"{settings} from {', '.join(given)}" if given else "defaults"
     sealed = "" if loaded.settings.security.shared_key_file else "; control messages are not sealed"
-    yield Finding("configuration", Status.OK, detail + sealed)
+    dials = "" if loaded.settings.exchange.allow else "; requests may have any host dialled (exchange.allow)"
+    yield Finding("configuration", Status.OK, detail + sealed + dials)
 
 
 def storage_to_gpu(root: Path = _ROOT) -> Iterator[Finding]:

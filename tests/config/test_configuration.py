@@ -44,6 +44,7 @@ OTHERS = {
     "progress.shortest_s": "0.0000625",
     "progress.open_s": "0.015",
     "progress.idle_s": "0.5",
+    "exchange.allow": "10.0.0.0/8, fd00::/8, prefill-0.kv",
     "store.root": "/srv/kv pages",
     "peers.address": "10.0.0.7:8400",
     "peers.engines": "10.0.0.7:8400, [fd00::8]:8400",

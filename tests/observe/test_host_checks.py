@@ -179,12 +179,18 @@ def test_a_key_file_is_read_and_its_key_not_shown(environment: pytest.MonkeyPatc
     assert (found.status, "cannot read the key file" in found.detail) == (Status.PROBLEM, True)
     key.write_text("correct horse battery staple")
     (found,) = host_checks.configuration()
-    assert found == Finding("configuration", Status.OK, "1 setting from KVMOVER_SECURITY_SHARED_KEY_FILE")
+    any_host = "; requests may have any host dialled (exchange.allow)"
+    assert found == Finding("configuration", Status.OK, f"1 setting from KVMOVER_SECURITY_SHARED_KEY_FILE{any_host}")
+    environment.setenv("KVMOVER_EXCHANGE_ALLOW", "10.0.0.0/8")
+    (found,) = host_checks.configuration()
+    assert found.detail.startswith("2 settings from ")
+    assert "dialled" not in found.detail
 
 
 def test_without_a_configuration_there_are_defaults(environment: pytest.MonkeyPatch) -> None:
     (found,) = host_checks.configuration()
-    assert (found.status, found.detail) == (Status.OK, "defaults; control messages are not sealed")
+    unbounded = "control messages are not sealed; requests may have any host dialled (exchange.allow)"
+    assert (found.status, found.detail) == (Status.OK, f"defaults; {unbounded}")
 
 
 # UCX without CUDA

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvmover.faces import public
 
 if TYPE_CHECKING:
-    from kvmover.engines.common.cards import CARDS_PATH, Cards, CardServer, EngineMake, fetch_cards
+    from kvmover.engines.common.cards import CARDS_PATH, Cards, CardServer, EngineMake, caller, fetch_cards
     from kvmover.engines.common.checkpoint import (
         CheckpointDigest,
         UnknownWeights,
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         digest_of_adapter,
         digest_of_checkpoint,
     )
+    from kvmover.engines.common.dialling import HostNotAllowed, address_of
     from kvmover.engines.common.exchange import EXCHANGED_DTYPES, exchanged
     from kvmover.engines.common.first_token import FirstToken, ToldLogprobs, told_logprobs
     from kvmover.engines.common.hinted_requests import HINTS_KEY, HintedRequests, outcome_of, pin_limits
@@ -53,8 +54,10 @@ _HOMES = {
         "CardServer",
         "Cards",
         "EngineMake",
+        "caller",
         "fetch_cards",
     ),
+    "dialling": ("HostNotAllowed", "address_of"),
     "checkpoint": (
         "CheckpointDigest",
         "UnknownWeights",
@@ -147,6 +150,7 @@ __all__ = [
     "EngineUnsupported",
     "FirstToken",
     "HintedRequests",
+    "HostNotAllowed",
     "InPlaceBackend",
     "Neighbours",
     "Numbers",
@@ -164,7 +168,9 @@ __all__ = [
     "UnknownWeights",
     "Upkeep",
     "adapter_parts",
+    "address_of",
     "as_bytes",
+    "caller",
     "combined",
     "content_of",
     "digest_of_adapter",

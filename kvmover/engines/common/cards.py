@@ -5,23 +5,32 @@ A card is how one rank is reached.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import logging
+import socket
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from threading import Thread, Timer
 from typing import Annotated
 
 import msgspec
 
+from kvmover.config import Settings
+from kvmover.engines.common.dialling import address_of
 from kvmover.errors import TransportError
+from kvmover.transfer.protocol.auth import MessageAuth
 
 #: Where they are on a port that serves other things too.
 CARDS_PATH = "/kvmover/cards"
 
 #: A whole engine's cards: some hundred ranks of some ten kilobytes.
-MAX_CARDS_BYTES = 64 << 20
-TIMEOUT_S = 10.0
+MAX_CARDS_BYTES = 4 << 20
+#: For all of a call, however slowly the other side speaks.
+TIMEOUT_S = 2.0
+
+log = logging.getLogger(__name__)
 
 
 class EngineMake(StrEnum):
@@ -90,10 +99,41 @@ class CardServer:
         self._thread.join()
 
 
-def fetch_cards(host: str, port: int, timeout_s: float = TIMEOUT_S) -> Cards:
-    """The engine at a port, and its cards. Raises TransportError that names the address."""
+def caller(settings: Settings) -> Callable[[str, int], Cards]:
+    """`fetch_cards` for hosts that requests name: within `exchange.allow`, and with a shared key of sealed cards alone.
+
+    One line of the log says whom requests may make this process dial.
+    """
+    allow, keys = settings.exchange.allow, settings.security.keys()
+    whom = f"hosts of exchange.allow: {', '.join(allow)}" if allow else "any host, since exchange.allow is empty"
+    log.info("requests may have cards fetched from %s", whom)
+
+    def call(host: str, port: int) -> Cards:
+        found = fetch_cards(host, port, allow=allow)
+        if keys is not None:
+            reader = MessageAuth(keys, "")
+            for card in found.cards:
+                reader.verify_card(card)
+        return found
+
+    return call
+
+
+def fetch_cards(host: str, port: int, timeout_s: float = TIMEOUT_S, allow: Sequence[str] = ()) -> Cards:
+    """The engine at a port, and its cards; `allow` as of `address_of`. Raises TransportError that names the address.
+
+    A redirect is an answer without cards: it is not followed.
+    """
     where = f"no cards from {host}:{port}"
+    address = address_of(host, port, allow)
     connection = HTTPConnection(host, port, timeout=timeout_s)
+    try:
+        connection.sock = socket.create_connection((address, port), timeout_s)
+    except OSError as error:
+        raise TransportError(f"{where}: {error}") from error
+    over = Timer(timeout_s, _hang_up, (connection.sock,))
+    over.daemon = True
+    over.start()
     try:
         connection.request("GET", CARDS_PATH)
         answer = connection.getresponse()
@@ -101,6 +141,7 @@ def fetch_cards(host: str, port: int, timeout_s: float = TIMEOUT_S) -> Cards:
     except (OSError, HTTPException) as error:
         raise TransportError(f"{where}: {error}") from error
     finally:
+        over.cancel()
         connection.close()
     if answer.status != 200 or len(body) > MAX_CARDS_BYTES:
         said = body[:200].decode(errors="replace") if answer.status != 200 else ""
@@ -109,3 +150,9 @@ def fetch_cards(host: str, port: int, timeout_s: float = TIMEOUT_S) -> Cards:
         return _decode(body)
     except msgspec.MsgspecError as error:
         raise TransportError(f"{where}: {error}") from error
+
+
+def _hang_up(connected: socket.socket) -> None:
+    """End a read that waits, from another thread."""
+    with contextlib.suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)

@@ -16,6 +16,8 @@ from kvmover.engines.common import (
     EXCHANGED_DTYPES,
     Cards,
     EngineMake,
+    address_of,
+    caller,
     exchanged,
     fetch_cards,
 )
@@ -63,13 +65,15 @@ class Exchange:
     """
 
     model: str | None
+    call: Callable[[str, int], Cards] = fetch_cards
+    allow: tuple[str, ...] = ()
     foreign: dict[str, str] = field(default_factory=dict[str, str])
     repeats: Repeats = field(default_factory=Repeats)
 
     @classmethod
     def of(cls, settings: Settings) -> Exchange:
         """As configured."""
-        return cls(settings.exchange.model)
+        return cls(settings.exchange.model, caller(settings), settings.exchange.allow)
 
     def described(self, caches: list[RankCache], dtype: str) -> list[RankCache]:
         """In the words of all engines, where the weights have a name for all and there are such words."""
@@ -80,9 +84,20 @@ class Exchange:
         return found or caches
 
     def meet(self, bootstrap_addr: str, connect: Callable[[bytes], object]) -> Met | None:
-        """Connect the prefill at `host:port`; None where SGLang, or nobody, is found there."""
+        """Connect the prefill at `host:port`; None where SGLang, or nobody, is found there.
+
+        A host that requests may not have dialled is met as one that is refused: SGLang's own client does not dial it.
+        """
         self.foreign.pop(bootstrap_addr, None)
-        found = foreign_cards(bootstrap_addr) if self.model else None
+        if self.allow:
+            host, _, port = bootstrap_addr.rpartition(":")
+            try:
+                address_of(host.strip("[]"), int(port), self.allow)
+            except (TransportError, ValueError) as error:
+                self.foreign[bootstrap_addr] = ""
+                self.refused(f"the prefill at {bootstrap_addr}", str(error))
+                return Met("", str(error))
+        found = foreign_cards(bootstrap_addr, self.call) if self.model else None
         if found is None:
             return None
         self.foreign[bootstrap_addr] = found.engine
@@ -102,15 +117,15 @@ class Exchange:
     def has_changed(self, bootstrap_addr: str) -> bool:
         """Whether another engine is at the address now than the one that was met there."""
         known = self.foreign.get(bootstrap_addr)
-        found = foreign_cards(bootstrap_addr) if known else None
+        found = foreign_cards(bootstrap_addr, self.call) if known else None
         return found is not None and found.engine != known
 
 
-def foreign_cards(bootstrap_addr: str) -> Cards | None:
+def foreign_cards(bootstrap_addr: str, call: Callable[[str, int], Cards] = fetch_cards) -> Cards | None:
     """Those of a prefill engine of another make at `host:port`; None where SGLang, or nobody, is found there."""
     host, _, port = bootstrap_addr.rpartition(":")
     try:
-        cards = fetch_cards(host.strip("[]"), int(port), _PATIENCE_S)
+        cards = call(host.strip("[]"), int(port))
     except (TransportError, ValueError) as error:
         log.debug("%s", error)
         return None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvmover.cache.ledger import AccountGroup
 from kvmover.config import ConfigError
-from kvmover.engines.common import CardServer, EngineUnsupported, fetch_cards, layers_of, pin_limits
+from kvmover.engines.common import CardServer, EngineUnsupported, caller, layers_of, pin_limits
 from kvmover.engines.vllm import engine
 from kvmover.engines.vllm.block_store import BlockStore, OffloadWorker, StoredBlockEvents, StoreLookup
 from kvmover.engines.vllm.caches import (
@@ -246,7 +246,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         self._worker = ConnectorWorker(
             made,
             fleet,
-            RequestTransfers(progress, fetch_cards),
+            RequestTransfers(progress, caller(settings)),
             offload,
             marks(backing.device),
             made[0].layers if len(made) == 1 else None,
