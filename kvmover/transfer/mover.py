@@ -292,8 +292,8 @@ class Mover:
         """A request of this name will be sent though one was before, or was refused: destinations that ask wait."""
         self._source.reopen(request_name(request))
 
-    def waiting(self, request: str) -> list[tuple[Place, range]]:
-        """Ranks that have asked for a request before it is sent, and which of its positions they want."""
+    def waiting(self, request: str) -> list[tuple[Place, range, Content | None]]:
+        """Ranks that have asked for a request before it is sent, the positions that they want, and of which prompt."""
         return self._source.early.waiting(request_name(request))
 
     def receive(

@@ -43,7 +43,7 @@ from kvmover.errors import PeerRefused, ProtocolError
 from kvmover.kernels import reference
 from kvmover.layout import Component, Pool
 from kvmover.store import Namespace
-from kvmover.transfer import Model, Mover, MoverConfig, Place
+from kvmover.transfer import Content, Model, Mover, MoverConfig, Place
 from kvmover.transport import LoopbackNetwork, LoopbackTransport, memory_of
 
 LAYERS, HEADS, DIM, LATENT = 3, 4, 8, 24
@@ -198,12 +198,13 @@ def test_what_one_engine_computes_the_other_reads(model: tuple[int, int, int]) -
 def test_who_waits_for_a_request_is_known_before_it_is_sent() -> None:
     """By this a prefill that is told of no pages begins: of vLLM's ranks nobody speaks to SGLang's sockets."""
     one, _, other, _ = movers(GQA)
-    other.receive("7", "s", range(8, 37), [[11, 3, 7, 0, 5]])
+    content = Content(37, b"d" * 16)
+    other.receive("7", "s", range(8, 37), [[11, 3, 7, 0, 5]], content=content)
     while not one.waiting("7"):
         one.poll()
         other.poll()
-    ((place, positions),) = one.waiting("7")
-    assert (place.engine, place.rank, positions) == ("v", 0, range(8, 37))
+    ((place, positions, meant),) = one.waiting("7")
+    assert (place.engine, place.rank, positions, meant) == ("v", 0, range(8, 37), content)
     one.send("7", [[4, 0, 2]])
     assert one.waiting("7") == []
 

@@ -96,7 +96,7 @@ class Engines:
         if not gates:
             seat.put((seat.memory, seat.expected), order, Step(0.0))
             order.computed.append(Step(0.0))
-        order.waited = {place.engine for place, _ in seat.mover.waiting(request.name)}
+        order.waited = {place.engine for place, *_ in seat.mover.waiting(request.name)}
         first, *shares = asked.named or (1.0,) * (len(gates) + 1)
         order.transfer = seat.mover.send(
             request.name, order.part(first), said if gates else None, now, asked.deadline_s

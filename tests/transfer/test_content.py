@@ -220,3 +220,24 @@ def test_a_disagreement_names_both_prompts_and_is_the_same_rule_everywhere() -> 
             else:
                 assert said[IdentityCheck.CHECKED]
                 assert said[IdentityCheck.TRUST] is None
+
+
+@pytest.mark.parametrize("identity", IdentityCheck)
+def test_who_asks_for_whole_pages_of_rows_of_several_tokens_is_not_refused_for_those_behind_the_prompt(
+    identity: IdentityCheck,
+) -> None:
+    """What is compressed lies in pages as only its engine knows: all of the last one is asked for."""
+    compressed = Component("c4", 2, 1, 1, 64, "uint8", row_tokens=4)
+    bench = Bench((compressed,), replace(CONFIG, identity=identity))
+    source, target = bench.engine("prefill", Fleet(page_tokens=8)), bench.engine("decode", Fleet(page_tokens=16))
+    target.connect(source)
+    pair, longer = Pair.request(bench, source, target, 64), Pair.request(bench, source, target, 80, seed=5)
+    pair.before = target.snapshot()
+    held = Content(59, b"a" * 16) if identity is IdentityCheck.CHECKED else UNKNOWN
+    sent = offered(pair, held)
+    (beyond,) = asked(longer, held)
+    bench.ended([beyond])
+    assert beyond.result is not None
+    assert beyond.result.reason == f"the KV here is of {held}, and tokens below 80 were asked for"
+    bench.ended([*asked(pair, held, stop=64), *sent])
+    pair.assert_landed()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvmover.engines.common import EngineUnsupported
+from kvmover.engines.sglang.request_content import LoadedAdapters, RequestReader
 
 if TYPE_CHECKING:
     import torch
@@ -57,25 +59,64 @@ def hold_failed_pages() -> None:
             "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE is off: SGLang would give pages of a failed request to"
             " others while a prefill may still write to them"
         )
-    _wrap("DecodeTransferQueue", "_defer_release", _without_deadline)
+    _wrap("sglang.srt.disaggregation.decode.DecodeTransferQueue._defer_release", _without_deadline)
 
 
-def tell_lengths() -> None:
-    """Have SGLang tell a receiver how long its request is, and not only how many pages it has.
+def tell_prompts(mode: Any) -> None:
+    """Have SGLang tell each sender which prompt its request has, and each receiver that and how long its request is.
 
-    Raises EngineUnsupported where its hook does not take.
+    Adapters are read as they are loaded, those of the start now. Raises EngineUnsupported where its hook does not take.
     """
-    _wrap("DecodePreallocQueue", "_send_kv_metadata", _with_length)
+    if mode is PREFILL:
+        _wrap("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender", _with_prompt)
+    else:
+        _wrap("sglang.srt.disaggregation.decode.DecodePreallocQueue._send_kv_metadata", _with_length)
+    if _context.get_lora().enable_lora:
+        _wrap("sglang.srt.lora.lora_manager.LoRAManager.load_lora_adapter", _reading)
+        for adapter in _context.get_lora().lora_paths or ():
+            _adapters.load(adapter.lora_id, adapter.lora_path)
 
 
-def _wrap(queue: str, method: str, around: Callable[..., None]) -> None:
-    """Put `around` around a method of one of decode's queues, once a process."""
-    name, of = f"sglang.srt.disaggregation.decode.{queue}.{method}", import_module("sglang.srt.disaggregation.decode")
-    if not hasattr(getattr(getattr(of, queue), method), "__wrapped__"):
+def _wrap(name: str, around: Callable[..., Any]) -> None:
+    """Put `around` around a method of SGLang's, by its full name, once a process."""
+    path, _, method = name.rpartition(".")
+    module, _, owner = path.rpartition(".")
+    of = getattr(import_module(module), owner)
+    if not hasattr(getattr(of, method), "__wrapped__"):
         _hooks.HookRegistry.register(name, around, _hooks.HookType.AROUND)
         _hooks.HookRegistry.apply_hooks()
-    if not hasattr(getattr(getattr(of, queue), method), "__wrapped__"):
+    if not hasattr(getattr(of, method), "__wrapped__"):
         raise EngineUnsupported(f"SGLang's hook at {name} does not take: its log says why")
+
+
+def _folder_of(path: str) -> str:
+    """Returns the folder of an adapter that an operator named by its path, or by its name at a hub."""
+    if Path(path).is_dir():
+        return path
+    return str(import_module("sglang.srt.lora.lora_config").snapshot_download(path, local_files_only=True))
+
+
+_adapters = LoadedAdapters(_folder_of)
+
+
+def _reader() -> RequestReader:
+    skipped = _environ.envs.SGLANG_MM_SKIP_COMPUTE_HASH.get()
+    return RequestReader(_adapters, "SGLANG_MM_SKIP_COMPUTE_HASH is on: images have no hash" if skipped else "")
+
+
+def _reading(load: Callable[[Any, Any], Any], manager: Any, adapter: Any) -> Any:
+    """Read an adapter that is loaded at run time, whatever becomes of it."""
+    _adapters.load(adapter.lora_id, adapter.lora_path)
+    return load(manager, adapter)
+
+
+def _with_prompt(create: Callable[..., bool], queue: Any, req: Any, *more: Any, **named: Any) -> bool:
+    """A sender of ours begins when it knows the prompt; what SGLang makes for a request without KV is left alone."""
+    created = create(queue, req, *more, **named)
+    begin = getattr(req.disagg_kv_sender, "begin", None) if created else None
+    if begin is not None:
+        begin(_reader().content(req))
+    return created
 
 
 def _with_length(
@@ -84,6 +125,7 @@ def _with_length(
     """`kv_indices` [token]: of what decode lacks."""
     request.kv_receiver.tokens = (named.get("decode_prefix_len") or 0) + len(kv_indices)
     request.kv_receiver.parameters = request.req.sampling_params.custom_params
+    request.kv_receiver.content = _reader().content(request.req)
     send(queue, request, kv_indices, *more, **named)
 
 

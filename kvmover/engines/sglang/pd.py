@@ -40,13 +40,14 @@ from kvmover.engines.sglang.pd_driver import (
     read,
 )
 from kvmover.engines.sglang.pd_exchange import Exchange, RankCard, lay_card
-from kvmover.errors import PeerRefused, PlanError, ProtocolError, TransportError
+from kvmover.errors import PeerRefused, PlanError, ProtocolError, RefusedFor, TransportError
 from kvmover.layout import Fleet
 from kvmover.layout.fleet import Coordinate
 from kvmover.observe.logs import Guest
 from kvmover.observe.metrics import MoverCollector
 from kvmover.observe.observers import Observers
-from kvmover.transfer import Model, Mover, Place
+from kvmover.transfer import Content, Model, Mover, Place
+from kvmover.transfer.protocol.content import disagreement
 from kvmover.transfer.result import ALL, Gate
 from kvmover.transport import NixlTransport
 
@@ -64,11 +65,13 @@ _MOST_ROOMS = 1 << 16
 
 @dataclass(slots=True)
 class Outgoing:
-    """A request that the prefill has computed `pages` pages of, from the one in which decode begins to lack tokens.
+    """A request of the prompt `content`, of which the prefill has computed `pages` pages, from the one in which decode
+    begins to lack tokens.
 
     `begun`: decode may fetch those.
     """
 
+    content: Content
     prefix_tokens: int = 0
     pages: int = 0
     begun: bool = False
@@ -88,7 +91,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
         refuse(args, context)
         if disaggregation_mode is not engine_pd.PREFILL:
             engine_pd.hold_failed_pages()
-            engine_pd.tell_lengths()
+        engine_pd.tell_prompts(disaggregation_mode)
         self._rows = AuxRows(args, engine_pd.room_buffer())
         place = ParallelRank(context.attn_tp_rank, context.attn_tp_size, args.pp_rank, context.pp_size)
         self._fleet, self._rank = place.fleet(args.page_size), place.rank
@@ -101,6 +104,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
         device, each = engine_pd.device(args.gpu_id), zip(self._caches, components, strict=True)
         pools = [pool_of(cache, component, args.page_size, device) for cache, component in each]
         self._name, self._patience_s = engine_pd.name_of_this_engine(), settings.mover.deadline_s
+        self._identity = settings.mover.identity
         transport = NixlTransport(f"sglang-{disaggregation_mode.value}-{self._rank}")
         mover = Mover(
             transport,
@@ -114,7 +118,9 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self._observers = Observers(settings, self._name, self._rank, Guest(logging.getLogger(), who))
         self._observers.watch(mover)
         self._observers.serve(MoverCollector([self._driver]))
-        self._outgoing: dict[int, Outgoing] = defaultdict(Outgoing)
+        self._outgoing: dict[int, Outgoing] = {}
+        #: Prompts of requests that a receiver tells prefill ranks of at the moment.
+        self.asking: dict[int, Content] = {}
         self._given_up: dict[int, float] = {}
         self._asked: dict[int, dict[str, PagesReady]] = defaultdict(dict)
         self._engines: dict[str, str] = {}
@@ -166,7 +172,8 @@ class KvmoverManager(engine_pd.CommonKVManager):
                 self._engines[message.key] = message.engine
                 self._refused[message.key] = message.refused
             case PagesReady():
-                self._given_up.pop(message.room, None)
+                if self._given_up.pop(message.room, None) is not None:
+                    self._asked.pop(message.room, None)  # the room is another request's
                 self._asked[message.room][message.rank] = message
                 _keep_the_last(self._asked)
                 self.opened(message.room)
@@ -233,8 +240,8 @@ class KvmoverManager(engine_pd.CommonKVManager):
     def _look_for_wants(self) -> None:
         """A decode rank of another make does not say that it has pages: it asks for the request at once."""
         for room in [room for room, status in list(self.request_status.items()) if status == BOOTSTRAPPING]:
-            for place, wanted in self._driver.waiting(room):
-                ready = PagesReady(room, f"{place.engine} {place.rank}", 1, wanted.start if wanted else 0)
+            for place, wanted, content in self._driver.waiting(room):
+                ready = PagesReady(room, f"{place.engine} {place.rank}", 1, wanted.start if wanted else 0, content)
                 self._asked[room][ready.rank] = ready
                 self.opened(room)
 
@@ -250,18 +257,26 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self._send_multipart_locked(where.to_tcp(), answer, is_ipv6=where.is_ipv6)
 
     def opened(self, room: int) -> None:
-        """Every decode rank has pages for a request that the scheduler knows: its prefill may begin. It fails if decode
-        has given it up, be it before the scheduler knew it. Long after that, the room is another request's."""
-        if room not in self.request_status:
+        """Every decode rank has pages for a request that the scheduler knows: its prefill may begin. It fails if one of
+        them means another prompt, or has given it up, be it before the scheduler knew it. Long after that, the room is
+        another request's."""
+        outgoing = self._outgoing.get(room)
+        if outgoing is None or room not in self.request_status:
             return
         asked = list(self._asked[room].values())
-        if time.monotonic() - self._given_up.pop(room, -math.inf) < self._patience_s:
+        unlike = (disagreement(outgoing.content, each.content, self._identity) for each in asked)
+        other = next((words for words in unlike if words is not None), None)
+        given_up = time.monotonic() - self._given_up.pop(room, -math.inf) < self._patience_s
+        if other is not None and not outgoing.begun:
+            self._driver.turned_away(RefusedFor.IDENTITY)
+            self.give_up(room, other)
+        elif given_up:
             self.give_up(room, "decode aborted the request")
         elif asked and len(asked) >= asked[0].ranks:
             # SGLang begins to send with a page of its own; decode's may be smaller.
             prefix_tokens = asked[0].prefix_tokens - asked[0].prefix_tokens % self.kv_args.page_size
             self.req_to_decode_prefix_len[room] = prefix_tokens
-            self._outgoing[room].prefix_tokens = prefix_tokens
+            outgoing.prefix_tokens = prefix_tokens
             self.update_status(room, WAITING)
 
     def add_transfer_request(
@@ -284,7 +299,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
             if outgoing.begun:
                 self._driver.produced(room, gate, tables, aux)
             else:
-                self._driver.send(room, tables, [gate], aux)
+                self._driver.send(room, tables, [gate], aux, outgoing.content)
                 outgoing.begun = True
         except PlanError as error:
             self.give_up(room, str(error))
@@ -297,9 +312,11 @@ class KvmoverManager(engine_pd.CommonKVManager):
         prefix = outgoing.prefix_tokens // size
         return [chunk_table(cache, prefix, before, pages, states, size) for cache in self._caches]
 
-    def expect(self, room: int) -> None:
-        """The scheduler has a request of this number, which is not the one that may have failed under it before."""
+    def expect(self, room: int, content: Content) -> None:
+        """The scheduler has a request of this number and prompt, which is not the one that may have failed under it
+        before."""
         self._driver.expect(room)
+        self._outgoing[room] = Outgoing(content)
 
     def forget(self, room: int) -> None:
         """The scheduler is done with a request that was sent, or was not."""
@@ -342,8 +359,8 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self, *, bootstrap_room: int, decode_prefix_len: int | None, **_: Any
     ) -> list[bytes]:
         """The frames that tell a prefill rank that this rank has pages for a request."""
-        rank = f"{self._name} {self._rank}"
-        return frames(PagesReady(bootstrap_room, rank, self._fleet.size, decode_prefix_len or 0))
+        rank, content = f"{self._name} {self._rank}", self.asking[bootstrap_room]
+        return frames(PagesReady(bootstrap_room, rank, self._fleet.size, decode_prefix_len or 0, content))
 
     def fetch(self, receiver: Any, pages: npt.NDArray[np.int32], row: int, states: Any, prefix_tokens: int) -> None:
         """Begin to receive a request's pages and states, and row `row` of what goes beside them.
@@ -361,7 +378,8 @@ class KvmoverManager(engine_pd.CommonKVManager):
         told = told_logprobs(receiver.parameters, str(room)) if self.is_foreign(receiver.bootstrap_addr) else None
         self._rows_of[room] = row, told
         deadline, of = time.monotonic() + self._patience_s, range(prefix_tokens, stop)
-        self._driver.receive(room, Wanted(lambda: self._engine(room, key), of, tables, last_stage, deadline))
+        wanted = Wanted(lambda: self._engine(room, key), of, tables, last_stage, deadline, receiver.content)
+        self._driver.receive(room, wanted)
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
         """Whether SGLang may give the pages of a failed request back: nothing can write to them on this rank any more.
@@ -422,8 +440,9 @@ def _keep_the_last(rooms: dict[int, Any]) -> None:
 class KvmoverReceiver(engine_pd.CommonKVReceiver):
     """SGLang's receiver, which calls all prefill ranks and tells of a failure at once, whoever may write its pages."""
 
-    #: How long the request is, and its `custom_params`, where SGLang's queue has said it.
+    #: How long the request is, its prompt, and its `custom_params`, where SGLang's queue has said it.
     tokens: int | None = None
+    content: Content = Content(0, unknown="SGLang's queue has not said which prompt it is")
     parameters: Any = None
     _cleared = False
 
@@ -458,7 +477,9 @@ class KvmoverReceiver(engine_pd.CommonKVReceiver):
 
         `kv_indices` [page]: the pages behind the prefix that decode has, `aux_index` the row of what goes beside them.
         """
+        self.kv_mgr.asking[self.bootstrap_room] = self.content
         engine_pd.CommonKVReceiver.send_metadata(self, kv_indices, aux_index, state_indices, *more, **named)
+        del self.kv_mgr.asking[self.bootstrap_room]
         if self.conclude_state is None:
             prefix_tokens = named.get("decode_prefix_len") or 0
             try:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvmover.errors import KvmoverError, PeerUnknown
+from kvmover.errors import KvmoverError, PeerUnknown, RefusedFor
 from kvmover.transfer.arguments import page_tables
 from kvmover.transfer.config import Pace
 from kvmover.transfer.meter import Snapshot
 from kvmover.transfer.mover import Mover
+from kvmover.transfer.protocol.content import Content
 from kvmover.transfer.protocol.handshake import Place
 from kvmover.transfer.result import Gate, Transfer
 
@@ -49,13 +50,14 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 class PagesReady(msgspec.Struct, frozen=True, tag="Asked"):
     """A decode rank, one of `ranks` that will ask, has pages for a request, all but its first `prefix_tokens`.
 
-    The tag is the name that it had first: other releases know it by that.
+    `content`: the prompt that it means. The tag is the name that it had first: other releases know it by that.
     """
 
     room: int
     rank: str
     ranks: int
     prefix_tokens: int
+    content: Content | None = None
 
 
 Message = Call | Answer | PagesReady
@@ -86,7 +88,8 @@ Ended = Callable[[int, str | None, dict[int, bytes]], None]
 class Wanted:
     """A request to fetch as soon as the engine it is asked of is known and connected.
 
-    `engine`: its name, or None while it has not said it. `positions` and `pages` as `Mover.receive` takes them.
+    `engine`: its name, or None while it has not said it. `positions`, `pages` and `content` as `Mover.receive` takes
+    them.
     """
 
     engine: Callable[[], str | None]
@@ -94,6 +97,7 @@ class Wanted:
     pages: Sequence[npt.NDArray[np.int64]]
     aux_from: int
     deadline: float
+    content: Content | None = None
 
 
 @dataclass(slots=True)
@@ -137,15 +141,22 @@ class TransferDriver:
         with self._lock:
             self.mover.reopen(str(room))
 
-    def waiting(self, room: int) -> list[tuple[Place, range]]:
+    def waiting(self, room: int) -> list[tuple[Place, range, Content | None]]:
         """See `Mover.waiting`."""
         with self._lock:
             return self.mover.waiting(str(room))
 
-    def send(self, room: int, pages: Sequence[npt.NDArray[np.int64]], gates: Sequence[Gate], aux: bytes | None) -> None:
+    def send(
+        self,
+        room: int,
+        pages: Sequence[npt.NDArray[np.int64]],
+        gates: Sequence[Gate],
+        aux: bytes | None,
+        content: Content | None = None,
+    ) -> None:
         """Offer a request's pages, a table a component, or those of its first chunk. Raises PlanError."""
         with self._lock:
-            self._sends[room] = self.mover.send(str(room), pages, gates, aux)
+            self._sends[room] = self.mover.send(str(room), pages, gates, aux, content=content)
             self._called()
 
     def produced(self, room: int, gate: Gate, pages: Sequence[npt.NDArray[np.int64]], aux: bytes | None) -> None:
@@ -179,6 +190,11 @@ class TransferDriver:
             elif room not in self._held:
                 self.mover.refuse(str(room), reason)
             self._called()
+
+    def turned_away(self, refused_for: RefusedFor) -> None:
+        """Count a request that was turned away before the mover had it."""
+        with self._lock:
+            self.mover.meter.turned_away(refused_for)
 
     def has(self, room: int) -> bool:
         """Whether the request's pages may still be read or written."""
@@ -240,7 +256,7 @@ class TransferDriver:
             if engine is not None:
                 self._connected.setdefault(engine, frozenset())
                 self._receives[room] = self.mover.receive(
-                    str(room), engine, wanted.positions, wanted.pages, [wanted.aux_from]
+                    str(room), engine, wanted.positions, wanted.pages, [wanted.aux_from], content=wanted.content
                 )
                 del self._wanted[room]
                 self._busy = self.clock()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvmover.engines.sglang import engine_pd
+from kvmover.transfer import Content
 
 
 class KvmoverSender(engine_pd.CommonKVSender):
@@ -15,9 +16,12 @@ class KvmoverSender(engine_pd.CommonKVSender):
         engine_pd.CommonKVSender.__init__(self, mgr, bootstrap_addr, own, *more, **named)
         if own != bootstrap_room:
             self.conclude_state = mgr.turn_away(own, bootstrap_room)
-            return
-        mgr.expect(own)
-        mgr.opened(own)
+
+    def begin(self, content: Content) -> None:
+        """Send the request, of which the scheduler has said its prompt, as soon as decode has pages for it."""
+        if self.conclude_state is None:
+            self.kv_mgr.expect(self.bootstrap_room, content)
+            self.kv_mgr.opened(self.bootstrap_room)
 
     def abort(self) -> None:
         """The scheduler gives the request up. It is over when nothing reads its pages."""

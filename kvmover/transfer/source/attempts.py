@@ -218,11 +218,12 @@ class Request:
         growing = self.service is Service.REPEATED and self.reason is None and not self.transfer.ended
         return growing and wanted is not None and wanted.tokens > max(self.contents, default=wanted.tokens)
 
-    def disagrees(self, want: wire.Want, identity: IdentityCheck) -> str | None:
-        """Returns why the request is not the one that a Want means; None where it is."""
+    def disagrees(self, want: wire.Want, identity: IdentityCheck, beyond: int) -> str | None:
+        """Returns why the request is not the one that a Want means; None where it is. `beyond`: tokens after a prompt
+        that who asks counts with its last page."""
         newest = self.contents[max(self.contents)] if self.contents else None
         held = self.contents.get(want.content.tokens, newest) if want.content else newest
-        if held is not None and want.stop > held.tokens:
+        if held is not None and want.stop > held.tokens + beyond:
             return f"the KV is of {held}, and tokens below {want.stop} were asked for"
         return disagreement(held, want.content, identity)
 

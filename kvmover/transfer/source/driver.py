@@ -193,7 +193,10 @@ class SourceDriver:
         if request is None or request.is_behind(want.content):
             self._ask_early(peer, want)
             return
-        unlike = request.disagrees(want, self.core.config.identity)
+        fleet = peer.card.place.fleet
+        in_pages = any(component.row_tokens > 1 for component in self.core.components)
+        beyond = fleet.page_tokens * fleet.cp - 1 if in_pages else 0
+        unlike = request.disagrees(want, self.core.config.identity, beyond)
         if unlike is not None:  # the request is for others: it goes on
             self.core.refused(peer.name, RefusedFor.IDENTITY, f"{want.request}: {unlike}")
             self.core.say(peer.name, wire.Abort(want.request, want.generation, unlike))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
+from kvmover.transfer.protocol.content import Content
 from kvmover.transfer.protocol.handshake import Place
 from kvmover.transfer.tombstones import Budget, TtlMap
 
@@ -95,11 +96,12 @@ class EarlyWants:
         self._drop(message.request, peer.name)
         return True
 
-    def waiting(self, request: str) -> list[tuple[Place, range]]:
-        """Who waits for a request that is not sent yet, and the positions that they want."""
+    def waiting(self, request: str) -> list[tuple[Place, range, Content | None]]:
+        """Who waits for a request that is not sent yet, the positions that they want, and the prompt that they mean."""
         waits = self._early.get(request, {}).values()
         wants = ((early.peer.card.place, wire.decode(early.want)) for early in waits)
-        return [(place, range(want.start, want.stop)) for place, want in wants if isinstance(want, wire.Want)]
+        of = ((place, want) for place, want in wants if isinstance(want, wire.Want))
+        return [(place, range(want.start, want.stop), want.content) for place, want in of]
 
     def take(self, request: str) -> list[Early]:
         """All who wait for a request, which then wait no more."""

@@ -205,8 +205,8 @@ class AsyncMover:
         """As Mover.reopen: a request of this name will be sent again."""
         await asyncio.wrap_future(self._progress.submit(lambda mover: mover.reopen(request)))
 
-    async def waiting(self, request: str) -> list[tuple[Place, range]]:
-        """As Mover.waiting: ranks that have asked for a request before it is sent, and the positions that they want."""
+    async def waiting(self, request: str) -> list[tuple[Place, range, Content | None]]:
+        """As Mover.waiting: ranks that have asked for a request before it is sent, positions and prompt."""
         return await asyncio.wrap_future(self._progress.submit(lambda mover: mover.waiting(request)))
 
     async def forget(self, engine: str, rank: int) -> None:

@@ -134,8 +134,8 @@ class SharedMover:
         """As Mover.reopen: a request of this name will be sent again."""
         self._progress.submit(lambda mover: mover.reopen(request)).result()
 
-    def waiting(self, request: str) -> list[tuple[Place, range]]:
-        """As Mover.waiting: ranks that have asked for a request before it is sent, and the positions that they want."""
+    def waiting(self, request: str) -> list[tuple[Place, range, Content | None]]:
+        """As Mover.waiting: ranks that have asked for a request before it is sent, positions and prompt."""
         return self._progress.submit(lambda mover: mover.waiting(request)).result()
 
     def forget(self, engine: str, rank: int) -> None:

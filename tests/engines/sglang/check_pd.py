@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -27,6 +29,9 @@ utils: Any = import_module("sglang.srt.disaggregation.utils")
 KVPoll: Any = import_module("sglang.srt.disaggregation.base.conn").KVPoll
 context: Any = import_module("sglang.srt.runtime_context")
 queues: Any = import_module("sglang.srt.disaggregation.decode")
+senders: Any = import_module("sglang.srt.disaggregation.prefill")
+batches: Any = import_module("sglang.srt.managers.schedule_batch")
+params: Any = import_module("sglang.srt.sampling.sampling_params")
 states: Any = import_module("sglang.srt.configs.mamba_utils")
 
 ROOM, PAGES, ROW = 4711, 9, 3
@@ -36,11 +41,20 @@ POISON, STALE = 0x6B, 0x94
 
 @dataclass(frozen=True)
 class Case:
-    """A request: pages that decode has already, pages after which prefill ends a chunk, how it goes wrong."""
+    """A request: pages that decode has already, pages after which prefill ends a chunk, how it goes wrong, and how many
+    tokens of its last page are none of its."""
 
     prefix: int = 0
     chunks: tuple[int, ...] = ()
     ending: str = ""
+    spare: int = 0
+
+    def asked(self, side: Side, first: int = 0, **more: Any) -> Any:
+        """SGLang's request, whose prompt begins with token `first`."""
+        tokens = array("q", range(first, first + PAGES * side.page - self.spare))
+        req = batches.Req("r", "", tokens, params.SamplingParams(max_new_tokens=4), bootstrap_room=ROOM, **more)
+        req.bootstrap_host = "127.0.0.1"
+        return req
 
 
 def test_the_backend_is_a_choice_beside_the_built_in_ones() -> None:
@@ -247,13 +261,15 @@ def prefill(rank: Rank, port: int, case: Case) -> str:
     if case.ending == "decode leaves first":
         until(lambda: side.manager._asked.get(ROOM), "the decode to ask")
         time.sleep(1)  # for its abort
-    sender = side.classes["sender"](side.manager, f"127.0.0.1:{port}", ROOM)
+    sender = sender_of(side, port, case.asked(side))
     # The first stage polls for all of them, as SGLang's scheduler does.
     poll = sender.poll_pp_consensus if rank.shape.pp > 1 and rank.pp == 0 else sender.poll
     if polled(poll, KVPoll.WaitingForInput, KVPoll.Failed) == KVPoll.Failed:
+        if case.ending == "decode means another prompt":
+            until(lambda: (rank.root.parent / "decode failed").exists() or None, "decode to hear of it")
         return _failed(sender)
     if case.ending == "twice":
-        again = side.classes["sender"](side.manager, f"127.0.0.1:{port}", ROOM)
+        again = sender_of(side, port, case.asked(side))
         assert polled(again.poll, KVPoll.Failed) == KVPoll.Failed
         assert _failed(again) == f"room {ROOM} has another request in it"
     prefix = sender.pop_decode_prefix_len() // side.page
@@ -286,6 +302,26 @@ def prefill(rank: Rank, port: int, case: Case) -> str:
     return reason
 
 
+def sender_of(side: Side, port: int, req: Any) -> Any:
+    """The sender that SGLang's queue makes for a request."""
+    queue = object.__new__(senders.PrefillBootstrapQueue)
+    queue.kv_manager, queue.bootstrap_port, queue.max_input_len = side.manager, port, 4096
+    queue.transfer_backend = utils.TransferBackend("kvmover")
+    assert queue.create_sender(req, 4)
+    return req.disagg_kv_sender
+
+
+def publish(side: Side, req: Any, receiver: Any, at: dict[str, torch.Tensor], prefix: int) -> None:
+    """SGLang's queue has pages for a request."""
+    queue = object.__new__(queues.DecodePreallocQueue)
+    queue.req_to_metadata_buffer_idx_allocator = SimpleNamespace(alloc=lambda: ROW)
+    queue.transfer_queue, queue._num_published_destinations = SimpleNamespace(enable_staging=False), 0
+    rows = (at["kv"][:, None] * side.page + torch.arange(side.page)).reshape(-1)
+    tokens = len(req.origin_input_ids) - prefix * side.page
+    decoding = queues.DecodeRequest(req=req, kv_receiver=receiver)
+    queue._send_kv_metadata(decoding, rows[:tokens], side.page, told(side, at), decode_prefix_len=prefix * side.page)
+
+
 def _answers(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
@@ -308,8 +344,8 @@ def decode(rank: Rank, port: int, case: Case) -> str:
     receiver.init(0)
     assert polled(receiver.poll, KVPoll.WaitingForInput, KVPoll.Failed) == KVPoll.WaitingForInput
     at = places(side, 50 + rank.number, prefix)
-    receiver.tokens = (prefix + len(at["kv"])) * side.page
-    receiver.send_metadata(at["kv"].numpy().astype(np.int32), ROW, told(side, at), decode_prefix_len=prefix * side.page)
+    mistaken = case.ending == "decode means another prompt"
+    publish(side, case.asked(side, first=int(mistaken)), receiver, at, prefix)
     if case.ending == "twice":
         again = side.classes["receiver"](side.manager, address, ROOM)
         again.init(0)
@@ -322,6 +358,7 @@ def decode(rank: Rank, port: int, case: Case) -> str:
         return _given_back(side, receiver)
     status = polled(receiver.poll, KVPoll.Success, KVPoll.Failed)
     if status == KVPoll.Failed:
+        (rank.root.parent / "decode failed").touch()
         assert side.manager.is_moving(ROOM) >= (case.ending == "prefill dies and its writes do not"), "nothing is held"
         return _given_back(side, receiver)
     receiver.clear()
@@ -329,6 +366,8 @@ def decode(rank: Rank, port: int, case: Case) -> str:
         wanted = torch.full_like(plane.own, POISON)
         whole = plane.cut(plane.whole)
         wanted[at[plane.by]] = whole[len(whole) - len(at[plane.by]) :]
+        if plane.by == "kv" and rank.shape.kind != "dsa" and case.spare:
+            wanted[at["kv"][-1], -case.spare :] = POISON
         assert torch.equal(plane.own, wanted), (number, plane.by)
     for number, aux in enumerate(side.aux):
         rows = aux.view(torch.uint8)
@@ -469,6 +508,27 @@ def test_a_decode_that_is_refused_tells_the_prefill_at_once(tmp_path: Path) -> N
     sent, received = pair(tmp_path, Shape(), Shape(), ending="decode of another model")
     assert "peer holds sglang" in received[0]
     assert sent == ["decode aborted the request"]
+
+
+@pytest.mark.parametrize(("kind", "src", "dst"), [("mha", 2, 1), ("dsa", 1, 1)], ids=str)
+def test_kv_of_another_prompt_fails_on_both_halves_at_once_and_no_byte_of_it_lands(
+    kind: str, src: int, dst: int, tmp_path: Path
+) -> None:
+    """Both name both prompts. SGLang would wait for 300 s."""
+    shapes = Shape(kind=kind, tp=src), Shape(kind=kind, tp=dst)
+    sent, received = pair(tmp_path, *shapes, ending="decode means another prompt", spare=1)
+    tokens = PAGES * (64 if kind == "dsa" else PAGE) - 1
+    said = re.compile(f"the KV here is of {tokens} tokens ([0-9a-f]{{32}}), and {tokens} tokens ([0-9a-f]{{32}}) were ")
+    for reason in (*sent, *received):
+        found = said.match(reason)
+        assert found, reason
+        assert found[1] != found[2]
+
+
+@pytest.mark.parametrize("kind", ["mha", "dsa", "gdn"])
+def test_a_prompt_that_ends_within_a_page_lands(kind: str, tmp_path: Path) -> None:
+    """Of caches that only SGLang knows, decode asks for the whole last page."""
+    assert pair(tmp_path, Shape(kind=kind), Shape(kind=kind), prefix=2, spare=3) == ([""], [""])
 
 
 def test_a_decode_that_leaves_before_the_prefill_has_the_request_tells_it(tmp_path: Path) -> None:

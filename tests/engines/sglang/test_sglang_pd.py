@@ -42,7 +42,7 @@ from kvmover.engines.sglang.pd_driver import (
     read,
 )
 from kvmover.errors import PeerUnknown, PlanError
-from kvmover.transfer import Gate, Pace
+from kvmover.transfer import Content, Gate, Pace
 from tests.transfer.mover_fleets import Pair
 
 PAGE, LAYERS, HEADS, DIM = 4, 3, 2, 8
@@ -397,13 +397,13 @@ class Stub:
     def connect(self, card: bytes) -> None:
         self.said.append("connect")
 
-    def receive(self, *given: Any) -> Any:
+    def receive(self, *given: Any, content: Content | None) -> Any:
         if self.error:
             raise self.error
         self.said.append(f"receive {given[0]} of {given[1]}")
         return self.transfer
 
-    def send(self, *given: Any) -> Any:
+    def send(self, *given: Any, content: Content | None) -> Any:
         return self.transfer
 
     def abort(self, transfer: Any, reason: str) -> None:
@@ -445,6 +445,26 @@ def test_page_tables_of_a_request_that_is_begun_later_may_be_changed_at_once() -
     while src.has(7) or dst.has(7):
         src.turn()
         dst.turn()
+    pair.assert_landed()
+
+
+def test_the_prompt_of_a_request_goes_to_the_other_side_which_gives_it_to_nobody_who_means_another() -> None:
+    pair, over = Pair.of(), list[tuple[int, str | None]]()
+    src = TransferDriver(pair.src.movers[0], lambda *_: None, PACE)
+    dst = TransferDriver(pair.dst.movers[0], lambda room, reason, _: over.append((room, reason)), PACE)
+    held, other = Content(pair.tokens, b"h" * 16), Content(pair.tokens, b"o" * 16)
+    for meant in (other, held):
+        dst.receive(7, Wanted(lambda: "prefill", range(pair.tokens), pair.dst_tables[0], 0, 1e9, meant))
+        while not src.waiting(7) and not src.has(7):
+            src.turn()
+            dst.turn()
+        if meant is other:
+            assert [content for _, _, content in src.waiting(7)] == [other]
+            src.send(7, pair.src_tables[0], [Gate(None)], b"first", held)
+        while dst.has(7):
+            src.turn()
+            dst.turn()
+    assert over == [(7, f"the KV here is of {held}, and {other} were asked for"), (7, None)]
     pair.assert_landed()
 
 
