@@ -238,6 +238,6 @@ def test_who_asks_for_whole_pages_of_rows_of_several_tokens_is_not_refused_for_t
     (beyond,) = asked(longer, held)
     bench.ended([beyond])
     assert beyond.result is not None
-    assert beyond.result.reason == f"the KV here is of {held}, and tokens below 80 were asked for"
+    assert beyond.result.reason == f"the KV is of {held}, and tokens below 80 were asked for"
     bench.ended([*asked(pair, held, stop=64), *sent])
     pair.assert_landed()

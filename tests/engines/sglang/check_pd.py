@@ -518,7 +518,7 @@ def test_kv_of_another_prompt_fails_on_both_halves_at_once_and_no_byte_of_it_lan
     shapes = Shape(kind=kind, tp=src), Shape(kind=kind, tp=dst)
     sent, received = pair(tmp_path, *shapes, ending="decode means another prompt", spare=1)
     tokens = PAGES * (64 if kind == "dsa" else PAGE) - 1
-    said = re.compile(f"the KV here is of {tokens} tokens ([0-9a-f]{{32}}), and {tokens} tokens ([0-9a-f]{{32}}) were ")
+    said = re.compile(f"the KV is of {tokens} tokens ([0-9a-f]{{32}}), and {tokens} tokens ([0-9a-f]{{32}}) were ")
     for reason in (*sent, *received):
         found = said.match(reason)
         assert found, reason

@@ -464,7 +464,7 @@ def test_the_prompt_of_a_request_goes_to_the_other_side_which_gives_it_to_nobody
         while dst.has(7):
             src.turn()
             dst.turn()
-    assert over == [(7, f"the KV here is of {held}, and {other} were asked for"), (7, None)]
+    assert over == [(7, f"the KV is of {held}, and {other} were asked for"), (7, None)]
     pair.assert_landed()
 
 
