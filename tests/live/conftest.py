@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
@@ -13,6 +15,7 @@ from typing import IO, Any
 
 import pytest
 
+from tests.live.answers import Answer
 from tests.live.server import ENVIRONMENTS, Command, Server
 from tests.live.table import Results, Row
 from tests.mooncake_home import NEEDED
@@ -152,3 +155,13 @@ class ModelMaker:
                 subprocess.run([python, maker, name, folder], check=True, capture_output=True, env=environment)
                 stamp.write_text(mark)
         return folder
+
+
+def chats_by_openais_client(engine: str, url: str, count: int) -> list[Answer]:
+    """Return the turns of each chat as an answer, whose tokens are their bytes: `openai_chats.py` asks."""
+    python = ENVIRONMENTS / engine / "bin" / "python"
+    command = [python, HERE / "openai_chats.py", url, str(count)]
+    began = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    seconds = time.monotonic() - began
+    return [Answer(200, seconds, tuple(json.dumps(turns).encode())) for turns in json.loads(done.stdout)]

@@ -25,6 +25,22 @@ def room_at(prefill: Server) -> Room:
     }
 
 
+def rooms_at(prefill: Server, count: int) -> Room:
+    """A room a prompt, as SGLang's router sends them for a list."""
+    rooms = [room_at(prefill) for _ in range(count)]
+    return {name: [room[name] for room in rooms] for name in rooms[0]}
+
+
+def generate(
+    server: Server, body: Mapping[str, Any], room: Room | None = None, timeout_s: float = 120.0
+) -> list[Answer]:
+    """Return an answer for each prompt of a request as it is. One that failed is one answer."""
+    reply = post(f"{server.url}/generate", {**body, **(room or {})}, timeout_s)
+    said: Any = reply.body
+    each = said if isinstance(said, list) else [said]
+    return [_answer(replace(reply, body=one)) for one in each]
+
+
 def ask(
     server: Server, prompt: Sequence[int], tokens: int = 16, room: Room | None = None, timeout_s: float = 120.0
 ) -> Answer:

@@ -1,0 +1,143 @@
+"""Forms of request that clients send, through a prefill and a decode of SGLang, beside a plain server's answers."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.live.answers import Answer, many, prompts_of
+from tests.live.conftest import ModelMaker, Servers, chats_by_openais_client
+from tests.live.server import Server
+from tests.live.sglang_client import ask, counted, generate, room_at, rooms_at, split, usage, warm
+from tests.live.sglang_servers import DECODE, PREFILL, router, sglang
+from tests.live.table import Results
+
+#: SGLang compiles grammars with this, without a GPU too.
+_GRAMMARS = ("--grammar-backend", "xgrammar")
+
+_GREEDY = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
+
+_SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+)
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(256), k=count)
+
+
+def _form(seed: int, *, count: int = 300, **sampling: Any) -> dict[str, Any]:
+    return {"input_ids": tokens(count, seed), "sampling_params": {**_GREEDY, **sampling}, "return_logprob": True}
+
+
+#: An answer each, or one a prompt.
+FORMS: Mapping[str, Mapping[str, Any]] = {
+    "log probabilities of three": {**_form(1), "top_logprobs_num": 3},
+    "penalties": _form(2, frequency_penalty=0.8, presence_penalty=0.2, repetition_penalty=1.1),
+    "least tokens": _form(3, max_new_tokens=40, min_new_tokens=20, ignore_eos=False),
+    "a stop string": _form(4, max_new_tokens=100, stop=["a", "e"]),
+    "stop tokens": _form(5, max_new_tokens=100, stop_token_ids=list(range(0, 256, 3))),
+    "the first token is a stop": _form(6, stop_token_ids=list(range(512))),
+    "one token": _form(7, max_new_tokens=1),
+    "a text": {"text": "žluťoučký kůň 馬 " * 10, "sampling_params": _GREEDY, "return_logprob": True},
+    "three prompts": {
+        "input_ids": [tokens(count, 8 + count) for count in (300, 40, 170)],
+        "sampling_params": _GREEDY,
+        "return_logprob": True,
+    },
+}
+
+GRAMMARS: Mapping[str, Mapping[str, Any]] = {
+    "a schema": _form(20, max_new_tokens=60, ignore_eos=False, json_schema=_SCHEMA),
+    "a pattern": _form(21, max_new_tokens=40, ignore_eos=False, regex="[0-9]{3}-[a-f]{4}"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Trio:
+    """A plain server, a prefill, and a decode of other pages. All of them take grammars."""
+
+    plain: Server
+    first: Server
+    second: Server
+
+    def compare(self, forms: Mapping[str, Mapping[str, Any]]) -> tuple[list[Answer], list[Answer]]:
+        """Return all answers of the plain server, and all through both halves."""
+        wanted, got = list[Answer](), list[Answer]()
+        for body in forms.values():
+            wanted += generate(self.plain, body)
+            got += self._through(body)
+        return wanted, got
+
+    def _through(self, body: Mapping[str, Any]) -> list[Answer]:
+        ids = body.get("input_ids", ())
+        several = len(ids) if ids and isinstance(ids[0], list) else 0
+        room = rooms_at(self.first, several) if several else room_at(self.first)
+        with ThreadPoolExecutor(2) as pool:
+            halves = [pool.submit(generate, half, body, room) for half in (self.first, self.second)]
+            return [half.result() for half in halves][1]
+
+
+@pytest.fixture(scope="module")
+def trio(servers: Servers, model: ModelMaker) -> Trio:
+    weights = model("llama", "sglang")
+    started = servers.start(
+        sglang("sglang-forms-plain", weights, *_GRAMMARS),
+        sglang("sglang-forms-prefill", weights, *_GRAMMARS, mode=PREFILL),
+        sglang("sglang-forms-decode", weights, *_GRAMMARS, mode=DECODE, page_tokens=32),
+    )
+    warm(started[0])
+    return Trio(*started)
+
+
+@pytest.mark.parametrize(
+    ("kind", "forms"), [("penalties, stops, lists", FORMS), ("grammars", GRAMMARS)], ids=["forms", "grammars"]
+)
+def test_forms_of_request(kind: str, forms: Mapping[str, Mapping[str, Any]], trio: Trio, results: Results) -> None:
+    before = counted(trio.second, "kvmover_received_bytes_total")
+    wanted, got = trio.compare(forms)
+    moved = counted(trio.second, "kvmover_received_bytes_total") - before
+    assert not results.add("sglang", kind, wanted, got, f"{moved / 1e6:.1f} MB moved").failed
+    assert moved > 0
+    assert usage(trio.first) == usage(trio.second) == 0
+
+
+def test_clients_that_leave_in_a_storm_take_nothing_from_those_that_stay(trio: Trio, results: Results) -> None:
+    """Of each four one stays, one leaves its prefill, one its decode, one both."""
+    prompts = prompts_of(32, seed=64, least_tokens=20, most_tokens=1200)
+    wanted = many(lambda prompt: ask(trio.plain, prompt), prompts[::4])
+
+    def one(number: int) -> Answer:
+        prompt, kind, room = prompts[number], number % 4, room_at(trio.first)
+        if not kind:
+            return split(trio.first, trio.second, prompt)
+        patience_s: Sequence[float] = ((0.05, 20.0), (20.0, 0.1), (0.05, 0.1))[kind - 1]
+        with ThreadPoolExecutor(2) as pool:
+            halves = [
+                pool.submit(ask, server, prompt, 100, room, each)
+                for server, each in zip((trio.first, trio.second), patience_s, strict=True)
+            ]
+            return min((half.result() for half in halves), key=lambda answer: answer.status)
+
+    got = many(one, range(32), at_once=12)
+    left = sum(not answer.ok for number, answer in enumerate(got) if number % 4)
+    assert not results.add("sglang", "24 of 32 clients leave", wanted, got[::4], f"{left} left").failed
+    assert usage(trio.first, within_s=30.0) == usage(trio.second, within_s=30.0) == 0
+
+
+def test_chats_of_openais_client_behind_the_toy_router(trio: Trio, servers: Servers, results: Results) -> None:
+    (front,) = servers.start(router("sglang-forms-router", trio.first, trio.second, "--mini-lb"))
+    wanted, got = (chats_by_openais_client("sglang", server.url, 6) for server in (trio.plain, front))
+    assert not results.add("sglang", "chats of three streamed turns by OpenAI's client, mini_lb", wanted, got).failed
+    assert usage(trio.first) == usage(trio.second) == 0
