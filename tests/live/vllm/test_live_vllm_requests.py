@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +14,8 @@ from threading import Event
 import pytest
 
 from tests.live.answers import Answer, many, post, prompts_of
-from tests.live.conftest import ModelMaker, Servers
-from tests.live.server import ENVIRONMENTS, Server
+from tests.live.conftest import ModelMaker, Servers, chats_by_openais_client
+from tests.live.server import Server
 from tests.live.table import Results
 from tests.live.vllm_client import Stream, ask, prefill, split, usage, warm
 from tests.live.vllm_forms import CHAT, Form, ask_choices, split_choices
@@ -170,7 +168,7 @@ def test_chats_of_openais_client_and_vllms_own_load_behind_its_router(
     recomputes: Trio, servers: Servers, model: ModelMaker, results: Results, tmp_path: Path
 ) -> None:
     (front,) = servers.start(router("vllm-forms-router", recomputes.first, recomputes.second))
-    wanted, got = (_chats(server.url, 6) for server in (recomputes.plain, front))
+    wanted, got = (chats_by_openais_client("vllm", server.url, 6) for server in (recomputes.plain, front))
     assert not results.add("vllm", "chats of three streamed turns by OpenAI's client, vllm-router", wanted, got).failed
     before = recomputes.second.metrics("vllm:kvmover_received_requests")
     load = Server.start(vllm_bench("vllm-forms-bench", front, model("qwen3", "vllm"), 24, tmp_path))
@@ -183,17 +181,21 @@ def test_chats_of_openais_client_and_vllms_own_load_behind_its_router(
     servers.stop([front])
 
 
-def _chats(url: str, count: int) -> list[Answer]:
-    """Return the turns of each chat as an answer whose tokens are its bytes."""
-    script = Path(__file__).parents[1] / "openai_chats.py"
-    python = ENVIRONMENTS / "vllm" / "bin" / "python"
-    began = time.monotonic()
-    done = subprocess.run([python, script, url, str(count)], capture_output=True, text=True, timeout=100, check=True)
-    seconds = time.monotonic() - began
-    return [Answer(200, seconds, tuple(json.dumps(turns).encode())) for turns in json.loads(done.stdout)]
-
-
 def test_several_answers_and_several_prompts(recomputes: Trio, results: Results) -> None:
-    """Beside what fetches, a choice is computed where its prompt's KV was given to another."""
     wanted, got = recomputes.compare(SEVERAL)
     assert not results.add("vllm", "n, lists of prompts, beams", wanted, got).failed
+    assert usage(recomputes.second) == 0
+
+
+def test_the_same_where_a_failed_fetch_fails_its_request(
+    recomputes: Trio, servers: Servers, model: ModelMaker, results: Results
+) -> None:
+    """As vLLM does it by default."""
+    (second,) = servers.start(vllm("vllm-forms-decode-fail", model("qwen3", "vllm"), kv=kvmover(policy="fail")))
+    warm(second)
+    wanted, got = Trio(recomputes.plain, recomputes.first, second).compare((*SEVERAL, *SAMPLED[:3]))
+    failures = second.metrics("vllm:kvmover_received_failures")["vllm:kvmover_received_failures_total"]
+    assert not results.add("vllm", "n, lists of prompts, beams, kv_load_failure_policy fail", wanted, got).failed
+    assert failures == 0
+    assert usage(second) == 0
+    servers.stop([second])
