@@ -68,7 +68,13 @@ class PeerRefused(KvmoverError):
 
 
 class PeerReplaced(PeerRefused):
-    """A card of a process whose place a newer one has taken, or had taken: the message has both generations."""
+    """A card of a process whose place a newer one has, or had until short ago: the message has both generations."""
+
+    refused_for = RefusedFor.SEAT
+
+
+class PeerAhead(PeerRefused):
+    """A card of a process whose generation is of a time that has yet to come: the message says how far it is."""
 
     refused_for = RefusedFor.SEAT
 

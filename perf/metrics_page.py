@@ -35,7 +35,9 @@ start_http_server(9400)
 
 Tiers have a `TierCollector(controller.snapshot)`. Histograms have buckets from 10 us to 84 s in powers of
 two. Failed transfers are those of `kvmover_transfers_total` whose `end` is not `landed`; `end="deadline"` counts the
-ones that ran out of time. This page is written by `python -m perf.metrics_page`.
+ones that ran out of time, `end="unbegun"` those of which no transfer was made, since nobody was found or they were
+refused. What asks for nothing, to let a source forget a request, is no transfer. This page is written by
+`python -m perf.metrics_page`.
 """
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from kvmover.errors import RefusedFor
 from kvmover.exposition import RANK, Metric, MetricKind, families, named
 from kvmover.plan.cost import Route
-from kvmover.transfer.meter import Count, Gauge, Snapshot, Stage
+from kvmover.transfer.meter import UNBEGUN, Count, Gauge, Snapshot, Stage
 from kvmover.transfer.protocol.auth import Refusal
 from kvmover.transfer.result import Cause
 
@@ -55,7 +55,7 @@ METRICS: Mapping[StrEnum, Metric] = {
             Gauge.WRITES_UNDER_WAY: "Writes posted whose end was not seen.",
             Gauge.READS_UNDER_WAY: "Reads posted whose end was not seen.",
             Gauge.ATTEMPTS_IN_LIMBO: "Ended attempts whose regions or pages a peer may still write.",
-            Gauge.PEERS: "Connected peers.",
+            Gauge.PEERS: "Connected peers that live, as far as they were heard.",
             Gauge.DIALLED_PEERS: "Lost peers that are being reached for.",
             Gauge.OUTGOING_ARENA_BYTES: "Size of the arena for what this rank sends.",
             Gauge.OUTGOING_LEASED_BYTES: "Leased regions of the arena for what this rank sends.",
@@ -82,7 +82,7 @@ METRICS: Mapping[StrEnum, Metric] = {
 
 _VERBS = ("send", "receive")
 #: A fault ends transfers when their mover, and with it the counting, is over.
-_ENDS = ("landed", *(cause for cause in Cause if cause is not Cause.FAULT))
+_ENDS = ("landed", *(cause for cause in Cause if cause is not Cause.FAULT), UNBEGUN)
 
 
 class Metered(Protocol):

@@ -7,12 +7,14 @@ ranks can be read together; a transfer that ended at `time_s` began `seconds` be
 
 from __future__ import annotations
 
+import atexit
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from os import SEEK_END
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock, Thread
 from types import TracebackType
 from typing import IO, Literal
 
@@ -25,7 +27,7 @@ from kvmover.plan.cost import Route
 from kvmover.transfer.meter import Stage
 from kvmover.transfer.result import Cause, Ending
 
-_FLUSH_BYTES = 1 << 16
+log = logging.getLogger(__name__)
 
 
 class Line(msgspec.Struct, frozen=True, tag_field="type", tag=str.lower, omit_defaults=True):
@@ -90,12 +92,12 @@ AnyLine = Run | Moved | Accounted
 class RunLog:
     """Appends lines to a file, for a mover and a ledger: `mover.watch(log.transfer)`, `Ledger(sink=log.account)`.
 
-    Any thread may write. Lines are kept for `flush_s` or 64 KiB: what a crash costs. Close it, or use it as a context.
+    Any thread may write, and none waits for the disk: a thread of its own writes lines as they come, so that who is
+    killed has lost milliseconds. Where that fails the log ends, with a warning. Close it, or use it as a context; the
+    end of the process closes it too.
     """
 
-    def __init__(
-        self, path: Path, engine: str, rank: int, clock: Callable[[], float] = time.time, flush_s: float = 1.0
-    ) -> None:
+    def __init__(self, path: Path, engine: str, rank: int, clock: Callable[[], float] = time.time) -> None:
         try:
             self._file: IO[bytes] = path.open("ab", buffering=0)
         except OSError as error:
@@ -103,10 +105,13 @@ class RunLog:
         if not _ends_whole(path):
             self._file.write(b"\n")
         self._encoder = msgspec.json.Encoder()
-        self._lines, self._lock = bytearray(), Lock()
-        self._clock, self._flush_s = clock, flush_s
-        self._flushed = clock()
+        self._lines, self._lock, self._writing = bytearray(), Lock(), Lock()
+        self._clock, self._path = clock, path
+        self._more, self._is_over = Event(), False
+        self._writer = Thread(target=self._run, daemon=True, name="kvmover-run-log")
         self._write(Run(clock(), engine, rank, __version__))
+        self._writer.start()
+        atexit.register(self.close)
 
     def transfer(self, ending: Ending) -> None:
         """For `Mover.watch`: append a line for a transfer that ended."""
@@ -138,29 +143,39 @@ class RunLog:
 
     def _write(self, line: AnyLine) -> None:
         with self._lock:
-            if self._file.closed:  # an engine that goes down may still end requests
+            if self._is_over:  # an engine that goes down may still end requests
                 return
             self._encoder.encode_into(line, self._lines, len(self._lines))
             self._lines += b"\n"
-            if len(self._lines) >= _FLUSH_BYTES or line.time_s - self._flushed >= self._flush_s:
-                self._flush(line.time_s)
+        self._more.set()
 
-    def _flush(self, now_s: float) -> None:
-        self._file.write(self._lines)
-        self._lines.clear()
-        self._flushed = now_s
+    def _run(self) -> None:
+        while self._more.wait() and not self._is_over:
+            self._more.clear()
+            self.flush()
 
     def flush(self) -> None:
-        """Write out what is buffered."""
-        with self._lock:
-            if not self._file.closed:
-                self._flush(self._clock())
+        """Return when all that was told before is in the file."""
+        with self._writing:
+            with self._lock:
+                lines, self._lines = self._lines, bytearray()
+            try:
+                while lines and not self._file.closed:
+                    del lines[: self._file.write(lines)]
+            except OSError as error:
+                log.warning("the run log %s ends here: %s", self._path, error.strerror)
+                self._file.close()
+                self._is_over = True
 
     def close(self) -> None:
         """Flush and close the file. Safe to call twice."""
-        self.flush()
         with self._lock:
-            self._file.close()
+            self._is_over = True
+        self._more.set()
+        self._writer.join()
+        self.flush()
+        self._file.close()
+        atexit.unregister(self.close)
 
     def __enter__(self) -> RunLog:
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from kvmover.transfer.meter import Count, Meter, Stage
 from kvmover.transfer.peers.links import Links
 from kvmover.transfer.peers.listeners import own_listeners
 from kvmover.transfer.peers.liveness import Liveness
+from kvmover.transfer.peers.processes import local_process
 from kvmover.transfer.peers.table import Peer, Peers
 from kvmover.transfer.protocol.auth import MessageAuth, NoAuth, authentication
 from kvmover.transfer.protocol.chunks import End, related
@@ -51,6 +53,7 @@ class TimerKind(StrEnum):
 
     PEER = "a peer's ping, or the end of its silence"
     DIAL = "a try at a lost peer"
+    REFUSED = "a peer that was told why it has no seat"
     RECEIVE = "an attempt's deadline, or what it says again"
     SEND = "the same of a source's attempt"
     REQUEST = "the deadline of a request that is sent"
@@ -69,7 +72,7 @@ Timer = tuple[TimerKind, Hashable]
 class Core:
     """The parts of a mover. `sandbox` is what peers may write to measure the way here, empty where they may not.
     `later` holds what must run outside the event being handled, in order. `outbox`: what was said to whom and has not
-    left, encoded.
+    left, encoded. `wall_ns`: nanoseconds since 1970, which generations are held to.
     """
 
     transport: Transport
@@ -94,6 +97,7 @@ class Core:
     outbox: dict[str, list[bytes]] = field(default_factory=dict[str, "list[bytes]"])
     timers: Timers[Timer] = field(default_factory=Timers[Timer])
     repeats: Repeats = field(default_factory=Repeats)
+    wall_ns: Callable[[], int] = time.time_ns
     components: tuple[Component, ...] = field(init=False)
     bound: tuple[BoundMemory, ...] = field(init=False)
     compiler: Compiler = field(init=False)
@@ -110,7 +114,10 @@ class Core:
             rules = Rules(config.replicas, config.sms, config.integrity is Integrity.DIGEST, config.engine)
             memory = OwnMemory(self.bound, self.outgoing.bound, self.incoming.bound, self._mapped(peer))
             self.compiler.seated(peer.name, self.end, peer.end, memory, rules)
-        return self.peers.add(peer)
+        now = self.clock()
+        self.liveness.seated(peer.name, now)
+        self.timers.sooner((TimerKind.PEER, peer.name), self.liveness.due(peer.name))
+        return self.peers.add(peer, now, local_process(peer.card, self.mappings.machine))
 
     def _mapped(self, peer: Peer) -> Mapped:
         """Pools of a peer that copies of ours may touch; empty where they do not, or cannot. Mapped here, in the thread

@@ -85,13 +85,17 @@ class Gauge(StrEnum):
     INCOMING_QUARANTINED_BYTES = "incoming_quarantined_bytes"
 
 
+#: How a request ends of which no transfer was made.
+UNBEGUN = "unbegun"
+
+
 def _empty() -> dict[Stage, DurationHistogram]:
     return {stage: DurationHistogram(OPERATION_BOUNDS_S) for stage in Stage}
 
 
 @dataclass(slots=True)
 class Meter:
-    """`ended`: transfers by (verb, how): `("receive", "landed")`, or a Cause. `routes`: chunks by route.
+    """`ended`: transfers by (verb, how): `("receive", "landed")`, a Cause, or UNBEGUN. `routes`: chunks by route.
     `unopened`: messages that were dropped unread, by a Refusal of their seal. `refused`: peers, and requests of peers,
     that were turned away, by a RefusedFor.
 
@@ -121,6 +125,11 @@ class Meter:
     def left_unopened(self, refusal: str) -> None:
         """Count a message that was dropped unread, by a Refusal."""
         self.unopened[refusal] += 1
+        self.beats += 1
+
+    def never_began(self, verb: str) -> None:
+        """Count a request of an engine that failed before it was a transfer: nobody was found, or it was refused."""
+        self.ended[verb, UNBEGUN] += 1
         self.beats += 1
 
     def turned_away(self, refused_for: RefusedFor) -> None:

@@ -124,6 +124,7 @@ class Mover:
         return {
             TimerKind.PEER: self._connections.check_on,
             TimerKind.DIAL: self._connections.dial,
+            TimerKind.REFUSED: self._connections.let_go,
             TimerKind.RECEIVE: self._destination.tick,
             TimerKind.FAREWELL: self._destination.repeat_farewell,
             TimerKind.QUARANTINE: self._destination.look_at_quarantine,
@@ -167,7 +168,7 @@ class Mover:
     def snapshot(self) -> Snapshot:
         """What this mover did and has under way, as a copy for exporters."""
         core = self._core
-        known = {Gauge.PEERS: len(core.peers), Gauge.DIALLED_PEERS: len(self._reconnector)}
+        known = {Gauge.PEERS: self._connections.living(), Gauge.DIALLED_PEERS: len(self._reconnector)}
         return Snapshot(
             *core.card.place.seat, core.meter.copy(), {**self._source.gauges(), **self._destination.gauges(), **known}
         )
@@ -205,19 +206,23 @@ class Mover:
 
         Raises PeerRefused with both sides' values when the peer does not hold the same model; nothing of its card is
         understood, loaded or sent before the digests were compared, and before that its seal where there are keys.
-        Raises PeerReplaced for a card of a process whose place a newer one took: it opens nothing.
+        Raises PeerReplaced for a card of a process whose place a newer one has, or had until `linger_s` ago, and
+        PeerAhead for a generation of a time to come: it opens nothing. A peer that has no seat for this side says why,
+        and is lost.
         """
         return self._connections.connect(card_of(card))
 
     def disconnect(self, engine: str, rank: int | None = None) -> None:
         """Part from one rank of `engine`, or from all (None): an engine that was taken out of service is not dialled.
 
-        What is open with them fails with `peer_lost`; unknown ones are ignored. `connect` or their Hello undoes it.
+        What is open with them fails with `peer_lost`; unknown ones are ignored. `connect` or their Hello undoes it, or
+        those of another process at their place, whatever their generations.
         """
         self._check_thread()
         for each in self._core.peers.ranks(engine) if rank is None else {rank} & self._core.peers.ranks(engine):
             reason = f"this side disconnected rank {each} of {engine}"
             self._lose(self._core.peers.at(engine, each).name, reason, logging.INFO)
+        self._core.peers.vacate(engine, self._core.peers.seen(engine) if rank is None else {rank})
         self._connections.forget(engine, rank)
 
     def ranks(self, engine: str) -> frozenset[int]:
@@ -470,6 +475,8 @@ class Mover:
         self._lend(peer, message)
         if isinstance(message, wire.Ping):
             self._core.say(peer.name, wire.Pong(self._core.stamp_us()))
+        elif isinstance(message, wire.Refused):
+            self._connections.refused(peer, message.reason)
         elif isinstance(message, wire.Registered):
             self._writes.registrations.heard(peer.name, message)
         elif isinstance(message, wire.Query | wire.Holding):

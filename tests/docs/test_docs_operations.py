@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from kvmover.cache.ledger import Loss
+from kvmover.errors import RefusedFor
 from kvmover.store import Got, Put
+from kvmover.transfer.meter import UNBEGUN
 from kvmover.transfer.protocol.auth import Refusal
 from kvmover.transfer.result import Cause
 
@@ -68,7 +70,8 @@ def _values(*enums: type[StrEnum]) -> list[str]:
 
 
 REASONS: list[tuple[str, list[str]]] = [
-    ("When transfers fail", _values(Cause)),
+    ("When transfers fail", [*_values(Cause), UNBEGUN]),
+    ("Refusals", _values(RefusedFor)),
     ("Seals", _values(Refusal)),
     ("When pages fail", _values(Put, Got)),
     ("When hits are lost", _values(Loss)),

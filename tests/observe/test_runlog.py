@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -106,26 +109,57 @@ def test_an_empty_log_and_a_missing_one(tmp_path: Path) -> None:
         RunLog(tmp_path, "e", 0)
 
 
-def test_lines_are_on_disk_after_a_second_and_before_the_end(tmp_path: Path) -> None:
-    path, clock = tmp_path / "run.jsonl", rundata.Clock()
-    log = RunLog(path, "decode", 0, clock)
-    log.transfer(LANDED)
-    assert not read_lines([path]).transfers
-    clock.now += 1
-    log.transfer(LANDED)
-    assert len(read_lines([path]).transfers) == 2
-    log.transfer(LANDED)
-    log.flush()
-    assert len(read_lines([path]).transfers) == 3
+def test_the_last_line_is_in_the_file_though_no_other_comes_and_the_clock_stands_still(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    log = RunLog(path, "decode", 0, rundata.Clock())
+    for count in range(1, 4):
+        log.transfer(LANDED)
+        deadline = time.monotonic() + 20
+        while len(read_lines([path]).transfers) < count:
+            assert time.monotonic() < deadline, "it is kept until another line comes"
+            time.sleep(0.001)
     log.close()
     log.close()
     log.transfer(LANDED)
     assert len(read_lines([path]).transfers) == 3
+
+
+def test_what_was_told_before_a_flush_is_in_the_file_after_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with RunLog(path, "decode", 0) as log:
+        for count in range(1, 50):
+            log.transfer(LANDED)
+            log.flush()
+            assert len(read_lines([path]).transfers) == count
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit(3)", "raise KeyboardInterrupt"])
+def test_a_process_that_ends_without_closing_its_log_has_lost_no_line(tmp_path: Path, end: str) -> None:
+    told = f"""
+from pathlib import Path
+from kvmover.observe.runlog import RunLog
+from kvmover.transfer.result import Ending, Result
+log = RunLog(Path({str(tmp_path / "run.jsonl")!r}), "decode", 0)
+for number in range(500):
+    log.transfer(Ending("decode", 0, "receive", str(number), Result(None, 0.1)))
+{end}
+"""
+    subprocess.run([sys.executable, "-c", told], check=False, stderr=subprocess.DEVNULL)
+    assert [line.request for line in read_lines([tmp_path / "run.jsonl"]).transfers] == list(map(str, range(500)))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_log_whose_disk_is_full_ends_with_one_warning_and_fails_no_transfer(caplog: pytest.LogCaptureFixture) -> None:
+    with RunLog(Path("/dev/full"), "decode", 0) as log:
+        for _ in range(5):
+            log.transfer(LANDED)
+            log.flush()
+    assert caplog.messages == ["the run log /dev/full ends here: No space left on device"]
 
 
 def test_many_threads_write_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    with RunLog(path, "decode", 0, flush_s=0.0) as log:
+    with RunLog(path, "decode", 0) as log:
         threads = [threading.Thread(target=lambda: [log.transfer(LANDED) for _ in range(200)]) for _ in range(4)]
         for thread in threads:
             thread.start()

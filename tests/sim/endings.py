@@ -130,6 +130,7 @@ def _note(scene: Scene, order: Order, result: Result) -> None:
         "slow copies": scenario.copy_s[1],
         "slow consumer": order.seat.pace_s,
         "after a restart": len(scene.seats) > len(scene.at),
+        "behind its predecessor's clock": scenario.clocks < 0 and len(scene.seats) > len(scene.at),
         "after a lapse": any(seat.mover.meter.counts[Count.LAPSED_CHUNKS] for seat in scene.seats.values()),
         "by layers": scenario.config.chunk_layers,
     }

@@ -459,7 +459,7 @@ def silence_is_never_noticed(patch: pytest.MonkeyPatch) -> None:
 
 
 def an_older_process_takes_its_seat_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Peers, "admit", lambda self, card, name: None)
+    patch.setattr(Peers, "admit", lambda self, card, name, now, linger_s: None)
 
 
 def a_peer_that_is_back_releases_nothing(patch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Literal
 
 from kvmover.layout import Component, Fleet
 from kvmover.layout.fleet import CpOrder
@@ -285,7 +286,8 @@ Fault = Crash | Stop | Cut | Replace
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """`copy_s`: how long gathers and scatters take, (0, 0) for at once. `pace_s` [engine]: how late a rank is polled.
-    `separate`: pool axes with an allocation an index, at the source."""
+    `separate`: pool axes with an allocation an index, at the source. `clocks`: 1, or -1 where the clock of each process
+    that takes the place of another is behind that one's."""
 
     components: tuple[Component, ...]
     fleets: dict[str, Fleet]
@@ -297,6 +299,7 @@ class Scenario:
     shared: bool
     requests: tuple[Asked, ...]
     faults: tuple[Fault, ...] = field(default=())
+    clocks: Literal[1, -1] = 1
 
     @classmethod
     def draw(cls, seed: int, profile: Profile) -> Scenario:
@@ -326,7 +329,13 @@ class Scenario:
         drawn = scenario._allocating(Random(f"allocated {seed}"), profile.allocated)._asked_twice(
             Random(f"other {seed}"), profile
         )
-        return drawn._on_one_host() if drawn.shared else drawn
+        drawn = drawn._on_one_host() if drawn.shared else drawn
+        behind = any(isinstance(each, Crash) for each in drawn.faults) and Random(f"clocks {seed}").random() < 0.25
+        return replace(drawn, clocks=-1 if behind else 1)
+
+    def generation(self, births: int) -> int:
+        """Of the process that is so manieth at its place."""
+        return births if self.clocks == 1 else 1000 - births
 
     def _on_one_host(self) -> Scenario:
         """Processes that map each other's memory are not cut off for ever, but for longer than a clock would wait."""

@@ -270,7 +270,7 @@ def seated(
         for spec, parts in zip(geometry.specs, geometry.slices(memory), strict=True)
     ]
     transport = SimTransport(network, f"{engine}{rank}")
-    place = Place(engine, fleet, rank, network.births(f"{engine}{rank}"))
+    place = Place(engine, fleet, rank, scenario.generation(network.births(f"{engine}{rank}")))
     mover = Mover(transport, Model("toy", scenario.components), place, pools, scenario.config, network.clock)
     free = [list(range(PAGES)) for _ in scenario.components]
     for pages in free:

@@ -187,7 +187,7 @@ def check_early(scene: Scene, seat: Seat) -> None:
 
 
 def check_seats(scene: Scene, seat: Seat) -> None:
-    """No process takes a seat again that a newer one has had."""
+    """No process takes a seat again that a newer one has had, unless that one is dead."""
     peers = seat.mover._core.peers
     if peers._by_place == seat.sitting:
         return
@@ -198,8 +198,12 @@ def check_seats(scene: Scene, seat: Seat) -> None:
         raise Broken(f"{seat.name}: {error}") from error
     for place, name in seat.sitting.items():
         generation = scene.seats[name].place.generation
-        if generation < scene.newest[seat.name, place]:
-            raise Broken(f"{seat.name}: {name} sits at {place}, where {scene.newest[seat.name, place]} processes stood")
+        newest = scene.newest[seat.name, place]
+        lives = any(
+            each.alive and each.place.seat == place and each.place.generation == newest for each in scene.seats.values()
+        )
+        if generation < newest and lives:
+            raise Broken(f"{seat.name}: {name} sits at {place}, where generation {newest} stands")
         scene.newest[seat.name, place] = generation
 
 

@@ -86,6 +86,7 @@ REACHED: dict[str, dict[str, int]] = {
         "landed slow copies": 16,
         "landed slow consumer": 8,
         "landed after a restart": 3,
+        "landed behind its predecessor's clock": 1,
         "pages reused under a read": 10,
         "given up under a chunk": 6,
         "refused": 2,
@@ -117,7 +118,12 @@ REACHED: dict[str, dict[str, int]] = {
     "several": {"landed at a second engine": 30, "landed where another failed": 8},
     "staggered": {"landed at a second engine": 50},
     "replaced": {"replaced and heard of again": 90, "receive landed": 20},
-    "frail": {"crashed and came back": 40, "crashed for ever": 9, "receive held and given back": 9},
+    "frail": {
+        "landed behind its predecessor's clock": 3,
+        "crashed and came back": 40,
+        "crashed for ever": 9,
+        "receive held and given back": 9,
+    },
     "revoked": {"slab renewed": 7, "write refused": 3, "receive landed": 10},
 }
 

@@ -66,6 +66,37 @@ def test_a_side_that_did_not_run_for_a_while_blames_nobody():
     assert liveness.look("a", 60.0 + SILENCE_S) is not Duty.LOSE
 
 
+def test_a_seated_peer_that_nothing_is_awaited_from_is_pinged_when_it_has_been_silent_and_then_lost_once():
+    liveness = Liveness(PING_S, SILENCE_S, idle_s=20.0)
+    liveness.seated("a", 0.0)
+    assert liveness.due("a") == 20.0
+    assert liveness.look("a", 20.0) is Duty.PING
+    assert liveness.due("a") == 20.0 + PING_S
+    assert liveness.look("a", 20.0 + PING_S) is Duty.PING, "a ping that is lost is said again"
+    assert liveness.look("a", 20.0 + SILENCE_S) is Duty.LOSE
+    liveness.forget("a")
+    assert liveness.due("a") == math.inf
+    assert liveness.look("a", 99.0) is None
+
+
+def test_a_seated_peer_that_speaks_is_pinged_no_more_than_once_in_two_looks():
+    liveness, pinged = Liveness(PING_S, SILENCE_S, idle_s=20.0), list[float]()
+    liveness.seated("a", 0.0)
+    for now in range(201):
+        if liveness.look("a", float(now)) is Duty.PING:
+            pinged.append(now)
+            liveness.heard("a")  # its Pong
+    assert pinged == [20, 60, 100, 140, 180]
+
+
+def test_a_seated_peer_that_speaks_by_itself_is_not_pinged():
+    liveness = Liveness(PING_S, SILENCE_S, idle_s=20.0)
+    liveness.seated("a", 0.0)
+    for now in range(201):
+        liveness.heard("a")
+        assert liveness.look("a", float(now)) is None
+
+
 def test_a_peer_that_was_greeted_is_greeted_again_until_it_says_anything():
     liveness = Liveness(PING_S, SILENCE_S)
     for peer in "ab":

@@ -183,8 +183,8 @@ class TransferDriver:
         """The request ends with `reason`; one that was not begun is refused to whoever asks for it."""
         with self._lock:
             transfer = self._sends.get(room) or self._receives.get(room)
-            if self._wanted.pop(room, None):
-                self.ended(room, reason, {})
+            if room in self._wanted:
+                self._unbegun(room, reason)
             elif transfer is not None:
                 self.mover.abort(transfer, reason)
             elif room not in self._held:
@@ -264,12 +264,16 @@ class TransferDriver:
         except PeerUnknown as error:
             reason = str(error)
         except KvmoverError as error:
-            del self._wanted[room]
-            self.ended(room, str(error), {})
+            self._unbegun(room, str(error))
             return
         if self.clock() > wanted.deadline:
-            del self._wanted[room]
-            self.ended(room, reason or "the prefill engine has not answered", {})
+            self._unbegun(room, reason or "the prefill engine has not answered")
+
+    def _unbegun(self, room: int, reason: str) -> None:
+        """A request that was wanted ends before anybody was asked for it."""
+        del self._wanted[room]
+        self.mover.meter.never_began("receive")
+        self.ended(room, reason, {})
 
 
 class Bell:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Lock
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -122,6 +124,11 @@ class RequestTransfers:
             self.progress.submit(lambda mover: mover.refuse(transfer, reason))
         except TransportError as error:
             log.warning("%s was not refused: %s", transfer, error)
+
+    def never_began(self, verb: Literal["send", "receive"]) -> None:
+        """Count a request that failed before it was a transfer among the mover's; of one that is closed nobody asks."""
+        with suppress(TransportError):
+            self.progress.submit(lambda mover: mover.meter.never_began(verb))
 
     def abort(self, request: str, reason: str) -> None:
         """Give up whatever there is of a request. It is over when nothing touches its pages."""

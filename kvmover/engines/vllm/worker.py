@@ -254,6 +254,8 @@ class ConnectorWorker:
             return
         if over.reason is not None:
             self.told(way, over)
+        if over.result is None:
+            self.transfers.never_began("send" if way == "sent" else "receive")
         landed = over.result if over.reason is None else None
         microseconds = round(landed.seconds * 1e6) if landed else 0
         self._endings.append(RankEnding(way, over.request, landed is not None, microseconds))

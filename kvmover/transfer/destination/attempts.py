@@ -93,6 +93,11 @@ class ReceiveAttempt:
     spent_s: Spent = field(default_factory=lambda: Spent(float))
 
     @property
+    def is_release(self) -> bool:
+        """Whether it asks for nothing, which tells the sources that they may forget the request."""
+        return not (self.positions or self.aux or self.state.awaited_aux)
+
+    @property
     def id(self) -> Id:
         """The request by name, and the number of this try at it."""
         return self.state.request, self.state.generation
@@ -141,11 +146,9 @@ class ReceiveAttempt:
 
 
 def close(attempt: ReceiveAttempt, core: Core, held: frozenset[str]) -> None:
-    """Tell the engine how it ended, and count it."""
+    """Tell the engine how it ended, and count it. What asks for nothing is no landing: nobody but the engine hears."""
     state, lanes, transfer = attempt.state, attempt.lanes.values(), attempt.transfer
     seconds = core.clock() - transfer.started
-    core.meter.ended["receive", attempt.cause.value if attempt.cause else "landed"] += 1
-    core.meter.took(Stage.RECEIVE, seconds)
     transfer.held = bool(held)
     transfer.result = Result(
         state.reason,
@@ -162,7 +165,10 @@ def close(attempt: ReceiveAttempt, core: Core, held: frozenset[str]) -> None:
         attempt.aux,
         dict(attempt.spent_s),
     )
-    core.ended("receive", transfer.request, transfer.result)
+    if not attempt.is_release:
+        core.meter.ended["receive", attempt.cause.value if attempt.cause else "landed"] += 1
+        core.meter.took(Stage.RECEIVE, seconds)
+        core.ended("receive", transfer.request, transfer.result)
 
 
 def incomplete(attempt: ReceiveAttempt) -> tuple[tuple[int, ...], ...]:

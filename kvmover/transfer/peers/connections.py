@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 from kvmover.errors import LayoutError, PeerRefused, PeerReplaced, RefusedFor, TransportError
@@ -21,9 +21,12 @@ from kvmover.transfer.peers.listeners import TcpProbe
 from kvmover.transfer.peers.liveness import Duty
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
-from kvmover.transfer.protocol.handshake import Model, Rank, check_forms, read_card, write_card
+from kvmover.transfer.protocol.handshake import Model, Rank, check_forms, check_generation, read_card, write_card
 
 log = logging.getLogger(__name__)
+
+#: Peers without a seat that are told why at a time: each costs a connection until then.
+MAX_TOLD = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +108,27 @@ class _LostPeer:
 
 @dataclass(slots=True, eq=False)
 class Reconnector:
-    """Lost peers by transport name, of which no later incarnation has one. `answer_s`: how long a try may take."""
+    """Lost peers by transport name, of which no later incarnation has one. `answer_s`: how long a try may take.
+    `_refused`: how often in a row peers have refused this side, and when last.
+    """
 
     policy: Backoff
     answer_s: float
     _lost_peers: dict[str, _LostPeer] = field(default_factory=dict[str, _LostPeer])
+    _refused: dict[str, tuple[int, float]] = field(default_factory=dict[str, "tuple[int, float]"])
 
     def lost(self, name: str, card: bytes, seat: tuple[str, int], reason: str, now: float) -> None:
         """A peer was lost, or a try at it failed."""
-        line = self._lost_peers.setdefault(name, _LostPeer(card, seat, Idle(name)))
+        tries, at = self._refused.get(name, (0, -math.inf))
+        since = Dialling(name, tries - 1) if at == now else Idle(name)
+        line = self._lost_peers.setdefault(name, _LostPeer(card, seat, since))
         self._step(name, line, Lost(reason), now)
+
+    def refused(self, name: str, now: float) -> None:
+        """A peer that is about to be lost has answered, but by a refusal: that is one more try that failed."""
+        recent_s = 2 * self.policy.most_s
+        self._refused = {each: (tries, at) for each, (tries, at) in self._refused.items() if now - at <= recent_s}
+        self._refused[name] = self._refused.get(name, (0, now))[0] + 1, now
 
     def heard(self, name: str, now: float) -> bool:
         """Anything from a peer: whether it was being dialled, and so is back. One that speaks is dialled at once."""
@@ -168,6 +182,10 @@ class Reconnector:
             case Idle():
                 return math.inf
 
+    def names(self) -> Collection[str]:
+        """Lost peers that are dialled."""
+        return self._lost_peers.keys()
+
     def __contains__(self, name: str) -> bool:
         return name in self._lost_peers
 
@@ -196,6 +214,7 @@ class Connections:
     lost: Callable[[str, str], None]
     welcomed: Callable[[str], None]
     _probes: dict[str, TcpProbe] = field(default_factory=dict[str, "TcpProbe"])
+    _told: set[str] = field(default_factory=set[str])
 
     @property
     def card(self) -> bytes:
@@ -217,20 +236,48 @@ class Connections:
     def _greet(self, name: str) -> None:
         self.core.say(name, wire.Hello(self.card, self.core.stamp_us()))
 
-    def _seat(self, card: bytes, sender: str | None = None) -> str:
+    def _seat(self, card: bytes) -> str:
         """Give the peer behind `card` its seat. Raises, before anything is loaded or anybody loses a seat, for a card
-        that is not of its `sender`, and for one of a process that a newer one has replaced.
+        of a process that has ended, or whose seat another one has.
         """
-        core = self.core
         rank = read_card(self.model, card)
-        check_forms(core.card, rank, core.config.lossy)
-        name = core.transport.identify(rank.transport)
-        if sender is not None and sender != name:
-            raise PeerRefused(f"{sender} sent the card of {name}")
-        if sender is None and self._has_ended(rank):  # to load it would cost a socket for good
+        name = self.core.transport.identify(rank.transport)
+        if self._has_ended(rank):  # to load it would cost a socket for good
             raise PeerRefused(f"{name} has ended")
-        core.peers.admit(rank, name)
+        self._admit(rank, name)
+        return self._sit(rank, name, card)
+
+    def _admit(self, rank: Rank, name: str) -> None:
+        """Raise PeerRefused where a peer gets no seat. Who is in its way and is known to have ended makes room; who is
+        silent is asked whether it is there.
+        """
+        core, place = self.core, rank.place
+        check_forms(core.card, rank, core.config.lossy)
+        check_generation(place, core.wall_ns())
+        for rival in core.peers.rivals(place, name):
+            if rival.process is not None and rival.process.has_ended():
+                core.peers.vacate(place.engine, (rival.rank,))
+                if rival.left is None:
+                    self.lost(rival.name, f"{rival.name} has ended")
+        try:
+            core.peers.admit(rank, name, core.clock(), core.config.linger_s)
+        except PeerReplaced:
+            for rival in core.peers.rivals(place, name):
+                if rival.left is None:
+                    self._watch(rival.name)
+            raise
+
+    def _watch(self, name: str) -> None:
+        """Greet a seated peer until it says anything: one that does not is lost."""
+        if not self.core.liveness.is_greeted(name):
+            self.core.liveness.greeted(name, self.core.clock())
+            self.core.timers.sooner((TimerKind.PEER, name), self.core.liveness.due(name))
+
+    def _sit(self, rank: Rank, name: str, card: bytes) -> str:
+        core = self.core
         core.transport.connect(rank.transport)
+        core.timers.cancel((TimerKind.REFUSED, name))
+        self._told.discard(name)
         self.reconnector.seated(rank.place.seat, name)
         self._end_probes()
         peer = Peer(name, rank, card)
@@ -246,10 +293,19 @@ class Connections:
         return bool(here) and rank.machine == here and rank.process is not None and rank.process.has_ended()
 
     def welcome(self, name: str, hello: wire.Hello) -> None:
-        """A peer has introduced itself: seat it and answer, or drop what it said."""
+        """A peer has introduced itself: seat it and answer, or tell it why not."""
         core = self.core
         try:
-            self._seat(hello.card, name)
+            rank = read_card(self.model, hello.card)
+            if (of := core.transport.identify(rank.transport)) != name:
+                raise PeerRefused(f"{name} sent the card of {of}")
+            try:
+                self._admit(rank, name)
+            except PeerRefused as error:
+                self._tell(name, rank, str(error))
+                raise
+            self._sit(rank, name, hello.card)
+            core.peers.is_back(name)
             self.leases.heard(name, hello.stamp_us, core.clock())
             self.welcomed(name)
             core.say(name, wire.Pong(core.stamp_us()))
@@ -258,14 +314,47 @@ class Connections:
         except TransportError as error:
             core.refused(name, RefusedFor.HANDSHAKE, str(error))
 
+    def _tell(self, name: str, rank: Rank, reason: str) -> None:
+        """Say to a peer that gets no seat why, by a connection that ends once that has left. Who has a seat keeps it,
+        whatever it says of itself now.
+        """
+        core = self.core
+        if core.peers.get(name) is not None or (len(self._told) >= MAX_TOLD and name not in self._told):
+            return
+        core.transport.connect(rank.transport)
+        self._told.add(name)
+        core.timers.set((TimerKind.REFUSED, name), core.clock() + core.config.silence_s)
+        core.say(name, wire.Refused(reason))
+
+    def refused(self, peer: Peer, reason: str) -> None:
+        """A peer has no seat for this side: it is lost, and dialled again as one that was not reached."""
+        self.reconnector.refused(peer.name, self.core.clock())
+        self.lost(peer.name, f"{peer.card.place.text()} refused this side: {reason}")
+
+    def let_go(self, name: str) -> None:
+        """What a peer without a seat was told has left, or never will: the connection to it ends."""
+        self._told.discard(name)
+        if self.core.peers.get(name) is None:
+            self.core.transport.disconnect(name)
+
     def heard(self, name: str) -> None:
         """Anything at all, from a peer."""
         self.core.liveness.heard(name)
         if name in self.reconnector:  # it was lost, and speaks
             if self.reconnector.heard(name, self.core.clock()):
                 self.core.meter.add(Count.RECONNECTS)
+                self._is_back(name)
                 self._end_probes()
             self.core.timers.sooner((TimerKind.DIAL, None), self.core.clock())
+
+    def _is_back(self, name: str) -> None:
+        if self.core.peers.get(name) is not None:
+            self.core.peers.is_back(name)
+
+    def living(self) -> int:
+        """Connected peers, without those that are dialled: they have their seats again when they answer."""
+        peers = self.core.peers
+        return len(peers) - sum(peers.get(name) is not None for name in self.reconnector.names())
 
     def check_on(self, name: str) -> None:
         """A peer that died while it owes us something is noticed by a ping that cannot be sent, or is not answered."""
@@ -340,7 +429,7 @@ class Connections:
             if core.peers.sits(peer):
                 self._try_later(name, peer.encoded, peer.card, reason)
                 core.timers.set((TimerKind.DIAL, None), self.reconnector.next_due())
-        core.peers.remove(name)
+        core.peers.remove(name, core.clock())
         core.mappings.forget(name)
         core.compiler.parted(name)
         core.outbox.pop(name, None)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvmover.layout.component import Component
 from kvmover.shared_memory import HostProcess
 from kvmover.transfer.protocol.handshake import Rank
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Obituary:
+    """Whether this side was told that the processes of one rank are dead: those that sat there until it was told."""
+
+    is_told: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,21 +25,20 @@ class PeerProcess:
     engine: str
     rank: int
     components: tuple[Component, ...]
-    _generation: int = field(repr=False)
     _local: HostProcess | None = field(repr=False)
-    _dead: Mapping[int, int] = field(repr=False)
+    _obituary: Obituary = field(repr=False)
 
     @classmethod
-    def behind(cls, card: Rank, machine: str, dead: Mapping[int, int]) -> PeerProcess:
-        """The process that `card` is of, as one that runs on `machine` sees it. `dead` [rank]: the newest generation of
-        its engine's that this side was told is dead, now or later.
-        """
-        place = card.place
-        local = card.process if machine and card.machine == machine else None
+    def behind(cls, card: Rank, machine: str, obituary: Obituary) -> PeerProcess:
+        """The process that `card` is of, as one that runs on `machine` sees it."""
         components = tuple(pool.component for pool in card.pools)
-        return cls(place.engine, place.rank, components, place.generation, local, dead)
+        return cls(card.place.engine, card.place.rank, components, local_process(card, machine), obituary)
 
     def has_ended(self) -> bool:
         """Whether it is known to be dead: the kernel of this host says so, or `Mover.forget` was told."""
-        told = self._dead.get(self.rank, -1) >= self._generation
-        return told or (self._local is not None and self._local.has_ended())
+        return self._obituary.is_told or (self._local is not None and self._local.has_ended())
+
+
+def local_process(card: Rank, machine: str) -> HostProcess | None:
+    """The process of a card where it runs on `machine`, whose kernel knows of it; else None."""
+    return card.process if machine and card.machine == machine else None

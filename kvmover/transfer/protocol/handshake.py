@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from kvmover.errors import LayoutError, PeerRefused
+from kvmover.errors import LayoutError, PeerAhead, PeerRefused
 from kvmover.fields import whole
 from kvmover.kernels.cuda_exports import Export
 from kvmover.kernels.cuda_virtual import HANDLE_BYTES
@@ -45,6 +45,9 @@ MAX_ADDRESS_CHARACTERS = 45
 
 #: Staging memory holds a region, or chunks could be cut for ever to fit it.
 LEAST_STAGING_BYTES = 256
+
+#: How far ahead of our clock a process may have begun: clocks that are hours off are waited for, and no longer ones.
+MAX_AHEAD_S = 86400
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -103,9 +106,9 @@ def check_fleet_pages(fleet: Fleet, components: tuple[Component, ...]) -> None:
 class Place(msgspec.Struct, frozen=True):
     """Where a rank stands: an engine by name, its fleet, and the rank's number in it.
 
-    `generation` orders the processes that stand there one after the other: a newer one has the larger number, and no
-    older one takes its place again. 0: the nanoseconds since 1970 at which the mover was made, which will do where the
-    clocks of the machines that a rank may start on differ by less than a restart takes.
+    `generation` orders the processes that stand there one after the other: a newer one has the larger number, and takes
+    the place at once; an older one waits until it has been empty for a while. 0: the nanoseconds since 1970 at which
+    the mover was made. Peers refuse one that is more than a day ahead of their own clocks.
     """
 
     engine: str
@@ -224,6 +227,18 @@ def read_card(model: Model, card: bytes) -> Rank:
         raise PeerRefused(f"card cannot be read: {error}") from error
     place = msgspec.structs.replace(rank.place, fleet=interned(rank.place.fleet))
     return msgspec.structs.replace(rank, place=place, pools=tuple(map(interned_pool, rank.pools)))
+
+
+def check_generation(place: Place, wall_ns: int) -> None:
+    """Raise PeerAhead for a generation that is over MAX_AHEAD_S ahead of `wall_ns`, the nanoseconds since 1970: no
+    process that stands there later would be newer.
+    """
+    ahead_s = (place.generation - wall_ns) / 1e9
+    if ahead_s > MAX_AHEAD_S:
+        raise PeerAhead(
+            f"{place.text()}, began {ahead_s / 86400:,.1f} days after now, by this side's clock; at most"
+            f" {MAX_AHEAD_S / 86400:.0f}: set the clocks, or count generations from 1"
+        )
 
 
 def check_forms(own: Rank, peer: Rank, lossy: float) -> None:

@@ -113,6 +113,15 @@ class Pong(Message, frozen=True):
     stamp_us: Natural = 0
 
 
+class Refused(Message, frozen=True):
+    """You have no seat here, and why: your Hello was turned away. A longer reason is cut."""
+
+    reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARACTERS)]
+
+    def __post_init__(self) -> None:
+        _cut_reason(self)
+
+
 class Registered(Message, frozen=True):
     """Destination to source: memory of mine was registered anew, for the `registration`-th time. `transport` is what my
     card would say now; with what you know of me writes to it fail.
@@ -261,17 +270,21 @@ class Abort(About, frozen=True):
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARACTERS)]
 
     def __post_init__(self) -> None:
-        if len(self.reason) > MAX_REASON_CHARACTERS:
-            msgspec.structs.force_setattr(self, "reason", f"{self.reason[: MAX_REASON_CHARACTERS - 3]}...")
+        _cut_reason(self)
 
 
 class Drained(About, frozen=True):
     """Source to destination: no write of this attempt is in flight and none will be posted."""
 
 
+def _cut_reason(message: Refused | Abort) -> None:
+    if len(message.reason) > MAX_REASON_CHARACTERS:
+        msgspec.structs.force_setattr(message, "reason", f"{message.reason[: MAX_REASON_CHARACTERS - 3]}...")
+
+
 ToSource = Want | Granted | Taken | Done
 ToDestination = Noted | Offered | Chunk | Staged | Aux | Kept | Drained
-AnyMessage = Hello | Ping | Pong | Registered | Query | Holding | ToSource | ToDestination | Abort
+AnyMessage = Hello | Ping | Pong | Refused | Registered | Query | Holding | ToSource | ToDestination | Abort
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMessage)

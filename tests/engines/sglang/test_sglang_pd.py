@@ -43,6 +43,7 @@ from kvmover.engines.sglang.pd_driver import (
 )
 from kvmover.errors import PeerUnknown, PlanError
 from kvmover.transfer import Content, Gate, Pace
+from kvmover.transfer.meter import UNBEGUN, Meter
 from tests.transfer.mover_fleets import Pair
 
 PAGE, LAYERS, HEADS, DIM = 4, 3, 2, 8
@@ -385,6 +386,7 @@ class Stub:
         self.error: Exception | None = None
         self.said: list[str] = []
         self.moves = False
+        self.meter = Meter()
         self.transfer = SimpleNamespace(ended=False, held=False, result=None)
         self.connected = frozenset[int]()
 
@@ -504,6 +506,7 @@ def test_a_request_that_cannot_be_asked_for_ends_with_the_reason(
     driver.turn()
     assert over == [(7, reason)]
     assert not driver.has(7)
+    assert stub.meter.ended == {("receive", UNBEGUN): 1}
 
 
 def test_a_failure_is_told_when_it_happens_and_its_pages_are_held_for_as_long_as_they_may_be_written() -> None:

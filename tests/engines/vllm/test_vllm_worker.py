@@ -23,6 +23,7 @@ from kvmover.engines.vllm.connector_metadata import (
     ReleaseSpec,
     SendSpec,
     Tables,
+    Tally,
 )
 from kvmover.engines.vllm.handshake import Remote
 from kvmover.engines.vllm.transfers import Over, RequestTransfers
@@ -31,6 +32,7 @@ from kvmover.errors import TransportError
 from kvmover.layout import Fleet
 from kvmover.plan.cost import RDMA, Route
 from kvmover.transfer import Model, Mover, MoverConfig, Place, Progress
+from kvmover.transfer.meter import UNBEGUN
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import ALL, Gate
 
@@ -312,6 +314,32 @@ def test_a_release_serves_the_request_and_is_told_to_nobody(make: Callable[..., 
     assert dst.told == Ended()
     assert (dst.cache == POISON).all()
     assert (dst.worker.take_counts(), dst.worker.take_endings()) == ({}, [])
+
+
+def test_the_movers_counts_of_requests_are_vllms(make: Callable[..., Engine]) -> None:
+    """A release is no landing, and a fetch that never began is a failure."""
+    src, dst = filled(make("src")), make("dst")
+    names = [f"r{n}" for n in range(3)]
+    sends = [SendSpec(name, name, ([n],), None) for n, name in enumerate(names)]
+    src.step(KvmoverConnectorMetadata(sends=sends, delayed=set(names)))
+    remotes = [Remote("src", name, "here", 1) for name in names]
+    receives = [
+        ReceiveSpec("landed", remotes[0], 0, 8, ([1],)),
+        ReceiveSpec("unmet", Remote("gone", "p", "nowhere", 99), 0, 8, ([2],)),
+    ]
+    dst.step(KvmoverConnectorMetadata(receives=receives, releases=[ReleaseSpec(remote, 8) for remote in remotes[1:]]))
+    src.until(lambda: src.told == Ended(sent=set(names)))
+    dst.until(lambda: dst.told.received == {"landed", "unmet"})
+    src.worker.transfers.progress.snapshot()
+    tally = Tally(1)
+    for engine in (src, dst):
+        tally.hear(engine.worker.take_endings())
+    counted = tally.take()
+    ended = dst.worker.transfers.progress.snapshot().meter.ended
+    assert ended == {("receive", "landed"): 1, ("receive", UNBEGUN): 1}
+    assert (counted["received_requests"], counted["received_failures"]) == (1, 1)
+    assert src.worker.transfers.progress.snapshot().meter.ended == {("send", "landed"): counted["sent_requests"]}
+    assert counted["sent_requests"] == 3
 
 
 def test_an_engine_that_nobody_finds_fails_the_blocks_that_were_asked_for(make: Callable[..., Engine]) -> None:
