@@ -475,7 +475,7 @@ class Mover:
         self._lend(peer, message)
         if isinstance(message, wire.Ping):
             self._core.say(peer.name, wire.Pong(self._core.stamp_us()))
-        elif isinstance(message, wire.Refused):
+        elif isinstance(message, wire.NoSeat):
             self._connections.refused(peer, message.reason)
         elif isinstance(message, wire.Registered):
             self._writes.registrations.heard(peer.name, message)

@@ -35,7 +35,7 @@ def kinds_of_messages(requests: list[str] | None = None) -> dict[type, st.Search
         wire.Hello: (st.binary(max_size=100),),
         wire.Ping: (),
         wire.Pong: (),
-        wire.Refused: (st.text(max_size=64),),
+        wire.NoSeat: (st.text(max_size=64),),
         wire.Registered: (st.binary(max_size=64), numbers),
         wire.Query: (about[0], st.binary(max_size=96), numbers),
         wire.Holding: (about[0], numbers),

@@ -819,7 +819,7 @@ def test_no_sequence_of_messages_ends_the_loop_or_keeps_a_transfer_from_ending(
         if isinstance(message, wire.About):
             message = msgspec.structs.replace(message, generation=generation + message.generation % 3 - 1)
         for one, other in ((source, target), (target, source)):
-            with suppress(PeerUnknown):  # who was Refused has parted, and is back in half a second
+            with suppress(PeerUnknown):  # who has NoSeat has parted, and is back in half a second
                 one.notify(other.name, wire.encode(message))
         pair.bench.turn(turns)
     for _ in range(70):

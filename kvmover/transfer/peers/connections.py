@@ -324,7 +324,7 @@ class Connections:
         core.transport.connect(rank.transport)
         self._told.add(name)
         core.timers.set((TimerKind.REFUSED, name), core.clock() + core.config.silence_s)
-        core.say(name, wire.Refused(reason))
+        core.say(name, wire.NoSeat(reason))
 
     def refused(self, peer: Peer, reason: str) -> None:
         """A peer has no seat for this side: it is lost, and dialled again as one that was not reached."""

@@ -113,7 +113,7 @@ class Pong(Message, frozen=True):
     stamp_us: Natural = 0
 
 
-class Refused(Message, frozen=True):
+class NoSeat(Message, frozen=True):
     """You have no seat here, and why: your Hello was turned away. A longer reason is cut."""
 
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARACTERS)]
@@ -277,14 +277,14 @@ class Drained(About, frozen=True):
     """Source to destination: no write of this attempt is in flight and none will be posted."""
 
 
-def _cut_reason(message: Refused | Abort) -> None:
+def _cut_reason(message: NoSeat | Abort) -> None:
     if len(message.reason) > MAX_REASON_CHARACTERS:
         msgspec.structs.force_setattr(message, "reason", f"{message.reason[: MAX_REASON_CHARACTERS - 3]}...")
 
 
 ToSource = Want | Granted | Taken | Done
 ToDestination = Noted | Offered | Chunk | Staged | Aux | Kept | Drained
-AnyMessage = Hello | Ping | Pong | Refused | Registered | Query | Holding | ToSource | ToDestination | Abort
+AnyMessage = Hello | Ping | Pong | NoSeat | Registered | Query | Holding | ToSource | ToDestination | Abort
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
