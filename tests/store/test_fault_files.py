@@ -13,7 +13,7 @@ from tests.proofs import family
 from tests.test_imports import PACKAGE
 
 CASES = [(name, code, often) for name in PLACES for code in CODES for often in Often]
-#: Each call, each errno and each measure, and what once lost pages for everybody.
+#: Each call, errno and measure at least once.
 FEW = [(name, CODES[n % len(CODES)], list(Often)[n % 3]) for n, name in enumerate(PLACES)]
 
 #: Calls that fail in no way that matters here, or that only other engines and backends make.
