@@ -209,14 +209,15 @@ class Catalog:
     def _tail(self, segment: Segment) -> bool:
         """Learn some of what was added to a segment; whether there may be more. Raises OSError: nothing is learnt then.
 
-        The size of the data is asked for first: rows that were taken out of the head are believed, or they wait.
+        Rows are taken once the size of the data is known too: then they are believed, or they wait.
         """
         if self.segments.get(segment.name) is not segment or segment.is_sealed:
             return False
-        size = segment.data_bytes()
         table = segment.tail()
         if table is None:
             return False
+        size = segment.data_bytes()
+        segment.take(table)
         self.sizes.note(segment.name, size)
         table = table.where(table.state == LIVE)
         safe = size if segment.boot == self.machine.boot else min(size, segment.synced)

@@ -28,7 +28,7 @@ def look_again(folder: Path, each: StoredObject) -> tuple[Verdict, str]:
     try:
         fd = open_shared(segment.head)
     except OSError as error:
-        if is_absent(error):
+        if segment.is_removed(error):
             return Verdict.GONE, "evicted"
         raise
     try:

@@ -203,6 +203,18 @@ class Segment:
         close_quietly(fd)
         return reason
 
+    def is_removed(self, error: OSError) -> bool:
+        """Whether the segment was removed: a file of it was not found, nor is its head by its name. Raises OSError."""
+        if not is_absent(error):
+            return False
+        try:
+            os.lstat(self.head)
+        except OSError as again:
+            if is_absent(again):
+                return True
+            raise
+        return False
+
     @contextmanager
     def opened(self) -> Generator[int]:
         """A descriptor of the head for the length of a block. Raises OSError."""
@@ -216,15 +228,19 @@ class Segment:
             close_quietly(fd)
 
     def tail(self) -> RecordTable | None:
-        """Some records that were added since the last call, as far as they are whole; None without. Raises OSError."""
+        """Some records behind `parsed`, as far as they are whole; None without. Raises OSError.
+
+        They come again until they are taken with `take`.
+        """
         if self.is_sealed:
             return None
-        table = some_records(self.head_fd, self.parsed, os.fstat(self.head_fd).st_size)
-        if table is not None:
-            self.parsed, self.synced = table.end, max(self.synced, table.synced)
-            if table.sealed:
-                self.become(Life.SEALED)
-        return table
+        return some_records(self.head_fd, self.parsed, os.fstat(self.head_fd).st_size)
+
+    def take(self, table: RecordTable) -> None:
+        """What `tail` gave is understood, and comes no more."""
+        self.parsed, self.synced = table.end, max(self.synced, table.synced)
+        if table.sealed:
+            self.become(Life.SEALED)
 
     def skip_damage(self) -> bool:
         """Go on behind a damaged record; False where nothing whole follows. Only for segments without a writer.
@@ -297,7 +313,7 @@ class Segment:
                         found[whole + 1],
                     )
         except OSError as error:
-            if not is_gone(error):
+            if not self.is_removed(error):
                 raise
             words[:] = DEAD
             linked = False
@@ -308,7 +324,7 @@ class Segment:
         try:
             fd = open_shared(self.head)
         except OSError as error:
-            if is_gone(error):
+            if self.is_removed(error):
                 return False, 0
             raise
         try:
@@ -353,7 +369,7 @@ class Segment:
             try:
                 fd = open_shared(path)
             except OSError as error:
-                if is_gone(error):
+                if self.is_removed(error):
                     return
                 raise
             try:

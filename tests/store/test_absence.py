@@ -85,7 +85,20 @@ def test_a_file_that_one_process_cannot_open_is_there_for_the_others(
             with failing("open", code, suffix), suppress(OSError):
                 {"get": lambda: rank.get(PAGES), "verify": store.verify, "collect": store.collect}[act]()
             assert not store.counters.poisoned
+            assert all(r.ok for r in rank.get(PAGES)), "it has forgotten what it could not open"
     assert left(filled) == 24
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.ENOENT])
+@pytest.mark.parametrize("suffix", [DATA, HEAD])
+def test_a_flush_that_cannot_open_what_it_owes_says_so(tmp_path: Path, suffix: str, code: int) -> None:
+    """Pages that another has put and not flushed."""
+    with PageStore.open(tmp_path, SPACE) as one, PageStore.open(tmp_path, SPACE) as two:
+        Rank(one, WHOLE).put(PAGES[:2])
+        assert {r.outcome for r in Rank(two, WHOLE).put(PAGES[:2])} == {Put.PRESENT}
+        with failing("open", code, suffix), pytest.raises(StoreError):
+            two.flush()
+        two.flush()
 
 
 @pytest.mark.parametrize("act", ["get", "verify"])
