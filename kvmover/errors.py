@@ -67,6 +67,12 @@ class PeerRefused(KvmoverError):
     refused_for: ClassVar[RefusedFor] = RefusedFor.HANDSHAKE
 
 
+class OtherWeights(PeerRefused):
+    """A card of an engine that serves other weights, or does not say which: the message has both sides'."""
+
+    refused_for = RefusedFor.WEIGHTS
+
+
 class PeerReplaced(PeerRefused):
     """A card of a process whose place a newer one has, or had until short ago: the message has both generations."""
 

@@ -30,17 +30,20 @@ _MOST_KEY_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class ExchangeSettings:
-    """With whom KV is exchanged: `model` names the weights to engines of any make; None: to those of one make only.
+    """With whom KV is exchanged. `model`: what engines of any make call it; None: with those of one make only.
 
-    `allow`: hosts that a request may have a worker dial, as networks (CIDR), addresses and names; empty: any.
+    `weights` are the operator's word for which they are, in place of the digest of the checkpoint. `allow`: hosts that
+    a request may have a worker dial, as networks (CIDR), addresses and names; empty: any.
     """
 
     model: str | None = None
+    weights: str | None = None
     allow: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.model == "":
-            raise ConfigError('exchange has model = ""; name the weights, or say "none"')
+        for name in ("model", "weights"):
+            if getattr(self, name) == "":
+                raise ConfigError(f'exchange has {name} = ""; name them, or say "none"')
         for each in self.allow:
             if not (is_host(each) or _is_network(each)):
                 raise ConfigError(f"exchange has {each!r} in allow; it is a network as 10.0.0.0/8, or a host")
@@ -418,7 +421,8 @@ TEXTS: Mapping[str, str] = {
     "progress.shortest_s": "Shortest sleep between polls, seconds.",
     "progress.open_s": "Longest sleep between polls while a transfer is open, seconds.",
     "progress.idle_s": "Longest sleep between polls while no transfer is open, seconds.",
-    "exchange.model": "Name of the weights, equal in engines of unlike make that exchange KV; `none`: no such peers.",
+    "exchange.model": "Name of the model, for engines of unlike make that exchange KV; `none`: no such peers.",
+    "exchange.weights": "Which weights are served, in engines that share KV; `none`: a digest of the checkpoint.",
     "exchange.allow": "Networks (10.0.0.0/8) and hosts that a request may have a worker dial; empty: any host.",
     "store.quota_bytes": "Payload bytes that a namespace may hold on disk; `none`: no limit.",
     "store.ttl_s": "Seconds without a read after which a page is deleted; `none`: never.",

@@ -62,7 +62,8 @@ def encode_manifest(namespace: Namespace) -> bytes:
     """What the file of a namespace has."""
     salted, digest = bool(namespace.salt), namespace.digest.hex()
     shape = namespace.page_tokens, namespace.order
-    return msgspec.json.encode(Manifest(_FORMAT, digest, namespace.model, namespace.weights, *shape, salted))
+    called = namespace.model or namespace.hint
+    return msgspec.json.encode(Manifest(_FORMAT, digest, called, namespace.weights, *shape, salted))
 
 
 def decode_manifest(data: bytes, folder: str) -> Manifest | None:

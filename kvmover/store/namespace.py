@@ -25,6 +25,9 @@ class Namespace:
 
     `weights` names the revision: KV of other weights under the same name is other KV. `salt` separates tenants; it is
     never written down, only its digest is. One namespace is one quota, one order of eviction and one `clear`.
+
+    Where `weights` say by themselves which these are, as a digest does, `model` is "", and `hint` what people call it:
+    that is written down where they look, and is no part of the namespace.
     """
 
     model: str
@@ -32,6 +35,7 @@ class Namespace:
     page_tokens: int
     salt: str = field(default="", repr=False)
     order: str = PACKED_ORDER
+    hint: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if self.page_tokens < 1:

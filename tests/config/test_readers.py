@@ -19,7 +19,7 @@ import pytest
 import kvmover
 from kvmover import cli, config
 from kvmover.config import Loaded, Settings, keys, load
-from kvmover.engines.common import Cards, Neighbours, Upkeep, open_peer_tier, pin_limits
+from kvmover.engines.common import Cards, Neighbours, ServedWeights, Upkeep, identified, open_peer_tier, pin_limits
 from kvmover.engines.sglang.pd_exchange import Exchange
 from kvmover.errors import TransportError
 from kvmover.layout import PACKED_ORDER, Component, Fleet, Pool, PoolSpec
@@ -158,7 +158,8 @@ def use_observers(settings: Settings) -> None:
 
 
 def use_exchange(settings: Settings) -> None:
-    """No other make is met where the weights have no name for all."""
+    """No other make is met where the model has no name for all, and weights have the name that they are given."""
+    assert identified("tiny", settings.exchange, lambda: "7" * 64).identity == "7" * 64
     assert Exchange.of(settings).meet("127.0.0.1:1", lambda _: None) is None
 
 
@@ -171,7 +172,7 @@ def use_peers(settings: Settings) -> None:
     spec = PoolSpec.dense(CACHE, Fleet(page_tokens=TOKENS).shard(CACHE, 0, TOKENS), 2, TOKENS, PACKED_ORDER)
     pool = Pool.zeros(spec)
     with closing(LoopbackTransport(LoopbackNetwork(), "p")) as wire:
-        tier = open_peer_tier(settings, "model", Fleet(page_tokens=TOKENS), 0, [pool], wire)
+        tier = open_peer_tier(settings, ServedWeights("model", "1"), Fleet(page_tokens=TOKENS), 0, [pool], wire)
         assert tier is not None
         with closing(tier), closing(Neighbours([tier], settings.peers, nobody)) as neighbours:
             assert not neighbours.connected()

@@ -214,7 +214,7 @@ def test_a_card_is_read_by_the_page() -> None:
     card, end = unpack(mover.card, 0)
     assert end == len(mover.card)
     keys = ("name", "layers", "kv", "heads", "dim", "dtype", "window", "states", "row_tokens")
-    model = {"name": "tiny", "components": [{key: getattr(KV, key) for key in keys}]}
+    model = {"name": "tiny", "components": [{key: getattr(KV, key) for key in keys}], "weights": ""}
     assert card["digest"] == hashlib.sha256(msgspec.msgpack.encode([5, model])).digest()
     body, _ = unpack(card["body"], 0)
     assert (body["place"]["engine"], body["place"]["rank"], body["place"]["fleet"]["tp"]) == ("prefill", 1, 2)
@@ -268,7 +268,7 @@ def test_a_sealed_card_is_opened_by_the_page() -> None:
     sealed, mover_card = mover.card, mover.card[44:]
     whole = b"".join(struct.pack(">Q", len(part)) + part for part in (b"kvmover card", mover_card))
     assert sealed[:44] == b"kvs\x01" + bytes(8) + hmac.digest(secret, whole, "sha256")
-    assert unpack(mover_card, 0)[0].keys() == {"digest", "model", "body"}
+    assert unpack(mover_card, 0)[0].keys() == {"digest", "model", "body", "weights"}
     mover.close()
 
 

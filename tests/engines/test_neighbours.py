@@ -16,7 +16,7 @@ from kvmover.cache.peers import PeerPrefix, PeerRead, PeerTier
 from kvmover.cache.prefix import DEFAULT_NAMESPACE, KeyUnits, RadixKey
 from kvmover.config import ConfigError, Settings
 from kvmover.config.settings import PeerSettings
-from kvmover.engines.common import Cards, Neighbours, open_peer_tier
+from kvmover.engines.common import Cards, Neighbours, ServedWeights, open_peer_tier
 from kvmover.errors import TransportError
 from kvmover.layout import PACKED_ORDER, Component, Fleet, Pool, PoolSpec
 from kvmover.transfer import MoverConfig
@@ -46,7 +46,7 @@ class SmallEngine:
             shard = fleet.shard(KV, rank, fleet.page_tokens)
             spec = PoolSpec.dense(KV, shard, 12, fleet.page_tokens, PACKED_ORDER)
             self.pools.append(Pool.zeros(spec))
-            tier = open_peer_tier(self.settings, model, fleet, rank, self.pools[-1:])
+            tier = open_peer_tier(self.settings, ServedWeights("tiny", model), fleet, rank, self.pools[-1:])
             assert tier is not None
             self.tiers.append(tier)
         self.neighbours = Neighbours(self.tiers, peers)
@@ -170,7 +170,7 @@ def test_who_calls_itself_otherwise_than_it_is_listed_is_refused(caplog) -> None
 
 
 def test_without_an_address_there_are_no_peers() -> None:
-    assert open_peer_tier(Settings(), "tiny", Fleet(), 0, ()) is None
+    assert open_peer_tier(Settings(), ServedWeights("tiny", "1"), Fleet(), 0, ()) is None
 
 
 def test_an_address_that_cannot_be_listened_at_is_refused_by_its_setting() -> None:

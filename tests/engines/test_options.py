@@ -39,6 +39,7 @@ class Row:
 
 
 STORE = [
+    Row("weights", "exchange.weights", None, "rev-1", "rev-2"),
     Row("root", "store.root", None, Path("/configured"), "/given"),
     Row("quota_bytes", "store.quota_bytes", None, 1000, 2000),
     Row("ttl_s", "store.ttl_s", None, 60.0, 70.0),

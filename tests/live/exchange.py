@@ -18,7 +18,7 @@ from tests.live.vllm_servers import kvmover, vllm
 
 _ROUTER = ROOT / "docs" / "examples" / "exchange" / "router.py"
 
-#: The name under which both engines know the weights.
+#: What both engines call the model.
 EXCHANGE = {"KVMOVER_EXCHANGE_MODEL": "tiny"}
 
 

@@ -9,6 +9,7 @@ import pytest
 from kvmover.errors import LayoutError, StoreError
 from kvmover.layout import Component, CpOrder, Fleet, Span, Stripe
 from kvmover.store import Namespace, PageBox, PagePart
+from kvmover.store.manifest import decode_manifest, encode_manifest
 
 SPACE = Namespace("llama", "rev-1", 64)
 GQA = Component.attention(80, 8, 128, "bfloat16")
@@ -49,6 +50,15 @@ def test_a_digest_is_known_for_ever() -> None:
 
 
 KNOWN = "ec41f606af7f7a3f909d356046a24d3831e122775d52268050422f72ab6c3d7a"
+
+
+def test_what_people_call_weights_is_written_down_and_is_no_part_of_the_namespace() -> None:
+    here, there = (Namespace("", "7" * 64, 64, hint=path) for path in ("/models/here", "/models/there"))
+    assert here == there
+    assert here.digest == there.digest == Namespace("", "7" * 64, 64).digest
+    manifest = decode_manifest(encode_manifest(here), here.folder)
+    assert manifest is not None
+    assert (manifest.model, manifest.weights) == ("/models/here", "7" * 64)
 
 
 def test_only_the_packed_order_is_written() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, cast
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmover.errors import PeerRefused
+from kvmover.errors import LayoutError, OtherWeights, PeerRefused, RefusedFor
 from kvmover.layout import Component, CpOrder, Fleet, Layout, PoolSpec
 from kvmover.transfer.protocol import handshake
 from kvmover.transfer.protocol.handshake import Card, Model, Place, Rank, read_card, write_card
@@ -253,3 +254,27 @@ def test_a_pool_that_cannot_be_is_refused(layout: dict[str, object]):
     card = Card(MODEL.digest(), MODEL.text(), msgspec.msgpack.encode(body))
     with pytest.raises(PeerRefused):
         read_card(MODEL, msgspec.msgpack.encode(card))
+
+
+def test_equal_weights_meet_whatever_they_are_called() -> None:
+    here, there = (Model(name, MODEL.components, weights="7" * 64) for name in ("/models/here", "/models/there"))
+    assert here.digest() == there.digest()
+    assert read_card(here, write_card(there, rank_of(there))).place == rank_of(there).place
+
+
+@pytest.mark.parametrize("name", ["/models/here", "/models/there"])
+def test_other_weights_are_refused_with_both_digests_whatever_they_are_called(name: str) -> None:
+    here, there = Model("/models/here", MODEL.components, "7" * 64), Model(name, MODEL.components, "a" * 64)
+    with pytest.raises(OtherWeights) as refused:
+        read_card(here, write_card(there, rank_of(there)))
+    assert refused.value.refused_for is RefusedFor.WEIGHTS
+    assert f"peer holds weights {'a' * 12} of {name} (" in str(refused.value)
+    assert f"this side holds weights {'7' * 12} of /models/here (" in str(refused.value)
+
+
+def test_a_name_is_not_taken_for_weights() -> None:
+    assert Model("llama", MODEL.components).digest() != Model("", MODEL.components, "llama").digest()
+    with pytest.raises(LayoutError, match="a model is named by text, got 7"):
+        Model("llama", MODEL.components, cast(Any, 7))
+    with pytest.raises(LayoutError, match="weights of 1025 characters; at most 1024"):
+        Model("llama", MODEL.components, "x" * 1025)

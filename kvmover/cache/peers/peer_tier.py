@@ -128,8 +128,9 @@ class PeerTier:
         pools: Sequence[Pool],
         terms: PeerTerms,
         config: MoverConfig | None = None,
+        weights: str = "",
     ) -> None:
-        """Over the `pools` of the host. `model` names the weights too: peers of another name are refused.
+        """Over the `pools` of the host. Peers of other `weights` are refused; where those are "", of another `model`.
 
         Whatever `config` says, who borrows reads: what is lent may be recalled until it was read. Raises TierError for
         a component of which not every page of a prefix is kept.
@@ -149,7 +150,7 @@ class PeerTier:
         self._news = threading.Event()
         self._looks = 0
         self._reads: list[PeerRead] = []
-        self._mover = Mover(transport, Model(model, components), place, pools, config)
+        self._mover = Mover(transport, Model(model, components, weights), place, pools, config)
         self._mover.watch(self._ended)
         asks = self._mover.asks
         self._progress = Progress(self._mover, _PACE)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvmover.engines.common.first_token import FirstToken, ToldLogprobs, told_logprobs
     from kvmover.engines.common.hinted_requests import HINTS_KEY, HintedRequests, outcome_of, pin_limits
     from kvmover.engines.common.neighbours import Neighbours, open_peer_tier
-    from kvmover.engines.common.options import STORE_KEYS, ContentOptions, read_options
+    from kvmover.engines.common.options import STORE_KEYS, WEIGHT_KEYS, ContentOptions, read_options
     from kvmover.engines.common.pages import (
         BounceBuffer,
         Election,
@@ -47,6 +47,14 @@ if TYPE_CHECKING:
     from kvmover.engines.common.release import EngineUnsupported, Tested, odd_ones
     from kvmover.engines.common.routing_hints import RoutingHints, TenantGroups, hints_of
     from kvmover.engines.common.store import StoreWorker, Upkeep, open_store
+    from kvmover.engines.common.weights import (
+        RankGroup,
+        ServedWeights,
+        WeightSource,
+        computed_once,
+        digest_of_sources,
+        identified,
+    )
 
 _HOMES = {
     "cards": (
@@ -86,6 +94,7 @@ _HOMES = {
     ),
     "options": (
         "STORE_KEYS",
+        "WEIGHT_KEYS",
         "ContentOptions",
         "read_options",
     ),
@@ -130,6 +139,14 @@ _HOMES = {
         "Upkeep",
         "open_store",
     ),
+    "weights": (
+        "RankGroup",
+        "ServedWeights",
+        "WeightSource",
+        "computed_once",
+        "digest_of_sources",
+        "identified",
+    ),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -139,6 +156,7 @@ __all__ = [
     "HINTS_KEY",
     "STORE_KEYS",
     "TOKENS_ALONE",
+    "WEIGHT_KEYS",
     "BounceBuffer",
     "CardServer",
     "Cards",
@@ -160,26 +178,32 @@ __all__ = [
     "PromptHasher",
     "PromptInput",
     "PromptParts",
+    "RankGroup",
     "RoutingHints",
+    "ServedWeights",
     "StoreWorker",
     "TenantGroups",
     "Tested",
     "ToldLogprobs",
     "UnknownWeights",
     "Upkeep",
+    "WeightSource",
     "adapter_parts",
     "address_of",
     "as_bytes",
     "caller",
     "combined",
+    "computed_once",
     "content_of",
     "digest_of_adapter",
     "digest_of_checkpoint",
+    "digest_of_sources",
     "digest_of_tensors",
     "election",
     "exchanged",
     "fetch_cards",
     "hints_of",
+    "identified",
     "layers_of",
     "odd_ones",
     "of_all",

@@ -15,6 +15,7 @@ from kvmover.cache.peers import PeerTerms, PeerTier
 from kvmover.config import ConfigError, Settings
 from kvmover.config.settings import PeerSettings, host_and_port
 from kvmover.engines.common.cards import Cards, CardServer, fetch_cards
+from kvmover.engines.common.weights import ServedWeights
 from kvmover.errors import KvmoverError, PeerRefused, TransportError
 from kvmover.layout import Fleet, Pool
 from kvmover.transfer import Place
@@ -30,10 +31,15 @@ _DRAIN_S = 0.5
 
 
 def open_peer_tier(
-    settings: Settings, model: str, fleet: Fleet, rank: int, pools: Sequence[Pool], transport: Transport | None = None
+    settings: Settings,
+    weights: ServedWeights,
+    fleet: Fleet,
+    rank: int,
+    pools: Sequence[Pool],
+    transport: Transport | None = None,
 ) -> PeerTier | None:
-    """Of one rank, over its `pools` of the host; None where no `peers.address` is configured. `model` names the weights
-    too, and the tenant: engines of another name are refused. Nothing is connected yet: see Neighbours.
+    """Of one rank, over its `pools` of the host; None where no `peers.address` is configured. Engines of other
+    `weights`, or of another tenant's, are refused. Nothing is connected yet: see Neighbours.
 
     Raises TierError for a component of which not every page of a prefix is kept, TransportUnavailable without NIXL.
     """
@@ -47,7 +53,8 @@ def open_peer_tier(
     config = replace(config, silence_s=silence_s, ping_s=ping_s, drain_s=drain_s)
     wire = transport or NixlTransport(f"peers-{peers.address}-{rank}")
     try:
-        return PeerTier(wire, model, Place(peers.address, fleet, rank), pools, terms, config)
+        place = Place(peers.address, fleet, rank)
+        return PeerTier(wire, weights.name, place, pools, terms, config, weights.identity)
     except KvmoverError:
         wire.close()
         raise

@@ -10,29 +10,25 @@ import msgspec
 from kvmover.config import ConfigError, Option, Settings, load
 from kvmover.fields import nearest
 
-#: Of both adapters: the settings of the page store, under their own names.
+#: Of both adapters: which weights are served.
+WEIGHT_KEYS: Mapping[str, str] = {"weights": "exchange.weights"}
+
+#: Of both adapters: the settings of the page store, under their own names, and the weights.
 STORE_KEYS: Mapping[str, str] = {
-    name: f"store.{name}" for name in ("root", "quota_bytes", "ttl_s", "upkeep_s", "flush_s")
+    **WEIGHT_KEYS,
+    **{name: f"store.{name}" for name in ("root", "quota_bytes", "ttl_s", "upkeep_s", "flush_s")},
 }
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 class ContentOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What must be equal for KV to be shared. `model` and `weights` default to what the engine calls its own."""
+    """Whose KV it is. `tenant` must be equal for it to be shared; `model` is what people read, by default the engine's
+    name of it. Which weights are served is a setting (`WEIGHT_KEYS`).
+    """
 
     model: str = ""
-    weights: str = ""
     tenant: str = ""
-
-    @property
-    def name(self) -> str:
-        """All of it in a line, as peers compare it.
-
-        >>> ContentOptions("llama", tenant="blue").name
-        'llama of blue'
-        """
-        return " ".join(each for each in (self.model, self.weights, self.tenant and f"of {self.tenant}") if each)
 
 
 def read_options(

@@ -7,8 +7,11 @@ structure that it passes around.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
+
+from kvmover.engines.common import UnknownWeights, WeightSource, computed_once, digest_of_sources
 
 if TYPE_CHECKING:
     import torch
@@ -65,9 +68,54 @@ def cache_dtype(args: Any) -> str:
     return word if word != "auto" or config is None else str(config.dtype).removeprefix("torch.")
 
 
-def weights() -> str:
-    """Revision and version of the weights."""
-    return f"{_context.get_model().revision or ''} {_context.get_serving().weight_version}".strip()
+def weights_digest() -> str:
+    """Of the weights that this process serves, and its draft's. One rank of a pipeline stage looks at the files, and
+    tells those beside it, which call this together; stages do not run in step when storage is attached to a server that
+    runs. Raises UnknownWeights, and outside a running engine as well.
+    """
+    return _digest_of(_weight_sources())
+
+
+@lru_cache(maxsize=16)
+def _digest_of(sources: tuple[WeightSource, ...]) -> str:
+    """Kept, for what lies in the files later is not what was loaded."""
+    state = import_module("sglang.srt.distributed.parallel_state")
+    groups = [state.get_tp_group()] if state.model_parallel_is_initialized() else []
+    return computed_once(lambda: digest_of_sources(sources), groups)
+
+
+def _weight_sources() -> tuple[WeightSource, ...]:
+    """The model's, and its draft's where that has others. Numbers are changed on the way in where a quantization is
+    asked for that the checkpoint does not have.
+    """
+    config = model_config()
+    if config is None:
+        raise UnknownWeights("no SGLang runs in this process")
+    model, draft, cache = _context.get_model(), _context.get_spec(), _context.get_model().download_dir
+    sources = [WeightSource(model.model_path, model.revision, model.load_format, cache, _changed(config))]
+    path, form = draft.speculative_draft_model_path, draft.speculative_draft_load_format or model.load_format
+    if path is not None and path != model.model_path:
+        of_draft = _changed(draft_config())
+        sources.append(WeightSource(path, draft.speculative_draft_model_revision, form, cache, of_draft))
+    return tuple(sources)
+
+
+def _changed(config: Any) -> str:
+    is_stored = getattr(config.hf_config, "quantization_config", None) is not None
+    return "" if is_stored else str(config.quantization or "")
+
+
+def weight_version() -> str:
+    """What SGLang's caller calls the weights; "" where it has not said."""
+    if model_config() is None:
+        return ""
+    version = _context.get_serving().weight_version
+    return "" if version == "default" else str(version)
+
+
+def model_path() -> str:
+    """Where SGLang has its model from."""
+    return _context.get_model().model_path
 
 
 def served_name() -> str:

@@ -21,7 +21,7 @@ from kvmover.engines.common import (
 from kvmover.engines.sglang import engine, engine_linker
 from kvmover.engines.sglang.devicepool import DevicePoolPages, Strand, part_of_strand, placement_of, strands_of
 from kvmover.engines.sglang.engine import PoolTransfer
-from kvmover.engines.sglang.options import parse, said, served
+from kvmover.engines.sglang.options import parse, said, served, served_weights
 from kvmover.engines.sglang.page_parts import ALL_PAGES, MAIN, TpPlacement, hits
 from kvmover.engines.sglang.storage import page_of
 from kvmover.engines.sglang.store_adapter import ServedRank, StoreAdapter
@@ -77,7 +77,8 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         place = ParallelRank(tp, tp_size, params.pp_rank, params.pp_size)
         self._placement = TpPlacement.REPLICATED if self._group.rank_replicated else TpPlacement.SHARDED
         facts = said(options, served())
-        rank = ServedRank(facts.name(options, engine.served_name()), facts, place, self._placement)
+        weights = served_weights(settings, options.model or engine.served_name())
+        rank = ServedRank(weights, facts, place, self._placement)
         self._adapter = StoreAdapter(options, settings.store, rank, params.page_size)
         self._upkeep = Upkeep(self._adapter.store, settings.store)
         self._out = self._device_pools(kvcache)

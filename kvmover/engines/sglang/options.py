@@ -16,7 +16,14 @@ import msgspec
 from kvmover.cache.prefix import Tiers, WriteBack, WriteThrough
 from kvmover.cache.tiers import BestEffort, Prefetch, Store, TierPolicy, Timeout, Wait
 from kvmover.config import Settings, load
-from kvmover.engines.common import STORE_KEYS, ContentOptions, EngineUnsupported, read_options
+from kvmover.engines.common import (
+    STORE_KEYS,
+    ContentOptions,
+    EngineUnsupported,
+    ServedWeights,
+    identified,
+    read_options,
+)
 from kvmover.transfer.config import MoverConfig
 
 #: Keys of the same JSON that are SGLang's own.
@@ -36,8 +43,8 @@ class ObjectKind(StrEnum):
 class StoreOptions(ContentOptions, frozen=True, forbid_unknown_fields=True):
     """The store's own, all of which have a default; what else there is to say of it are settings (`STORE_KEYS`).
 
-    `model` and `weights` default to the engine's model name, and its revision and weight version. `kv_heads`, `layers`,
-    `kv_dtype`: of the whole model, where the engine is not to be asked.
+    `model` defaults to the engine's model name. `kv_heads`, `layers`, `kv_dtype`: of the whole model, where the engine
+    is not to be asked.
     """
 
     objects: ObjectKind = ObjectKind.SHARED
@@ -73,18 +80,13 @@ def transfer_settings(timeout_s: float, given_s: float | None) -> Settings:
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """`kv_heads`, `layers`: of the main attention cache, None where nobody says. `kv_dtype`: what bytes that torch
-    calls uint8 stand for: e4m3 and e5m2 are stored alike. `weights`: revision and version. `exchange`: what engines of
-    any make call the weights, whatever their version: pages are shared with these then; "": with SGLang's alone."""
+    calls uint8 stand for: e4m3 and e5m2 are stored alike. `exchange`: what engines of any make call the model: pages
+    are shared with these then; "": with SGLang's alone."""
 
     kv_heads: int | None = None
     layers: int | None = None
     kv_dtype: str = ""
-    weights: str = ""
     exchange: str = ""
-
-    def name(self, options: StoreOptions, own: str) -> str:
-        """Under which name pages are shared; `own`: the engine's."""
-        return options.model or self.exchange or own
 
 
 def said(options: StoreOptions, engine: ModelFacts) -> ModelFacts:
@@ -93,7 +95,6 @@ def said(options: StoreOptions, engine: ModelFacts) -> ModelFacts:
         options.kv_heads or engine.kv_heads,
         options.layers or engine.layers,
         options.kv_dtype or engine.kv_dtype,
-        options.weights or engine.weights,
         engine.exchange,
     )
 
@@ -105,10 +106,20 @@ def served() -> ModelFacts:
     config, exchange = engine.model_config(), load().settings.exchange.model or ""
     if config is None:
         return ModelFacts(exchange=exchange)
-    weights = "" if exchange else engine.weights()
-    return ModelFacts(
-        config.get_total_num_kv_heads(), config.num_attention_layers, engine.kv_dtype(), weights, exchange
-    )
+    return ModelFacts(config.get_total_num_kv_heads(), config.num_attention_layers, engine.kv_dtype(), exchange)
+
+
+def served_weights(settings: Settings, called: str) -> ServedWeights:
+    """The weights that this process serves, and others call `called` unless the engine's configuration says otherwise.
+
+    Ranks of one pipeline stage call it together. A version that SGLang was given for its weights is a part of them.
+    Raises ConfigError where nobody can tell them from others.
+    """
+    from kvmover.engines.sglang import engine
+
+    found = identified(settings.exchange.model or called, settings.exchange, engine.weights_digest)
+    version = engine.weight_version()
+    return found.updated(version) if version else found
 
 
 #: What `--hicache-storage-backend dynamic` has to name.

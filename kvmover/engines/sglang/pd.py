@@ -17,7 +17,7 @@ import numpy as np
 from kvmover.engines.common import EngineUnsupported, ParallelRank, ToldLogprobs, layers_of, told_logprobs
 from kvmover.engines.sglang import engine, engine_pd
 from kvmover.engines.sglang.engine_pd import BOOTSTRAPPING, FAILED, SUCCESS, TRANSFERRING, WAITING
-from kvmover.engines.sglang.options import transfer_settings
+from kvmover.engines.sglang.options import served_weights, transfer_settings
 from kvmover.engines.sglang.pd_aux import AuxRows
 from kvmover.engines.sglang.pd_cache import (
     CacheTotals,
@@ -46,7 +46,7 @@ from kvmover.layout.fleet import Coordinate
 from kvmover.observe.logs import Guest
 from kvmover.observe.metrics import MoverCollector
 from kvmover.observe.observers import Observers
-from kvmover.transfer import Content, Model, Mover, Place
+from kvmover.transfer import Content, Mover, Place
 from kvmover.transfer.protocol.content import disagreement
 from kvmover.transfer.result import ALL, Gate
 from kvmover.transport import NixlTransport
@@ -105,10 +105,11 @@ class KvmoverManager(engine_pd.CommonKVManager):
         pools = [pool_of(cache, component, args.page_size, device) for cache, component in each]
         self._name, self._patience_s = engine_pd.name_of_this_engine(), settings.mover.deadline_s
         self._identity = settings.mover.identity
+        weights = served_weights(settings, engine.model_path())
         transport = NixlTransport(f"sglang-{disaggregation_mode.value}-{self._rank}")
         mover = Mover(
             transport,
-            Model(self._exchange.model or "sglang", components),
+            weights.model(components),
             Place(self._name, self._fleet, self._rank),
             pools,
             settings.mover_config(),
@@ -118,6 +119,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self._observers = Observers(settings, self._name, self._rank, Guest(logging.getLogger(), who))
         self._observers.watch(mover)
         self._observers.serve(MoverCollector([self._driver]))
+        log.info("%s", weights.told())
         self._outgoing: dict[int, Outgoing] = {}
         #: Prompts of requests that a receiver tells prefill ranks of at the moment.
         self.asking: dict[int, Content] = {}

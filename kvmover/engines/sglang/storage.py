@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvmover.engines.common import EmptyBackend, EngineUnsupported, Numbers, ParallelRank, PoolBackend, Upkeep
 from kvmover.engines.sglang import engine
 from kvmover.engines.sglang.engine import PoolTransfer
-from kvmover.engines.sglang.options import parse, said, served
+from kvmover.engines.sglang.options import parse, said, served, served_weights
 from kvmover.engines.sglang.page_parts import ALL_PAGES, MAIN, TpPlacement, hits
 from kvmover.engines.sglang.store_adapter import Batches, ServedRank, StoreAdapter
 from kvmover.errors import StoreError
@@ -43,7 +43,8 @@ class KvmoverStore(engine.HiCacheStorage):
         place = ParallelRank(config.tp_rank, config.tp_size, config.pp_rank, config.pp_size)
         placement = TpPlacement.REPLICATED if config.is_mla_model else TpPlacement.SHARDED
         facts = said(self._options, served())
-        self._rank = ServedRank(facts.name(self._options, config.model_name or ""), facts, place, placement)
+        weights = served_weights(self._settings, self._options.model or config.model_name or "")
+        self._rank = ServedRank(weights, facts, place, placement)
         self._metrics = config.enable_storage_metrics
         self._read, self._written = Batches(), Batches()
         self._backends: dict[str, PoolBackend] = {}

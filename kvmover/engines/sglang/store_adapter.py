@@ -18,6 +18,7 @@ from kvmover.engines.common import (
     PackedBackend,
     ParallelRank,
     PoolBackend,
+    ServedWeights,
     as_bytes,
     election,
     open_store,
@@ -38,10 +39,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServedRank:
-    """Who opens a store: a rank of an engine that serves `name`. `placement`: of the main pool.
+    """Who opens a store: a rank of an engine that serves `weights`. `placement`: of the main pool.
     One that is replicated the engine asks one rank alone to write."""
 
-    name: str
+    weights: ServedWeights
     model: ModelFacts
     place: ParallelRank
     placement: TpPlacement
@@ -61,8 +62,9 @@ class StoreAdapter:
 
     def __post_init__(self) -> None:
         """Raises ConfigError without a root, StoreError for one that is not there or a store that cannot be opened."""
-        self.space = Namespace(self.rank.name, self.rank.model.weights, self.page_tokens, self.options.tenant)
+        self.space = self.rank.weights.namespace(self.page_tokens, self.options.tenant)
         self.store = open_store(self.settings, self.space)
+        log.info("%s", self.rank.weights.told())
 
     def backend(self, pool: Any, name: str) -> PoolBackend:
         """The backend of a host pool. Raises EngineUnsupported or LayoutError for one that cannot be stored."""

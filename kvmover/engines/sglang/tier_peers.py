@@ -13,7 +13,14 @@ from kvmover.cache.peers import PeerTier
 from kvmover.cache.prefix import FULL as ATTENTION
 from kvmover.cache.tiers import TieredPool
 from kvmover.config import Settings
-from kvmover.engines.common import ContentOptions, EngineUnsupported, Neighbours, ParallelRank, odd_ones, open_peer_tier
+from kvmover.engines.common import (
+    EngineUnsupported,
+    Neighbours,
+    ParallelRank,
+    ServedWeights,
+    odd_ones,
+    open_peer_tier,
+)
 from kvmover.engines.sglang import engine_radix
 
 if TYPE_CHECKING:
@@ -35,7 +42,7 @@ class EnginePeers:
 
 def open_peers(
     settings: Settings,
-    content: ContentOptions,
+    weights: ServedWeights,
     tiered_pools: Sequence[TieredPool],
     place: ParallelRank,
     page_tokens: int,
@@ -49,7 +56,7 @@ def open_peers(
         return None
     _refuse(tiered_pools, place)
     fleet, pools = place.fleet(page_tokens // place.cp_size), [each.host for each in tiered_pools]
-    tier = open_peer_tier(settings, content.name, fleet, place.rank, pools)
+    tier = open_peer_tier(settings, weights, fleet, place.rank, pools)
     assert tier is not None
     cards = _of_all(tier.card, place, group)
     neighbours = Neighbours([tier], settings.peers)

@@ -28,11 +28,11 @@ from kvmover.cache.tiers import (
     TierError,
 )
 from kvmover.config import load
-from kvmover.engines.common import ContentOptions, ParallelRank, Upkeep, as_bytes
+from kvmover.engines.common import ParallelRank, Upkeep, as_bytes
 from kvmover.engines.sglang import engine, engine_linker
 from kvmover.engines.sglang.device_indices import DeviceIndices
 from kvmover.engines.sglang.devicepool import Strand, part_of_strand, placement_of, strands_of
-from kvmover.engines.sglang.options import PoolSize, StorageFlags, TierFlags, parse, said, served
+from kvmover.engines.sglang.options import PoolSize, StorageFlags, TierFlags, parse, said, served, served_weights
 from kvmover.engines.sglang.page_parts import TpPlacement
 from kvmover.engines.sglang.radix_components import STATE, WINDOW
 from kvmover.engines.sglang.store_adapter import ServedRank, StoreAdapter
@@ -135,10 +135,11 @@ def _behind(
     if flags.write == "write_back":
         refuse_unasked(settings, "--hicache-write-policy write_back")
     facts = said(options, served())
-    rank = ServedRank(facts.name(options, engine.served_name()), facts, place, placement)
-    content = ContentOptions(rank.name, facts.weights, options.tenant)
-    tiers = replace(tiers, peers=open_peers(settings, content, tiers.tiered_pools, place, page_tokens, group))
+    weights = served_weights(settings, options.model or engine.served_name())
+    rank, shared = ServedRank(weights, facts, place, placement), weights.of_tenant(options.tenant)
+    tiers = replace(tiers, peers=open_peers(settings, shared, tiers.tiered_pools, place, page_tokens, group))
     if settings.store.root is None:
+        log.info("%s", weights.told())
         return tiers
     storage_of, store, upkeep = _stored(tiers.tiered_pools, StoreAdapter(options, settings.store, rank, page_tokens))
     return replace(tiers, storage=storage_of, store=store, upkeep=upkeep)

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from kvmover.cache.ledger import AccountGroup
 from kvmover.config import ConfigError
-from kvmover.engines.common import CardServer, EngineUnsupported, caller, layers_of, pin_limits
+from kvmover.engines.common import (
+    CardServer,
+    EngineUnsupported,
+    ServedWeights,
+    caller,
+    computed_once,
+    digest_of_sources,
+    identified,
+    layers_of,
+    pin_limits,
+)
 from kvmover.engines.vllm import engine
 from kvmover.engines.vllm.block_store import BlockStore, OffloadWorker, StoredBlockEvents, StoreLookup
 from kvmover.engines.vllm.caches import (
@@ -36,7 +46,7 @@ from kvmover.observe.logs import Guest
 from kvmover.observe.metrics import MoverCollector
 from kvmover.observe.observers import Observers
 from kvmover.store import Namespace, PagePart
-from kvmover.transfer import Model, Mover, Place, Progress
+from kvmover.transfer import Mover, Place, Progress
 
 if TYPE_CHECKING:
     import torch
@@ -64,10 +74,11 @@ COUNTS = {
 
 @dataclass
 class KvmoverHandshakeMetadata(engine.HandshakeMetadata):
-    """A rank: its card for other engines, and what it holds of a stored block."""
+    """A rank: its card for other engines, what it holds of a stored block, and which weights it serves."""
 
     card: bytes
     parts: tuple[PagePart, ...]
+    weights: ServedWeights
 
 
 @dataclass
@@ -163,7 +174,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             guest = None if log.hasHandlers() else Guest(engine.LOG, f"kvmover scheduler of {self._place.grid}")
             ranks = self._place.ranks
             self._observers = Observers(self._settings, self._kv_transfer_config.engine_id, ranks, guest)
-            group = AccountGroup(self._options.tenant, self._space.model)
+            group = AccountGroup(self._options.tenant, self._name)
             self._accounts = RequestAccounts(group, self._observers.account)
             self._observers.serve(self._accounts)
             transfer = self._kv_transfer_config
@@ -199,23 +210,30 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             )
 
     @property
-    def _space(self) -> Namespace:
-        model, options, exchange = self._config.model_config, self._options, self._settings.exchange.model
-        return Namespace(
-            options.model or exchange or model.model,
-            options.weights or ("" if exchange else str(model.revision or "")),
-            self._groups[0].block_tokens,
-            options.tenant,
-        )
+    def _name(self) -> str:
+        return self._options.model or self._settings.exchange.model or self._config.model_config.model
+
+    def _served_weights(self) -> ServedWeights:
+        """All ranks call this together: one of them looks at the files, and tells the others."""
+
+        def compute() -> str:
+            return computed_once(lambda: digest_of_sources(engine.weight_sources(self._config)), engine.rank_groups())
+
+        return identified(self._name, self._settings.exchange, compute)
+
+    def _space_of(self, weights: ServedWeights) -> Namespace:
+        return weights.namespace(self._groups[0].block_tokens, self._options.tenant)
 
     # The worker's half
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Make the rank's mover and store over the engine's caches, a view a layer. The memory stays vLLM's.
 
-        Raises EngineUnsupported for caches whose rows are no tokens, StoreError, or TransportUnavailable.
+        Raises EngineUnsupported for caches whose rows are no tokens, ConfigError for weights that nobody can tell from
+        others, StoreError, or TransportUnavailable.
         """
         place, settings = self._place, self._settings
+        weights = self._served_weights()
         backing = engine.backing_of(kv_caches)
         whole = engine.whole_of(self._config, kv_caches)
         held = component_caches(self._groups, engine.layer_caches_of(kv_caches), self._blocks, whole, place)
@@ -227,10 +245,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         fleet = fleet_of(made, place, engine.run_tokens(self._config))
         mover = Mover(
             BackedTransport(f"vllm-{place.rank}", backing),
-            Model(
-                settings.exchange.model or f"{self._space.model} {self._space.weights}".strip(),
-                tuple(cache.component for cache in made),
-            ),
+            weights.model(tuple(cache.component for cache in made)),
             Place(self._kv_transfer_config.engine_id, fleet, place.rank),
             pools_of(made, backing),
             settings.mover_config(),
@@ -240,8 +255,8 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         self._observers.watch(mover)
         progress = Progress(mover, settings.progress)
         self._observers.serve(MoverCollector([progress]))
-        parts, offload = self._offload_worker(made, fleet, backing)
-        self._introduction = KvmoverHandshakeMetadata(mover.card, parts)
+        parts, offload = self._offload_worker(self._space_of(weights), made, fleet, backing)
+        self._introduction = KvmoverHandshakeMetadata(mover.card, parts, weights)
         first = place.layers(made[0].component.layers).start
         self._worker = ConnectorWorker(
             made,
@@ -255,6 +270,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             bool(whole.drafts),
             FailureLog().failed if settings.logging.level is None else FailureLog().unbegun,
         )
+        log.info("%s", weights.told())
         log.info("serves %d blocks of %s", self._blocks, "; ".join(cache.component.name for cache in made))
 
     def _exchanged(self, made: list[ComponentCache]) -> list[ComponentCache]:
@@ -266,12 +282,11 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         return found or made
 
     def _offload_worker(
-        self, made: list[ComponentCache], fleet: Fleet, backing: torch.Tensor
+        self, space: Namespace, made: list[ComponentCache], fleet: Fleet, backing: torch.Tensor
     ) -> tuple[tuple[PagePart, ...], OffloadWorker | None]:
         store = self._settings.store
         if not store.root:
             return (), None
-        space = self._space
         blocks = BlockStore.open(store, space, fleet, self._place.rank, [(cache, backing) for cache in made])
         blocks_of, rank = self._place.fleet(space.page_tokens), self._place.rank
         parts = tuple(PagePart.held(cache.component, blocks_of, rank, space.page_tokens) for cache in made)
@@ -372,7 +387,8 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         self._server.lay_out(engine_id, [rank.card for rank in ranks])
         self._scheduler.home = Home(engine_id, host, self._server.port)
         if (root := self._settings.store.root) and self._lookup is None:
-            self._lookup = StoreLookup.open(root, self._space, [part for rank in ranks for part in rank.parts])
+            space = self._space_of(ranks[0].weights)
+            self._lookup = StoreLookup.open(root, space, [part for rank in ranks for part in rank.parts])
             self._scheduler.leading = self._lookup.leading
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KvmoverHandshakeMetadata]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvmover.engines.common import EngineUnsupported, ParallelRank
+from kvmover.engines.common import EngineUnsupported, ParallelRank, RankGroup, WeightSource
 from kvmover.engines.vllm.block_format import (
     REPLICATED,
     BlockFormat,
@@ -251,6 +251,37 @@ def backing_of(caches: Mapping[str, torch.Tensor]) -> torch.Tensor:
         raise EngineUnsupported(f"caches in {len(storages)} allocations; vLLM 0.33 has one")
     (cache,) = storages.values()
     return torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.untyped_storage())
+
+
+def weight_sources(config: Any) -> list[WeightSource]:
+    """Where the model's weights come from, and its draft's where that has others. Numbers are changed on the way in
+    where a quantization is asked for that the checkpoint does not have.
+    """
+    model, speculation, load = config.model_config, config.speculative_config, config.load_config
+    sources = [_source(model, load)]
+    draft = getattr(speculation, "draft_model_config", None)
+    if draft is not None and draft.model != model.model:
+        sources.append(_source(draft, getattr(speculation, "draft_load_config", None) or load))
+    return sources
+
+
+def _source(model: Any, load: Any) -> WeightSource:
+    is_stored = getattr(model.hf_config, "quantization_config", None) is not None
+    return WeightSource(
+        str(getattr(model, "model_weights", "") or model.model),
+        model.revision,
+        str(load.load_format),
+        load.download_dir,
+        "" if is_stored else str(model.quantization or ""),
+    )
+
+
+def rank_groups() -> list[RankGroup]:
+    """Groups through which one rank of an engine reaches all: the stages beside it, then its own. None where vLLM has
+    made none, around a rank that is alone.
+    """
+    state = import_module("vllm.distributed.parallel_state")
+    return [state.get_pp_group(), state.get_tp_group()] if state.model_parallel_is_initialized() else []
 
 
 def place_of(config: Any) -> ParallelRank:

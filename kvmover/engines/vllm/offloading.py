@@ -23,10 +23,10 @@ from kvmover.engines.vllm import engine
 from kvmover.engines.vllm.chunk_store import DROPPED, ChunkJob, ChunkStore, ChunkVerb, EndedJob
 from kvmover.engines.vllm.options import parse_tier
 from kvmover.engines.vllm.request_accounts import RequestAccounts
-from kvmover.engines.vllm.served_model import PEER_TIER, ServedModel
+from kvmover.engines.vllm.served_model import PEER_TIER, ServedModel, weights_of_tier
 from kvmover.observe.logs import Guest
 from kvmover.observe.observers import Observers, begin_logs
-from kvmover.store import Got, Namespace, Put
+from kvmover.store import Got, Put
 from kvmover.transport import Memory, MemoryKind
 
 _offload: Any = import_module("vllm.v1.kv_offload.base")
@@ -147,13 +147,15 @@ class KvmoverTier(SecondaryTierManager):
         self._tells = options.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._events: list[Any] = []
         config = offloading_spec.config
-        space = Namespace(options.model or config.model.name, options.weights, chunk_tokens(config), options.tenant)
+        weights = weights_of_tier(config.model.name, options.model or config.model.name, settings)
+        space = weights.namespace(chunk_tokens(config), options.tenant)
         what = chunk_content(offloading_spec)
         memory = memory_of_view(primary_kv_view)
         self._chunks: ChunkStore | None = ChunkStore.open(settings.store, space, what, memory, self.block_size_bytes)
         self._lookups = StoreLookups(self._chunks, tier_type)
         guest = None if log.hasHandlers() else Guest(engine.LOG, "kvmover tier")
         self._end_logs = begin_logs(settings.logging, guest)
+        log.info("%s", weights.told())
         log.info("%d chunks of %d bytes in %s: %s", len(primary_kv_view), self.block_size_bytes, space, what)
 
     # Look-ups

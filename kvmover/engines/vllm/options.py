@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from kvmover.config import Settings
-from kvmover.engines.common import STORE_KEYS, ContentOptions, read_options
+from kvmover.engines.common import STORE_KEYS, WEIGHT_KEYS, ContentOptions, read_options
 from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.protocol.wire import Verb
 
@@ -35,7 +35,7 @@ DEFAULTS = Settings(mover=MoverConfig(deadline_s=120.0, verb=Verb.PULL))
 class ConnectorOptions(ContentOptions, frozen=True, forbid_unknown_fields=True):
     """The connector's own, all of which have a default.
 
-    `model` and `weights` default to vLLM's model name and revision. `host`, `port`: where decode engines find this
+    `model` defaults to vLLM's model name. `host`, `port`: where decode engines find this
     one's cards; 0 lets the system choose a port, which every answer to a prefill names, and data-parallel replicas take
     the ports behind it.
 
@@ -63,11 +63,11 @@ def parse(extra_config: Mapping[str, Any] | None) -> tuple[ConnectorOptions, Set
 
 
 #: Options of the tier of peers that stand for a setting.
-PEER_KEYS: Mapping[str, str] = {name: f"peers.{name}" for name in ("address", "engines")}
+PEER_KEYS: Mapping[str, str] = {**WEIGHT_KEYS, **{name: f"peers.{name}" for name in ("address", "engines")}}
 
 
 class TierOptions(ContentOptions, frozen=True, forbid_unknown_fields=True):
-    """The tier's own. `model` defaults to vLLM's model name; vLLM tells a tier no revision, so `weights` is empty.
+    """The tier's own. `model` defaults to vLLM's model name.
 
     `locality` is handed to vLLM, whose requests may name tiers by it. `enable_kv_events`: tell of stored chunks, where
     vLLM's own KV events are on.

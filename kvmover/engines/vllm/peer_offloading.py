@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from weakref import ReferenceType, ref
 
 from kvmover.config import ConfigError
-from kvmover.engines.common import ContentOptions, EngineUnsupported, Neighbours, odd_ones, open_peer_tier
+from kvmover.engines.common import EngineUnsupported, Neighbours, odd_ones, open_peer_tier
 from kvmover.engines.vllm import engine
 from kvmover.engines.vllm.offloading import (
     HIT,
@@ -29,7 +29,7 @@ from kvmover.engines.vllm.offloading import (
 )
 from kvmover.engines.vllm.options import parse_peer_tier
 from kvmover.engines.vllm.peer_chunks import ChunkLayout, PeerChunks, PeerPrompt, TokenOrder
-from kvmover.engines.vllm.served_model import ServedModel
+from kvmover.engines.vllm.served_model import ServedModel, weights_of_tier
 from kvmover.layout import Component, Fleet
 from kvmover.observe.logs import Guest
 from kvmover.observe.observers import begin_logs
@@ -128,8 +128,8 @@ class KvmoverPeerTier(SecondaryTierManager):
         layout = chunk_layout(config, served.component(), self.block_size_bytes)
         pool = layout.pool(memory_of_view(primary_kv_view))
         model = options.model or settings.exchange.model or config.model.name
-        content = ContentOptions(model, options.weights, options.tenant)
-        tier = open_peer_tier(settings, content.name, Fleet(page_tokens=layout.tokens), 0, [pool])
+        weights = weights_of_tier(config.model.name, model, settings).of_tenant(options.tenant)
+        tier = open_peer_tier(settings, weights, Fleet(page_tokens=layout.tokens), 0, [pool])
         assert tier is not None
         neighbours = Neighbours([tier], settings.peers)
         self._served, self._results = served, list[Any]()
@@ -143,6 +143,7 @@ class KvmoverPeerTier(SecondaryTierManager):
             self.shutdown()
             raise
         policy.lender = self._chunks
+        log.info("%s", weights.told())
         log.info("%s lends %d chunks of %d tokens", settings.peers.address, len(primary_kv_view), layout.tokens)
 
     # Look-ups

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
-from kvmover.engines.common import EngineUnsupported, exchanged, odd_ones
+from kvmover.config import Settings
+from kvmover.engines.common import (
+    EngineUnsupported,
+    ServedWeights,
+    UnknownWeights,
+    WeightSource,
+    digest_of_sources,
+    exchanged,
+    identified,
+    odd_ones,
+)
 from kvmover.engines.vllm import engine
 from kvmover.layout import Component
 
@@ -33,6 +44,10 @@ class ServedModel:
 
     def __exit__(self, *_: object) -> None:
         ServedModel.being_made = None
+
+    def weight_sources(self) -> list[WeightSource]:
+        """Where the weights come from."""
+        return engine.weight_sources(self._config)
 
     def seen(self, request: Any) -> None:
         """The connector is asked for a request."""
@@ -65,6 +80,24 @@ class ServedModel:
         if found is None:
             raise EngineUnsupported(f"peers do not share rows of {dtype}: {_ALONE}")
         return found
+
+
+def weights_of_tier(model: str, called: str, settings: Settings) -> ServedWeights:
+    """Returns the weights that a tier has chunks of, where vLLM calls the model `model` and people call it `called`.
+
+    vLLM's own connector tells a tier no revision and no form in which weights are loaded: a folder is taken for what it
+    holds then, and of a hub's model nobody can tell. Raises ConfigError where nothing is known.
+    """
+    served = ServedModel.being_made
+
+    def compute() -> str:
+        if served is not None:
+            return digest_of_sources(served.weight_sources())
+        if not Path(model).expanduser().is_dir():
+            raise UnknownWeights(f"vLLM's OffloadingConnector tells a tier no revision of {model}")
+        return WeightSource(model).digest()
+
+    return identified(called, settings.exchange, compute)
 
 
 def layer_number(name: str) -> int:

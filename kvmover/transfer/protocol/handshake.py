@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Hashable
 from dataclasses import replace
 from functools import lru_cache
@@ -12,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from kvmover.errors import LayoutError, PeerAhead, PeerRefused
+from kvmover.errors import LayoutError, OtherWeights, PeerAhead, PeerRefused
 from kvmover.fields import whole
 from kvmover.kernels.cuda_exports import Export
 from kvmover.kernels.cuda_virtual import HANDLE_BYTES
@@ -33,6 +34,9 @@ MAX_CARD_BYTES = 4 << 20
 MAX_NAME_CHARACTERS = 256
 MAX_MODEL_CHARACTERS = 1 << 16
 
+#: Length of what identifies weights: a digest, a version and a tenant, or the operator's words.
+MAX_WEIGHTS_CHARACTERS = 1024
+
 #: What Linux numbers processes up to (PID_MAX_LIMIT).
 MAX_PID = 1 << 22
 
@@ -49,17 +53,30 @@ LEAST_STAGING_BYTES = 256
 #: How far ahead of our clock a process may have begun: clocks that are hours off are waited for, and no longer ones.
 MAX_AHEAD_S = 86400
 
+_DIGEST = re.compile(r"\b[0-9a-f]{64}\b")
+
 
 class Model(msgspec.Struct, frozen=True):
-    """What both sides must hold alike: the weights by name, and every component of their cache."""
+    """What both sides must hold alike: the weights, and every component of their cache.
+
+    `weights` identify them, by a digest or a word of the operator's; `name` is then for people, and may differ. Without
+    them the name identifies the weights.
+    """
 
     name: str
     components: tuple[Component, ...]
+    weights: str = ""
 
     def __post_init__(self) -> None:
-        """Raises LayoutError for a name that is no text and for components that are none; a list of them is taken."""
-        if not isinstance(self.name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise LayoutError(f"a model is named by text, got {self.name!r}")
+        """Raises LayoutError for a name or weights that are no text, weights that are too long, and components that are
+        none; a list of them is taken.
+        """
+        for said in (self.name, self.weights):
+            if not isinstance(said, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise LayoutError(f"a model is named by text, got {said!r}")
+        if len(self.weights) > MAX_WEIGHTS_CHARACTERS:
+            said = f"weights of {len(self.weights)} characters; at most {MAX_WEIGHTS_CHARACTERS}"
+            raise LayoutError(f"model {self.name} has {said}")
         given: object = self.components
         if not isinstance(given, (tuple, list)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise LayoutError(f"model {self.name} has components = {given!r}; give a tuple of them, as (attention,)")
@@ -70,19 +87,24 @@ class Model(msgspec.Struct, frozen=True):
 
     def digest(self) -> bytes:
         """SHA-256 over the protocol version and the model. TP, PP, CP, page size and order may differ, and stay out; so
-        does the form in which numbers are stored.
+        do the form in which numbers are stored, and the name of weights that are identified.
         """
-        meant = msgspec.structs.replace(self, components=tuple(component.meant for component in self.components))
+        meant = msgspec.structs.replace(
+            self,
+            name="" if self.weights else self.name,
+            components=tuple(component.meant for component in self.components),
+        )
         plain = msgspec.to_builtins(meant, order="deterministic")
         for component in plain["components"]:
             del component["codec"]
         return hashlib.sha256(msgspec.msgpack.encode((VERSION, plain))).digest()
 
     def text(self) -> str:
-        """Name, components and protocol version, as PeerRefused shows them."""
+        """Weights, name, components and protocol version, as PeerRefused shows them. Digests are cut short."""
         meant = [component.meant for component in self.components]
         parts = [f"{c.name} {c.layers}x{c.kv}x{c.heads}x{c.dim} {c.dtype}{_reach(c)}" for c in meant]
-        return f"{self.name} ({', '.join(parts)}), protocol {VERSION}"
+        weights = f"weights {_DIGEST.sub(lambda found: found[0][:12], self.weights)} of " if self.weights else ""
+        return f"{weights}{self.name} ({', '.join(parts)}), protocol {VERSION}"
 
 
 def _reach(component: Component) -> str:
@@ -199,28 +221,32 @@ class Rank(msgspec.Struct, frozen=True):
 
 
 class Card(msgspec.Struct, frozen=True):
-    """Digest first, the rest unread: `body` is a Rank, decoded only when the digests agree."""
+    """Digest first, the rest unread: `body` is a Rank, decoded only when the digests agree. `weights`: the model's."""
 
     digest: Annotated[bytes, msgspec.Meta(max_length=32)]
     model: Annotated[str, msgspec.Meta(max_length=MAX_MODEL_CHARACTERS)]
     body: bytes
+    weights: Annotated[str, msgspec.Meta(max_length=MAX_WEIGHTS_CHARACTERS)] = ""
 
 
 def write_card(model: Model, rank: Rank) -> bytes:
     """The card of a rank: the model's digest, its text, and the rank's own data, which is read only if the digest is
     equal.
     """
-    return msgspec.msgpack.encode(Card(model.digest(), model.text(), msgspec.msgpack.encode(rank)))
+    return msgspec.msgpack.encode(Card(model.digest(), model.text(), msgspec.msgpack.encode(rank), model.weights))
 
 
 def read_card(model: Model, card: bytes) -> Rank:
-    """The peer behind `card`. Raises PeerRefused with both models' text, or with what is wrong with the bytes."""
+    """The peer behind `card`. Raises OtherWeights or PeerRefused with both models' text, or PeerRefused with what is
+    wrong with the bytes.
+    """
     if len(card) > MAX_CARD_BYTES:
         raise PeerRefused(f"card of {len(card)} bytes is over the limit of {MAX_CARD_BYTES}")
     try:
         envelope = msgspec.msgpack.decode(card, type=Card)
         if envelope.digest != model.digest():
-            raise PeerRefused(f"peer holds {envelope.model}; this side holds {model.text()}")
+            unlike = OtherWeights if envelope.weights != model.weights else PeerRefused
+            raise unlike(f"peer holds {envelope.model}; this side holds {model.text()}")
         rank = msgspec.msgpack.decode(envelope.body, type=Rank)
         _check(model, rank)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -23,6 +23,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.safetensors_files import tiny, write_checkpoint
+
 # Ranks are forked from one process that has imported the engine: none of its threads may be needed after the fork.
 torch.set_num_threads(1)
 
@@ -145,6 +147,8 @@ def start(shape: Shape, root: Path, body: Callable[..., Any], *given: Any, **arg
     size = shape.tp * shape.pp
     queue_: Any = fork.Queue()
     root.mkdir(exist_ok=True)
+    if not (root / "model").exists():
+        write_checkpoint(root / "model", tiny())
     meeting = root / f"meeting-{uuid.uuid4().hex}"
     processes = [
         fork.Process(target=_rank, args=(queue_, shape, n, root, meeting, body, given, arguments), daemon=True)

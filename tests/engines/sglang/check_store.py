@@ -16,6 +16,7 @@ import torch
 from bench import PAGE, Rank, Shape, content, keys_of, load, logical, ranks, save, storage
 
 from kvmover.store.deletion import DeletionOrder
+from tests.safetensors_files import tiny, write_checkpoint
 from tests.store.segments import segments_of
 
 hicache: Any = import_module("sglang.srt.mem_cache.hicache_storage")
@@ -352,19 +353,38 @@ def test_clear_forgets_this_model_and_no_other(tmp_path: Path) -> None:
 
 
 def cleared(rank: Rank) -> None:
-    for model in ("one", "two"):
-        wrote(rank, 1, {"model": model})
-    controller = rank.controller(model="one")
+    for weights in ("one", "two"):
+        wrote(rank, 1, {"weights": weights})
+    controller = rank.controller(weights="one")
     controller.storage_backend.clear()
     controller.storage_backend.close()
-    assert not read(rank, {"model": "one"})
-    assert len(read(rank, {"model": "two"})) == 5
+    assert not read(rank, {"weights": "one"})
+    assert len(read(rank, {"weights": "two"})) == 5
 
 
-@pytest.mark.parametrize("other", [{"weights": "2"}, {"tenant": "b"}, {"model": "m"}])
+@pytest.mark.parametrize("other", [{"weights": "2"}, {"tenant": "b"}])
 def test_pages_under_other_premises_are_not_found(other: dict[str, Any], tmp_path: Path) -> None:
     ranks(Shape(), tmp_path, wrote, 0, {})
     assert ranks(Shape(), tmp_path, read, other) == [[]]
+
+
+def test_pages_of_other_weights_at_the_same_path_are_not_found_and_of_the_same_they_are(tmp_path: Path) -> None:
+    """Whatever people call the model, and however its checkpoint is split into files."""
+    ranks(Shape(tp=2), tmp_path, wrote, 0, {})
+    for file in (tmp_path / "model").glob("*.safetensors"):
+        file.unlink()
+    write_checkpoint(tmp_path / "model", tiny(seed=2))
+    assert ranks(Shape(tp=2), tmp_path, read, {}) == [[], []]
+    (tmp_path / "model" / "model.safetensors").unlink()
+    write_checkpoint(tmp_path / "model", tiny(), files=3)
+    assert [len(found) for found in ranks(Shape(tp=2), tmp_path, read, {"model": "another name"})] == [5, 5]
+
+
+def test_weights_that_nobody_can_tell_from_others_need_a_word_of_the_operator(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.gguf").write_bytes(b"x")
+    ranks(Shape(tp=2), tmp_path, refused, {}, r"has weights in \.gguf and no safetensors\. Name them")
+    ranks(Shape(), tmp_path, wrote, 0, {"weights": "mine"})
 
 
 def test_metrics_tell_pages_and_bandwidth_of_both_directions(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from bench import MODEL, arguments, context, pools
 
+from tests.safetensors_files import tiny, write_checkpoint
+
 allocation: Any = import_module("sglang.srt.mem_cache.allocation")
 base: Any = import_module("sglang.srt.mem_cache.base_prefix_cache")
 batches: Any = import_module("sglang.srt.managers.schedule_batch")
@@ -39,6 +41,7 @@ def publish(folder: Path, **more: Any) -> None:
     """The settings that SGLang's functions ask for, of a server without a GPU: `more` of its arguments."""
     (folder / "model").mkdir(exist_ok=True)
     (folder / "model" / "config.json").write_text(MODEL)
+    write_checkpoint(folder / "model", tiny())
     args = arguments.ServerArgs(
         model_path=str(folder / "model"),
         device="cpu",

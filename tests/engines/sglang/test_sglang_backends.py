@@ -19,6 +19,7 @@ from kvmover.engines.common import (
     InPlaceBackend,
     PackedBackend,
     ParallelRank,
+    ServedWeights,
     Upkeep,
     page_ids,
 )
@@ -55,7 +56,7 @@ def host_pool(kind: str, layout: str, **more: Any) -> Any:
 
 
 def adapter(root: Path, place: ParallelRank | None = None, **more: Any) -> StoreAdapter:
-    rank = ServedRank("m", ModelFacts(**more), place or ParallelRank(0, 1), TpPlacement.SHARDED)
+    rank = ServedRank(ServedWeights("m", "1"), ModelFacts(**more), place or ParallelRank(0, 1), TpPlacement.SHARDED)
     return StoreAdapter(StoreOptions(), StoreSettings(root=root), rank, PAGE)
 
 

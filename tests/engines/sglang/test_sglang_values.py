@@ -87,9 +87,9 @@ def test_a_root_has_to_be_given() -> None:
 
 
 def test_the_operator_is_believed_before_the_engine() -> None:
-    engine = ModelFacts(kv_heads=8, layers=32, kv_dtype="fp8_e4m3", weights="1")
+    engine = ModelFacts(kv_heads=8, layers=32, kv_dtype="fp8_e4m3")
     assert said(StoreOptions(), engine) == engine
-    assert said(StoreOptions(kv_heads=4, weights="2"), engine) == ModelFacts(4, 32, "fp8_e4m3", "2")
+    assert said(StoreOptions(kv_heads=4), engine) == ModelFacts(4, 32, "fp8_e4m3")
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8, 16])

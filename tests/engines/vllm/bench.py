@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from tests.safetensors_files import tiny, write_checkpoint
+
 os.environ["TRITON_INTERPRET"] = "1"  # before anything of vLLM asks: its kernels run without a GPU
 
 configs: Any = import_module("vllm.config")
@@ -54,7 +56,8 @@ hashing.init_none_hash(sha256)
 class Shape:
     """How an engine is run. `kernel_tokens`: of the attention kernel's blocks, where smaller. `window`: of every other
     layer. `mamba`: a recurrent layer beside attention. `drafts`: tokens that are guessed a step, the last one wrong.
-    `packing`: of rows in blocks, where unusual. `options`: of the connector."""
+    `packing`: of rows in blocks, where unusual. `options`: of the connector. `weights`: the seed of what lies in the
+    model's folder."""
 
     tp: int = 1
     pp: int = 1
@@ -72,10 +75,11 @@ class Shape:
     role: str = "kv_both"
     events: bool = False
     options: tuple[tuple[str, Any], ...] = ()
+    weights: int = 1
 
 
-def model_of(folder: Path) -> Any:
-    """A Llama of 4 layers that exists as a configuration only."""
+def model_of(folder: Path, seed: int = 1) -> Any:
+    """A Llama of 4 layers that exists as a configuration, beside tensors of this `seed` that nobody computes with."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -92,11 +96,12 @@ def model_of(folder: Path) -> Any:
     }
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
+    write_checkpoint(folder, tiny(seed))
     return configs.ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float32", seed=0)
 
 
 def config_of(shape: Shape, folder: Path) -> Any:
-    model = model_of(folder)
+    model = model_of(folder, shape.weights)
     scheduling = configs.SchedulerConfig(
         max_num_seqs=16,
         max_num_batched_tokens=shape.batch_tokens,

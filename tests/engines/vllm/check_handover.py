@@ -34,8 +34,8 @@ def engines(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
     """Make engines, and close them."""
     made: list[Engine] = []
 
-    def make(**shape: Any) -> Engine:
-        made.append(Engine(Shape(**shape), tmp_path / "model"))
+    def make(folder: Path = tmp_path / "model", **shape: Any) -> Engine:
+        made.append(Engine(Shape(**shape), folder))
         return made[-1]
 
     yield make
@@ -305,6 +305,38 @@ def test_an_engine_of_another_model_is_refused_and_the_prompt_computed(engines: 
     assert b.stats["received_failures"] == 1
 
 
+def test_other_weights_at_the_same_path_are_refused_with_both_digests_and_the_prompt_computed(
+    engines: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The checkpoint was replaced, and one half started again."""
+    a, b = engines(), engines(weights=2)
+    a.ask("p-1", PROMPT, params={"do_remote_decode": True})
+    a.finish("p-1")
+    b.ask("d-1", PROMPT, 5, a.answers["p-1"])
+    b.finish("d-1")
+    assert b.said["d-1"] == [1] * 5
+    assert b.computed[0] == ("d-1", 0, 100)
+    assert b.stats["received_failures"] == 1
+    said = re.search(r"peer holds weights (\w{12}) of (\S+) .* this side holds weights (\w{12}) of (\S+) ", caplog.text)
+    assert said is not None
+    assert said[1] != said[3]
+    assert said[2] == said[4] == b.config.model_config.model
+
+
+def test_the_same_weights_at_another_path_meet_and_so_do_those_that_the_operator_names_alike(
+    engines: Callable[..., Engine], tmp_path: Path
+) -> None:
+    named = {"options": (("weights", "ours"),)}
+    pairs = [(engines(), engines(folder=tmp_path / "elsewhere")), (engines(**named), engines(weights=2, **named))]
+    for number, (a, b) in enumerate(pairs):
+        a.ask(f"p-{number}", PROMPT, params={"do_remote_decode": True})
+        a.finish(f"p-{number}")
+        b.ask(f"d-{number}", PROMPT, 5, a.answers[f"p-{number}"])
+        b.finish(f"d-{number}")
+        assert b.said[f"d-{number}"] == [1] * 5
+        assert b.stats["received_requests"] == 1
+
+
 def test_blocks_that_came_are_kept_when_the_prefill_dies_and_only_the_others_computed(
     engines: Callable[..., Engine],
 ) -> None:
@@ -402,6 +434,7 @@ def test_kvmover_speaks_in_vllms_log_and_says_why_a_prefill_was_not_fetched(engi
     for line, (level, file, said) in zip(
         lines,
         [
+            ("INFO", "connector.py", "the weights of "),
             ("INFO", "connector.py", "serves 40 blocks of full_attention"),
             ("WARNING", "worker.py", "p-1 was not sent: deadline passed before every destination asked"),
             ("WARNING", "scheduler.py", "kv_transfer_params of p-2 have no remote_engine_id"),

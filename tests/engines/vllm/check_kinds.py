@@ -290,6 +290,7 @@ class Bench:
         modules = config.compilation_config.static_forward_context
         if family.drafts:
             config.speculative_config = _Speculation()
+            config.speculative_config.model = config.model_config.model  # as of heads that predict more tokens
             modules.update({layer: _Draft() for layer in family.drafts})
         ranks: list[Rank] = []
         for number in range(grid.tp * grid.pp):
@@ -351,6 +352,7 @@ class _Speculation:
     """The part of vLLM's that is asked: of a draft with 2 heads."""
 
     num_kv_heads = 2
+    model = ""
 
     @property
     def draft_model_config(self) -> Any:

@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvmover.config import ConfigError
-from kvmover.engines.common import EngineUnsupported
+from kvmover.engines.common import EngineUnsupported, WeightSource
 from kvmover.engines.vllm.peer_chunks import ChunkLayout, TokenOrder
 from kvmover.engines.vllm.served_model import ServedModel
 from kvmover.layout import Component, Pool
@@ -67,6 +67,9 @@ class Served(ServedModel):
     def component(self) -> Component:
         return KV
 
+    def weight_sources(self) -> list[WeightSource]:
+        return [WeightSource("nowhere", form="dummy")]
+
 
 def config_of(block: int, layout: str, tier: dict[str, Any], **options: Any) -> OffloadingConfig:
     return OffloadingConfig(
@@ -77,7 +80,9 @@ def config_of(block: int, layout: str, tier: dict[str, Any], **options: Any) -> 
             "cpu_bytes_to_use": CHUNKS * -(-block * TOKEN_BYTES // 4096) * 4096,
             "eviction_policy": "LendingPolicy",
             "cache_policy_module_path": "kvmover.engines.vllm",
-            "secondary_tiers": [{"type": "KvmoverPeerTier", "module_path": "kvmover.engines.vllm", **tier}],
+            "secondary_tiers": [
+                {"type": "KvmoverPeerTier", "module_path": "kvmover.engines.vllm", "weights": "tiny", **tier}
+            ],
             **options,
         },
         engine_id=f"peers-{next(_ids)}-{time.monotonic_ns()}",

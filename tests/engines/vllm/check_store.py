@@ -21,8 +21,8 @@ def engines(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
     root = tmp_path / "store"
     root.mkdir()
 
-    def make(*options: tuple[str, Any], **shape: Any) -> Engine:
-        made.append(Engine(Shape(options=(("root", str(root)), *options), **shape), tmp_path / "model"))
+    def make(*options: tuple[str, Any], folder: Path = tmp_path / "model", **shape: Any) -> Engine:
+        made.append(Engine(Shape(options=(("root", str(root)), *options), **shape), folder))
         return made[-1]
 
     yield make
@@ -169,6 +169,16 @@ def test_a_reset_of_the_connector_deletes_what_is_stored(engines: Callable[..., 
     assert a.scheduler.reset_connector_cache()
     compute(b, "b")
     assert b.computed[0] == ("b", 0, 100)
+
+
+def test_pages_of_other_weights_at_the_same_path_are_not_read_and_of_the_same_at_another_they_are(
+    engines: Callable[..., Engine], tmp_path: Path
+) -> None:
+    a = engines()
+    compute(a, "a")
+    for engine, first in ((engines(weights=2), 0), (engines(folder=tmp_path / "elsewhere", tp=2), 96)):
+        compute(engine, "b")
+        assert engine.computed[0] == ("b", first, 100)
 
 
 def test_tenants_share_nothing(engines: Callable[..., Engine]) -> None:

@@ -51,6 +51,7 @@ def config_of(root: Path, *, tp: int = 1, canonical: bool = False, groups: int =
                     "module_path": "kvmover.engines.vllm",
                     "root": str(root),
                     "upkeep_s": 0.01,
+                    "weights": "tiny",
                     **tier,
                 }
             ],

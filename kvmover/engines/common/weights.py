@@ -1,0 +1,147 @@
+"""ServedWeights say which weights an engine serves: by the operator's word or, without one, by what its files hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from kvmover.config import ConfigError
+from kvmover.config.settings import ExchangeSettings
+from kvmover.engines.common.checkpoint import UnknownWeights, combined, digest_of_checkpoint
+from kvmover.layout import Component
+from kvmover.store import Namespace
+from kvmover.transfer import Model
+
+#: How engines call it when they load safetensors as these are.
+_AS_THEY_ARE = frozenset(
+    {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "runai_streamer", "layered"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """Where an engine has weights from, in its words: a folder, or a model of a hub with its `revision`, which lies in
+    `cache`; in which form it loads them, and what it makes of their numbers while it does: "" for nothing.
+    """
+
+    path: str
+    revision: str | None = None
+    form: str = "auto"
+    cache: str | None = None
+    quantized: str = ""
+
+    def digest(self) -> str:
+        """Returns the digest of the weights. Raises UnknownWeights with the reason where nobody can tell."""
+        if self.form not in _AS_THEY_ARE:
+            raise UnknownWeights(f"{self.path} is loaded as {self.form}")
+        found = digest_of_checkpoint(_folder(self.path, self.revision, self.cache)).digest
+        return combined([found, f"quantized as {self.quantized}"]) if self.quantized else found
+
+
+def digest_of_sources(sources: Sequence[WeightSource]) -> str:
+    """Returns the digest of a model, and of its draft where there is one: `sources` in this order.
+
+    Raises UnknownWeights where one of them cannot be told from others.
+    """
+    return combined([source.digest() for source in sources])
+
+
+@dataclass(frozen=True, slots=True)
+class ServedWeights:
+    """`identity` is what is compared, in the card of every rank and in every namespace. `name`: for people.
+
+    `computed`: where the identity is the operator's word, what the files say, or why they say nothing.
+    """
+
+    name: str
+    identity: str
+    computed: str = field(default="", compare=False)
+
+    def told(self) -> str:
+        """Returns a line for the log."""
+        beside = f" by exchange.weights; computed: {self.computed}" if self.computed else ""
+        return f"the weights of {self.name} are {self.identity}{beside}"
+
+    def model(self, components: tuple[Component, ...]) -> Model:
+        """Returns what both sides of a transfer must hold alike."""
+        return Model(self.name, components, self.identity)
+
+    def namespace(self, page_tokens: int, tenant: str) -> Namespace:
+        """Returns what must be equal for two engines to share pages of so many tokens."""
+        return Namespace("", self.identity, page_tokens, tenant, hint=self.name)
+
+    def of_tenant(self, tenant: str) -> ServedWeights:
+        """Returns the same for peers that share with one tenant alone; "": with those that name none."""
+        return replace(self, identity=f"{self.identity} of {tenant}") if tenant else self
+
+    def updated(self, version: str) -> ServedWeights:
+        """Returns the weights that the engine serves once its caller has put others in their place, of a `version`.
+
+        >>> ServedWeights("llama", "ab").updated("7").identity
+        'ab, version 7'
+        """
+        return replace(self, identity=f"{self.identity}, version {version}")
+
+
+def identified(name: str, exchange: ExchangeSettings, compute: Callable[[], str]) -> ServedWeights:
+    """Returns the weights that an engine calls `name`. What the operator has configured goes before what is computed,
+    which is told beside it. Raises ConfigError where neither is known.
+    """
+    try:
+        computed, unknown = compute(), ""
+    except UnknownWeights as error:
+        computed, unknown = "", str(error)
+    if exchange.weights is not None:
+        return ServedWeights(name, exchange.weights, computed or unknown)
+    if unknown:
+        raise ConfigError(
+            f"the weights of {name} cannot be told from others: {unknown}. Name them, alike in all engines that serve"
+            " the same and in no others: the option weights, or exchange.weights (KVMOVER_EXCHANGE_WEIGHTS)"
+        )
+    return ServedWeights(name, computed)
+
+
+class RankGroup(Protocol):
+    """An engine's group of ranks, one of which has something for all."""
+
+    rank_in_group: int
+
+    def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
+        """Returns `obj` of rank `src`. All ranks of the group call it together."""
+        ...
+
+
+def computed_once(compute: Callable[[], str], groups: Sequence[RankGroup]) -> str:
+    """Returns what `compute` gives on one rank, on every rank: the first of all `groups` computes, and hands it on
+    within each in turn. All ranks call this together, and all of them raise UnknownWeights where it does.
+    """
+    told: tuple[str, str] | None = None
+    if all(group.rank_in_group == 0 for group in groups):
+        try:
+            told = compute(), ""
+        except UnknownWeights as error:
+            told = "", str(error)
+    for group in groups:
+        told = group.broadcast_object(told, 0)
+    assert told is not None, "the first rank of the last group has it from the group before"
+    digest, unknown = told
+    if unknown:
+        raise UnknownWeights(unknown)
+    return digest
+
+
+def _folder(path: str, revision: str | None, cache: str | None) -> Path:
+    """Where a model lies on this machine. The engine has loaded it, so nothing is fetched."""
+    here = Path(path).expanduser()
+    if here.is_dir():
+        return here
+    if here.exists() or "://" in path:
+        raise UnknownWeights(f"{path} is no folder of safetensors")
+    hub: Any = import_module("huggingface_hub")
+    try:
+        return Path(hub.snapshot_download(path, revision=revision, cache_dir=cache, local_files_only=True))
+    except (OSError, ValueError) as error:
+        raise UnknownWeights(f"{path} is in no folder that is known: {error}") from error

@@ -1,0 +1,54 @@
+"""Checkpoints made of others: a copy whose weights are other numbers of the same shape, and one in several files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+#: Bytes of the length before a header.
+_LENGTH = 8
+
+
+def other_weights(source: Path, folder: Path) -> Path:
+    """A copy of `source` in which values have the sign of their neighbour: tokens differ, and no shape. Returns it."""
+    _copy(source, folder)
+    for file in folder.glob("*.safetensors"):
+        raw = bytearray(file.read_bytes())
+        start = _LENGTH + int.from_bytes(raw[:_LENGTH], "little")
+        data = raw[start:]
+        # Of little-endian floats of 4 bytes the last has the sign.
+        signs = data[3::4]
+        data[3::4] = bytes(
+            (own & 0x7F) | (next_ & 0x80) for own, next_ in zip(signs, signs[1:] + signs[:1], strict=True)
+        )
+        file.write_bytes(bytes(raw[:start] + data))
+    return folder
+
+
+def in_files(source: Path, folder: Path, count: int) -> Path:
+    """A copy of `source` whose tensors are in `count` files, with an index. Returns it."""
+    _copy(source, folder)
+    (single,) = folder.glob("*.safetensors")
+    raw = single.read_bytes()
+    start = _LENGTH + int.from_bytes(raw[:_LENGTH], "little")
+    header = json.loads(raw[_LENGTH:start])
+    header.pop("__metadata__", None)
+    names, placed = sorted(header), dict[str, str]()
+    for number in range(count):
+        own, data = dict[str, object](), b""
+        for name in names[number::count]:
+            first, last = header[name]["data_offsets"]
+            own[name] = {**header[name], "data_offsets": [len(data), len(data) + last - first]}
+            data += raw[start + first : start + last]
+        text = json.dumps({"__metadata__": {"format": "pt"}, **own}).encode()
+        file = f"model-{number + 1:05}-of-{count:05}.safetensors"
+        (folder / file).write_bytes(len(text).to_bytes(_LENGTH, "little") + text + data)
+        placed |= dict.fromkeys(own, file)
+    single.unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    return folder
+
+
+def _copy(source: Path, folder: Path) -> None:
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns(".*"))
