@@ -48,6 +48,14 @@ def ask(
     return _answer(post(f"{server.url}/generate", _payload(prompt, tokens, room), timeout_s))
 
 
+def ask_for(server: Server, prompt: Sequence[int], answers: int, room: Room) -> Answer:
+    """The first of several answers to one prompt."""
+    asked = _payload(prompt, 16, room)
+    asked["sampling_params"]["n"] = answers
+    reply = post(f"{server.url}/generate", asked)
+    return _answer(replace(reply, body=reply.body[0]) if reply.status == 200 else reply)
+
+
 def halves(
     prefill: Server,
     decode: Server,

@@ -62,6 +62,9 @@ _PARTITION = "SGLANG_PP_LAYER_PARTITION"
 #: Requests that decode ranks asked for or gave up, and that no sender was made for: more, and the oldest are forgotten.
 _MOST_ROOMS = 1 << 16
 
+#: What the second request in a room is told.
+ROOM_TAKEN = "room {room} has another request in it; SGLang gives n answers to a prompt one room: ask n times"
+
 
 @dataclass(slots=True)
 class Outgoing:
@@ -220,7 +223,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
 
     def turn_away(self, number: int, room: int) -> Any:
         """Fail the request that was given `number` instead of its room; how it ends."""
-        self.record_failure(number, f"room {room} has another request in it")
+        self.record_failure(number, ROOM_TAKEN.format(room=room))
         self.update_status(number, FAILED)
         return FAILED
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import os
 import re
 import socket
@@ -20,6 +22,7 @@ import torch
 from bench import PAGE, Rank, Running, Shape, finish, pools, start
 
 from kvmover.engines.sglang import plugin
+from kvmover.engines.sglang.pd import ROOM_TAKEN
 from kvmover.transfer import Pace
 
 plugins: Any = import_module("sglang.srt.plugins.hook_registry")
@@ -33,6 +36,8 @@ senders: Any = import_module("sglang.srt.disaggregation.prefill")
 batches: Any = import_module("sglang.srt.managers.schedule_batch")
 params: Any = import_module("sglang.srt.sampling.sampling_params")
 states: Any = import_module("sglang.srt.configs.mamba_utils")
+requests: Any = import_module("sglang.srt.managers.io_struct")
+tokenizer: Any = import_module("sglang.srt.managers.tokenizer_manager")
 
 ROOM, PAGES, ROW = 4711, 9, 3
 #: What nobody may write over, and what nobody may send.
@@ -271,7 +276,7 @@ def prefill(rank: Rank, port: int, case: Case) -> str:
     if case.ending == "twice":
         again = sender_of(side, port, case.asked(side))
         assert polled(again.poll, KVPoll.Failed) == KVPoll.Failed
-        assert _failed(again) == f"room {ROOM} has another request in it"
+        assert _failed(again) == ROOM_TAKEN.format(room=ROOM)
     prefix = sender.pop_decode_prefix_len() // side.page
     todo = at["kv"].numpy().astype(np.int32)[prefix:]
     at = {**at, "dsa": at["dsa"][prefix:]}
@@ -350,7 +355,7 @@ def decode(rank: Rank, port: int, case: Case) -> str:
         again = side.classes["receiver"](side.manager, address, ROOM)
         again.init(0)
         assert polled(again.poll, KVPoll.Failed) == KVPoll.Failed
-        assert _failed(again) == f"room {ROOM} has another request in it"
+        assert _failed(again) == ROOM_TAKEN.format(room=ROOM)
     if case.ending in ("decode aborts", "decode leaves first"):
         receiver.abort()
     if case.ending == "another rank of decode fails":
@@ -541,6 +546,23 @@ def test_a_decode_that_leaves_before_the_prefill_has_the_request_tells_it(tmp_pa
 def test_a_second_request_in_a_room_is_turned_away_and_the_first_lands_as_if_it_were_not_there(tmp_path: Path) -> None:
     """Rooms are numbers that routers give. Of two requests with one number, both sides refuse the second."""
     assert pair(tmp_path, Shape(), Shape(), ending="twice") == ([""], [""])
+
+
+def test_answers_to_one_prompt_have_one_room_and_on_each_half_names_of_its_own() -> None:
+    """Why they are not paired. A change of SGLang's in this is news."""
+    halves = list[set[str]]()
+    for _ in range(2):
+        asked = requests.GenerateReqInput(
+            input_ids=[1, 2, 3], sampling_params={"n": 3}, bootstrap_room=ROOM, rid="same"
+        )
+        asked.normalize_batch_and_arguments()
+        children = [copy.copy(asked[0]) for _ in range(asked.parallel_sample_num)]  # as TokenizerManager makes them
+        assert [child.bootstrap_room for child in children] == [ROOM] * 3
+        halves.append({child.regenerate_rid() for child in children})
+    assert halves[0].isdisjoint(halves[1])
+    code = inspect.getsource(tokenizer.TokenizerManager._handle_batch_request)
+    assert code.count("copy.copy(objs[i])") == 2, "one prompt's warm-up and its answers are copies of one request"
+    assert code.count("regenerate_rid()") == 2
 
 
 def test_a_prefill_that_dies_fails_its_requests_on_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
