@@ -119,7 +119,7 @@ REACHED: dict[str, dict[str, int]] = {
     "staggered": {"landed at a second engine": 50},
     "replaced": {"replaced and heard of again": 90, "receive landed": 20},
     "frail": {
-        "landed behind its predecessor's clock": 3,
+        "landed behind its predecessor's clock": 2,
         "crashed and came back": 40,
         "crashed for ever": 9,
         "receive held and given back": 9,
