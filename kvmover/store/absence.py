@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,31 +69,26 @@ def read_head_anew(segment: Segment) -> WholeHead:
     return WholeHead(nbytes, end, living, damages, sealed)
 
 
-def sizes_in(folder: Path) -> dict[str, int]:
-    """Bytes of each file that a listing of `folder` has, by name. Raises OSError."""
-    sizes: dict[str, int] = {}
+def names_in(folder: Path) -> set[str]:
+    """Names of the files that a listing of `folder` has. Raises OSError."""
     with os.scandir(folder) as entries:
-        for entry in entries:
-            with suppress(FileNotFoundError):  # it goes meanwhile
-                sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
-    return sizes
+        return {entry.name for entry in entries}
 
 
 def why_empty(segment: Segment) -> TwoLooks | None:
     """Grounds to remove a finished segment: its head has no object that lives, and all of it was read. None where
     something lives, or the looks do not agree. Raises OSError.
     """
-    listed = sizes_in(segment.folder).get(segment.name + HEAD)
-    found = read_head_anew(segment)
-    if found.living or found.nbytes != listed or not (found.sealed or segment.is_ours):
+    named_bytes, found = os.lstat(segment.head).st_size, read_head_anew(segment)
+    if found.living or found.nbytes != named_bytes or not (found.sealed or segment.is_ours):
         return None
-    return TwoLooks(Look(Seen.LISTING, "whole"), Look(Seen.ANEW, EMPTY), DELETIONS if found.damages else 0)
+    return TwoLooks(Look(Seen.NAME, "whole"), Look(Seen.ANEW, EMPTY), DELETIONS if found.damages else 0)
 
 
 def is_data_missing(segment: Segment) -> bool:
     """Whether a listing has a segment's head and not its data, which could not be opened either. Raises OSError."""
-    sizes = sizes_in(segment.folder)
-    return segment.name + HEAD in sizes and segment.name + DATA not in sizes
+    names = names_in(segment.folder)
+    return segment.name + HEAD in names and segment.name + DATA not in names
 
 
 def why_orphan(folder: Path, name: str) -> TwoLooks | None:

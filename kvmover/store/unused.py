@@ -9,7 +9,7 @@ import uuid
 from pathlib import Path
 
 from kvmover.errors import StoreError
-from kvmover.store.absence import sizes_in
+from kvmover.store.absence import names_in
 from kvmover.store.bucket.namespaces import bucket_namespaces, empty_unused
 from kvmover.store.deletion import DeletionDoor, Look, Seen, TwoLooks
 from kvmover.store.files import close_quietly, is_absent, open_shared
@@ -76,7 +76,7 @@ def _last_use_s(folder: Path, names: set[str]) -> float:
     said of each: it may have been a moment ago.
     """
     paths = [folder / (name + HEAD) for name in names]
-    if MANIFEST in sizes_in(folder):
+    if MANIFEST in names_in(folder):
         paths.append(folder / MANIFEST)
     return max(path.stat().st_mtime for path in paths)
 
