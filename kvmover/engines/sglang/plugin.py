@@ -10,14 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from kvmover.config import load
+from kvmover.engines.common import UnknownWeights, digest_of_adapter
 from kvmover.engines.sglang import SGLANG
 
 NAME = "kvmover"
 
 _UTILS = "sglang.srt.disaggregation.utils"
+
+#: What SGLang calls an adapter that `--lora-paths` names.
+_ADAPTER_ID = "sglang.srt.lora.lora_registry.LoRARef.deterministic_id"
 
 #: What SGLang calls the parts of a backend, and what they are here, by module and name.
 _CLASSES = {
@@ -40,8 +45,18 @@ def register() -> None:
         f"{_UTILS}.TransferBackend", Enum("TransferBackend", members, module=__name__), hooks.HookType.REPLACE
     )
     hooks.HookRegistry.register(f"{_UTILS}.get_kv_class", class_of, hooks.HookType.AROUND)
+    hooks.HookRegistry.register(_ADAPTER_ID, adapter_id, hooks.HookType.AROUND)
     register_radix_cache()
     register_event_publisher()
+
+
+def adapter_id(known: Callable[[str, str], str], lora_name: str, lora_path: str) -> str:
+    """Returns an adapter's id, of its bytes too where they are here: KV in every cache and store goes by it, also after
+    a restart with other files at the same path. Of one that a hub has it is SGLang's own."""
+    try:
+        return known(lora_name, f"{lora_path}\0{digest_of_adapter(Path(lora_path))}")
+    except UnknownWeights:
+        return known(lora_name, lora_path)
 
 
 def register_radix_cache() -> None:

@@ -12,8 +12,10 @@ import pytest
 import torch
 from bench import context  # what SGLang imports is stood in for there
 
+from kvmover.cache.prefix import PrefixTree
 from kvmover.engines.common import content_of
 from kvmover.engines.sglang import engine_pd, plugin
+from kvmover.engines.sglang.radix_keys import RadixKeys
 from kvmover.engines.sglang.request_content import LoadedAdapters, RequestReader
 from kvmover.transfer import Content
 from tests.safetensors_files import tiny, write_file
@@ -22,6 +24,8 @@ batches: Any = import_module("sglang.srt.managers.schedule_batch")
 params: Any = import_module("sglang.srt.sampling.sampling_params")
 embeddings: Any = import_module("sglang.srt.managers.embed_types")
 loras: Any = import_module("sglang.srt.lora.lora_registry")
+
+seed_of: Any = import_module("sglang.srt.mem_cache.utils").storage_namespace_seed
 
 IDS = array("q", range(300))
 
@@ -167,6 +171,25 @@ def test_what_sglang_would_compute_again_without_its_adapter_is_another_prompt(t
     asked = retracted.build_rebootstrap_payload()
     again = req(array("q", asked["input_ids"]), extra_key=asked["extra_key"])
     assert content(retracted, adapters).digest != content(again, adapters).digest
+
+
+def test_kv_of_an_adapter_is_not_found_once_its_files_are_others(tmp_path: Path) -> None:
+    """In a tree or a store that outlives the server: they go by the extra key, in which SGLang has the adapter's id."""
+    own = loras.LoRARef.__dict__["deterministic_id"].__func__
+    own = getattr(own, "__wrapped__", own)
+    plugin.register()
+    engine_pd._hooks.HookRegistry.apply_hooks()
+    folder, ids = adapter(tmp_path / "one", 1), list[str]()
+    for seed in (1, 2, 1):
+        write_file(tmp_path / "one" / "adapter_model.safetensors", tiny(seed=seed))
+        ids.append(loras.LoRARef.deterministic_id("A", folder))
+    assert ids[0] == ids[2] != ids[1]
+    keys = RadixKeys(PrefixTree(16), {})
+    tree = [keys.of_request(req(lora_id=each), IDS).namespace for each in ids]
+    assert tree[0] == tree[2] != tree[1]
+    seeds = [seed_of(req(lora_id=each).extra_key, None) for each in ids]
+    assert seeds[0] == seeds[2] != seeds[1]
+    assert loras.LoRARef.deterministic_id("A", "someone/adapter") == own("A", "someone/adapter")
 
 
 def test_adapters_are_read_as_sglang_loads_them(tmp_path: Path) -> None:
