@@ -423,7 +423,7 @@ def test_kvmover_speaks_in_vllms_log_and_says_why_a_prefill_was_not_fetched(engi
         patch.setattr(logging.root, "handlers", [])  # pytest's own, which it takes back by itself
         (own,) = logging.getLogger("vllm").handlers
         patch.setattr(own, "stream", StringIO())
-        a = engines(options=(("deadline_s", 0.3),))
+        a = engines(options=(("deadline_s", 1.2),))
         a.ask("p-1", PROMPT, params={"do_remote_decode": True})
         a.finish("p-1")
         a.drain()
@@ -451,7 +451,7 @@ def test_a_failure_is_told_once_where_kvmovers_own_log_is_configured(
 ) -> None:
     monkeypatch.setenv("KVMOVER_LOGGING_LEVEL", "warning")
     monkeypatch.setenv("KVMOVER_LOGGING_FILE", str(tmp_path / "log"))
-    a = engines(options=(("deadline_s", 0.3),))
+    a = engines(options=(("deadline_s", 1.2),))
     a.ask("p-1", PROMPT, params={"do_remote_decode": True})
     a.finish("p-1")
     a.drain()
