@@ -13,6 +13,18 @@ MOST_FAMILIES = 1024
 
 _CHILD = re.compile(r"[0-9]+_(.+)", re.DOTALL)
 
+#: vLLM's name of a later prompt of a list: what is told of those nobody hears, since an answer has one word for all.
+_LATER = re.compile(r"(?:[0-9]+_)?cmpl-.*-[1-9][0-9]*-[0-9a-f]{8}", re.DOTALL)
+
+
+def is_told_of(request: str) -> bool:
+    """Whether a client hears under which name a request is offered.
+
+    >>> is_told_of("cmpl-7-0-0123abcd"), is_told_of("cmpl-7-1-0123abcd")
+    (True, False)
+    """
+    return _LATER.fullmatch(request) is None
+
 
 @dataclass(slots=True)
 class Family:

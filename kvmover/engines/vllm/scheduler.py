@@ -28,7 +28,7 @@ from kvmover.engines.vllm.connector_metadata import (
     SendSpec,
     Tables,
 )
-from kvmover.engines.vllm.families import Families, Family
+from kvmover.engines.vllm.families import Families, Family, is_told_of
 from kvmover.engines.vllm.handshake import (
     LastTurn,
     Remote,
@@ -343,10 +343,8 @@ class ConnectorScheduler:
         return LastTurn(remote, content) if content.digest else None
 
     def _answer(self, known: Live) -> dict[str, Any] | None:
-        if not isinstance(known.ask, Serve) or self.home is None:
+        if known.family is None or known.content is None or self.home is None:
             return None
-        assert known.content is not None
-        assert known.family is not None
         served = Remote(self.home.engine, known.family.transfer, self.home.host, self.home.port)
         return answer(served, known.content.whole, known.family.readers)
 
@@ -365,7 +363,7 @@ class ConnectorScheduler:
             if said.whole or known.movable:
                 known.content = RequestContent(request)
             known.fetch = self._fetch(known, said)
-            if isinstance(said.whole, Serve) and known.content:
+            if isinstance(said.whole, Serve) and known.content and (said.whole.transfer != name or is_told_of(name)):
                 known.family = self.families.of(name, said.whole.transfer, known.content.whole)
         return self.live[name]
 

@@ -434,6 +434,7 @@ def test_kvmover_speaks_in_vllms_log_and_says_why_a_prefill_was_not_fetched(engi
     for line, (level, file, said) in zip(
         lines,
         [
+            ("INFO", "cards.py", "requests may have cards fetched from any host, since exchange.allow is empty"),
             ("INFO", "connector.py", "the weights of "),
             ("INFO", "connector.py", "serves 40 blocks of full_attention"),
             ("WARNING", "worker.py", "p-1 was not sent: deadline passed before every destination asked"),

@@ -127,6 +127,23 @@ def test_requests_whose_names_look_alike_and_whose_prompts_do_not_are_offered_ea
     assert [send.transfer for send in metadata.sends] == ["0_cmpl", "1_cmpl", "2_cmpl"]
 
 
+def test_later_prompts_of_a_list_are_offered_to_nobody_unless_their_client_names_them() -> None:
+    """The answer to a list tells of its first prompt alone: blocks of the others would wait for their deadline."""
+    for params, offered in (({}, ["cmpl-7-0-0123abcd"]), ({"transfer_id": "t"}, ["t", "t"])):
+        scheduler = ConnectorScheduler(TOKENS, home=HOME)
+        requests = [
+            Request(f"cmpl-7-{n}-0123abcd", 90 + n, kv_transfer_params={"do_remote_decode": True, **params})
+            for n in range(2)
+        ]
+        for request in requests:
+            scheduler.new(request)
+        metadata = step(scheduler, *[(request, request.num_prompt_tokens) for request in requests])
+        assert [send.transfer for send in metadata.sends] == offered
+        kept = [scheduler.finished(request, tables(), RequestOutcome.DELIVERED) for request in requests]
+        assert [keeps for keeps, _ in kept] == [True, bool(params)]
+        assert [bool(told) for _, told in kept] == [True, bool(params)]
+
+
 def test_of_several_answers_one_fetches_and_the_others_wait_and_find_its_blocks() -> None:
     scheduler = decode()
     first, second, third = (asks(scheduler, f"{n}_d", content(), 3) for n in range(3))
