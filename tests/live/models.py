@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -103,6 +105,21 @@ def make(name: str, folder: Path) -> None:
     model.save_pretrained(folder, safe_serialization=True)
 
 
+def make_adapter(name: str, folder: Path) -> None:
+    """Write a LoRA adapter of "qwen3", as strong as the model's own weights. `name` ends with the seed of its own."""
+    rank, generator = 8, torch.Generator().manual_seed(int(name.rpartition("-")[2]))
+    weights = dict[str, torch.Tensor]()
+    for layer in range(4):
+        for module, columns, rows in (("q_proj", 256, 256), ("k_proj", 256, 128), ("v_proj", 256, 128)):
+            at = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            weights[f"{at}.lora_A.weight"] = torch.randn(rank, columns, generator=generator) * 0.1
+            weights[f"{at}.lora_B.weight"] = torch.randn(rows, rank, generator=generator) * 0.1
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "adapter_model.safetensors")
+    said = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": ["q_proj", "k_proj", "v_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps({**said, "base_model_name_or_path": "qwen3"}))
+
+
 def _model(name: str) -> Any:
     family, own, dtype = MODELS[name]
     config = AutoConfig.for_model(family, **{**_ALL, **own, "dtype": dtype})
@@ -143,4 +160,4 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 if __name__ == "__main__":
-    make(sys.argv[1], Path(sys.argv[2]))
+    (make_adapter if sys.argv[1].startswith("adapter-") else make)(sys.argv[1], Path(sys.argv[2]))
