@@ -260,7 +260,8 @@ def test_sharers_of_a_mover_see_who_is_there_and_what_ends():
         await mover.watch(heard.append)
         assert await mover.ranks("decode") == {0}
         assert [process.rank for process in await mover.processes("decode")] == [0]
-        assert [(place.engine, wanted) for place, wanted in await mover.waiting("request")] == [("decode", range(8))]
+        (waits,) = await mover.waiting("request")
+        assert (waits[0].engine, *waits[1:]) == ("decode", range(8), None)
         assert list(await mover.calibrations()) == []
         mover.poll()
 
