@@ -175,13 +175,15 @@ def prepare(
     if len(devices) > 1:
         raise RegionError(f"regions on {' and '.join(sorted(map(str, devices)))} cannot share a move")
     if sms is not None and sms < 1:
-        raise ValueError(f"a budget of {sms} SMs")
+        raise RegionError(f"a budget of {sms} SMs; it must be at least 1")
     work = [region for region in regions if region.nbytes]
-    device = devices.pop() if work else torch.device("cpu")
+    if not work:
+        return PreparedBulk(torch.device("cpu"), ())
+    device = devices.pop()
+    check_engine(engine, device, work)
     if device.type == "cpu":
         return PreparedBulk(device, (partial(cpu.move, work),))
     check_apart(work)
-    check_engine(engine, device, work)
     capability = torch.cuda.get_device_capability(device)
     parts: dict[CopyEngine, list[Region]] = {}
     for region in work:
@@ -207,9 +209,9 @@ def _checked(region: Region) -> torch.device:
         region.check()
         return devices.pop()
     # Region.check wants both ends on one device.
-    shape = region.planes, region.units, region.heads, region.tokens, region.row_bytes
-    if shape[:2] != (len(region.dst.planes), len(region.dst.units)) or min(shape[2:]) < 1:
-        raise RegionError(f"no region of planes, units, heads, tokens and bytes {shape}, or not at both ends")
+    shape = region.planes, region.units
+    if shape != (len(region.dst.planes), len(region.dst.units)):
+        raise RegionError(f"no region of {shape[0]} planes and {shape[1]} units at both ends")
     for name, side in sides.items():
         side.check(name, region.reach(side))
         if side.memory[0].device.type == "cpu" and not all(tensor.is_pinned() for tensor in side.memory):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -144,3 +146,21 @@ def test_a_page_that_fails_leaves_its_place_as_it_was(store: PageStore) -> None:
     assert [result.outcome for result in results] == [Got.READ, Got.ABSENT, Got.READ]
     before[:, :, [3, 5]] = before[:, :, [0, 2]]
     assert torch.equal(planes(pool), before)
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason"),
+    [
+        ([2, 1, 2], "two pages would go into page 2 of attention"),
+        (np.array([3, 3, 3]), "two pages would go into page 3 of attention"),
+        ([0.0, 1.0, 2.7], r"page ids are whole numbers, got \[0.0, 1.0, 2.7\]"),
+    ],
+)
+def test_pages_that_would_go_into_one_and_ids_that_are_fractions_are_refused(ids: Any, reason: str):
+    component = Component.attention(2, 2, 8, "bfloat16")
+    spec = PoolSpec.dense(component, Fleet().shard(component, 0, 1), 4, 4, "NHD")
+    src, dst = Pool.zeros(spec), Pool.zeros(spec)
+    with pytest.raises(PlanError, match=reason):
+        page_region(src, [0, 1, 2], dst, ids)
+    if "whole" not in reason:
+        page_region(src, ids, dst, [0, 1, 2])  # one page may go to several

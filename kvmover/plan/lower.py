@@ -225,7 +225,8 @@ def page_box(src: PoolSpec, src_ids: Ids, dst: PoolSpec, dst_ids: Ids, layers: S
     """Whole pages from pool to pool, both of the same layers, heads and tokens a page, their axes in any two orders.
 
     `src_ids`, `dst_ids` [page]: page i of the one goes to page i of the other. `layers`: those to copy, of the pools'
-    own numbers; None: all. Raises PlanError for pools that differ, unequal counts, and ids that a pool does not have.
+    own numbers; None: all. Raises PlanError for pools that differ, unequal counts, ids that a pool does not have, and
+    two pages that would go into one.
     """
     held, due = (tuple(spec.layout.extent_of(axis) for axis in ("layer", "head", "token")) for spec in (src, dst))
     if held != due or src.component != dst.component:
@@ -236,16 +237,28 @@ def page_box(src: PoolSpec, src_ids: Ids, dst: PoolSpec, dst_ids: Ids, layers: S
     if len(src_ids) != len(dst_ids):
         raise PlanError(f"{len(src_ids)} pages of a pool do not pair with {len(dst_ids)} of another")
     chosen = layers if layers is not None else Span(0, held[0])
-    sides = (_pages_place(src, src_ids, chosen), _pages_place(dst, dst_ids, chosen))
+    into = _whole_ids(dst_ids)
+    ordered = np.sort(into)
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if twice.size:
+        raise PlanError(f"two pages would go into page {int(twice[0])} of {dst.component.name}")
+    sides = (_pages_place(src, _whole_ids(src_ids), chosen), _pages_place(dst, into, chosen))
     return _joined(*sides, held[1], held[2], src.component.row_bytes)
 
 
-def _pages_place(spec: PoolSpec, ids: Ids, layers: Span) -> BoxSide:
+def _whole_ids(given: Ids) -> npt.NDArray[np.int64]:
+    ids = np.asarray(given)
+    if ids.size and ids.dtype.kind not in "iu":
+        raise PlanError(f"page ids are whole numbers, got {given!r:.80}")
+    return ids.astype(np.int64)
+
+
+def _pages_place(spec: PoolSpec, ids: npt.NDArray[np.int64], layers: Span) -> BoxSide:
     chosen = _plane_table(spec)[layers.start : layers.stop].reshape(-1, 2)
     return BoxSide(
         np.ascontiguousarray(chosen[:, 0]),
         np.ascontiguousarray(chosen[:, 1]),
-        _inside(spec, np.asarray(ids, np.int64)) * spec.stride_bytes("page"),
+        _inside(spec, ids) * spec.stride_bytes("page"),
         spec.stride_bytes("head"),
         spec.stride_bytes("token"),
     )

@@ -133,6 +133,20 @@ def test_missing_engines_have_a_reason_and_a_replacement(monkeypatch: pytest.Mon
     }
 
 
+@pytest.mark.parametrize("engine", [each for each in CopyEngine if each is not CopyEngine.AUTO])
+def test_no_engine_of_a_gpu_is_taken_for_memory_of_the_host_which_stays_as_it_is(engine: CopyEngine) -> None:
+    zero = np.zeros(1, np.int64)
+    sides = (Side.of((torch.full((64,), fill, dtype=torch.uint8),), zero, zero, zero, 16, 16) for fill in (7, 9))
+    region = Region(*sides, 1, 1, 64)
+    before = region.dst.memory[0].clone()
+    with pytest.raises(bulk.EngineUnavailable, match=f"{engine.value}: what lies on the CPU is copied by the host"):
+        bulk.move([region], engine=engine)
+    assert torch.equal(region.dst.memory[0], before)
+    bulk.move([], engine=engine)
+    bulk.move([region])
+    assert not torch.equal(region.dst.memory[0], before)
+
+
 def test_an_engine_that_was_named_and_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     device, rows_of_24 = torch.device("cuda", 0), between("meta", "meta", 24)
     monkeypatch.setattr(bulk, "unavailable", lambda engine, device: None)

@@ -43,11 +43,41 @@ def region(src: Side | None = None, dst: Side | None = None, **changes: int) -> 
     return replace(Region(src or side(), dst or side(), 2, 2, 16), **changes)
 
 
-BAD = {
+#: What cannot be made at all.
+NONE: dict[str, tuple[Callable[[], object], str]] = {
     "no-heads": (lambda: region(heads=0), "0 heads x 2 tokens x 16 bytes"),
+    "negative-heads": (lambda: region(heads=-1), "-1 heads x 2 tokens x 16 bytes"),
     "no-tokens": (lambda: region(tokens=0), "2 heads x 0 tokens x 16 bytes"),
     "no-bytes": (lambda: region(row_bytes=0), "2 heads x 2 tokens x 0 bytes"),
     "negative-tokens": (lambda: region(tokens=-1), "2 heads x -1 tokens x 16 bytes"),
+    "listed-units": (lambda: side(units=[0, 64]), r"units = \[0, 64\]; they are int64 on the host, one a unit"),
+    "fractions": (lambda: side(units=np.array([0.0, 64.7])), r"units = array\(\[ 0. , 64.7\]\); they are int64"),
+    "short-units": (lambda: side(units=np.array([0], np.int32)), "they are int64"),
+    "two-axes": (lambda: side(units=ints(0, 64)[None]), "they are int64 on the host, one a unit"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), NONE.values(), ids=NONE.keys())
+def test_a_region_of_nothing_and_a_side_without_a_table_are_refused_where_they_are_made(
+    make: Callable[[], object], message: str
+) -> None:
+    with pytest.raises(RegionError, match=message):
+        make()
+
+
+BAD = {
+    "unit-twice": (lambda: region(dst=side(units=ints(64, 128, 64))), "two units of a destination begin 64 bytes into"),
+    "units-all-one": (lambda: region(dst=side(units=ints(0, 0, 0))), "two units of a destination begin 0 bytes into"),
+    "plane-twice": (
+        lambda: region(dst=side(allocation=ints(1, 1), offset=ints(0, 0))),
+        "two planes of a destination begin at address",
+    ),
+    "tokens-in-one-another": (lambda: region(dst=side(token_bytes=8)), "destination tokens of 16 bytes are 8 bytes ap"),
+    "heads-in-one": (lambda: region(dst=side(head_bytes=0)), "destination heads of 16 bytes are 0 bytes apart"),
+    "fractions-of-planes": (
+        lambda: region(src=side(offset=np.array([0.0, 0.5]))),
+        r"source has offsets array\(\[0. , 0.5\]\); they are int64 on the host, one a plane",
+    ),
     "other-planes": (
         lambda: region(dst=side(allocation=ints(0), offset=ints(0))),
         "source has 2 planes x 3 units, destination 1 x 3",
@@ -88,6 +118,25 @@ def test_a_bad_region_is_refused_before_any_other_is_moved(
     with pytest.raises(RegionError, match=message):
         move([good, bad])
     assert not any(memory.any() for memory in good.dst.memory)
+
+
+@pytest.mark.parametrize("move", MOVERS, ids=MOVER_IDS)
+def test_two_regions_with_one_destination_are_refused_before_either_is_moved(move: Mover) -> None:
+    memory, lot = (flat(512), flat(512)), np.random.default_rng(0).permutation(200) * 64
+    into = side(memory=memory)
+    with pytest.raises(RegionError, match="two regions are written to 128 bytes into planes that begin at one address"):
+        move([region(dst=replace(into, units=ints(0, 64, 128))), region(dst=replace(into, units=ints(128, 192, 256)))])
+    with pytest.raises(RegionError, match="two regions are written to 0 bytes"):  # of some planes, made anew
+        move(
+            [region(dst=into), region(*[side(memory=m, allocation=ints(0), offset=ints(0)) for m in (memory, memory)])]
+        )
+    large, source = (flat(200 * 64),), flat(200 * 64) + 1
+    wide = [Side.of(each, ints(0), ints(0), lot, 32, 16) for each in ((source,), large)]
+    with pytest.raises(RegionError, match=f"two units of a destination begin {lot[7]} bytes into"):
+        move([region(wide[0], replace(wide[1], units=np.append(lot[:-1], lot[7])))])
+    assert not any(each.any() for each in (*memory, *large))
+    reference.move([region(*wide)])
+    assert large[0].all()
 
 
 def test_a_region_that_fills_its_memory_to_the_last_byte_is_good() -> None:
