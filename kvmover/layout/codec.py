@@ -121,6 +121,12 @@ class Codec:
                 if size > 1 and at % size:
                     raise LayoutError(f"{part.text()} at byte {at} of a row: {form} lies at multiples of {size}")
 
+    @property
+    def width_bytes(self) -> int:
+        """Bytes of its widest element or scale, at multiples of which rows lie: 4 for scales in float32."""
+        forms = (form for part in self.parts for form in (part.element, part.scale) if form)
+        return max(1, *(ELEMENTS[form][0] // 8 for form in forms))
+
     @classmethod
     def plain(cls, values: str, dim: int) -> Codec:
         """As the numbers are meant to be: nothing is converted, and nothing lost."""

@@ -50,7 +50,7 @@ class PoolSpec:
     """The serialisable half of a pool: strides of the six axes as the rank holds them, in elements.
 
     `separate` names the axes with one allocation an index; their stride is 0. Local extents: the layers and heads of
-    the rank's Shard, all pages of the pool.
+    the rank's Shard, all pages of the pool. Raises LayoutError for rows off the width of their codec's widest element.
 
     `scales`: of planes, layer by layer and K before V, one for each part of a row that its codec `is_scaled`: what the
     engine multiplies an element by. Empty: 1 for all. They are taken as float32.
@@ -83,6 +83,13 @@ class PoolSpec:
             raise LayoutError(
                 f"pool of {self.component.name} has page_tokens = {self.page_tokens}; a page of states has 1"
             )
+        width = 1 if self.component.codec is None else self.component.codec.width_bytes
+        for axis in ("layer", "kv", "page", "token", "head"):
+            if self.layout.extent_of(axis) > 1 and self.stride_bytes(axis) % width:
+                raise LayoutError(
+                    f"pool of {self.component.name} has {axis} stride {self.stride_bytes(axis)} bytes; rows of"
+                    f" {self.component.codec and self.component.codec.text()} lie at multiples of {width}"
+                )
         for axis in self.separate:
             if axis not in TABLE_AXES or self.separate.count(axis) > 1:
                 raise LayoutError(f"pool has separate = {self.separate}; only {TABLE_AXES} may stand there, each once")
@@ -199,6 +206,12 @@ class Pool:
             if tensor.numel() < self.spec.allocation_bytes:
                 raise LayoutError(
                     f"pool tensor has {tensor.numel()} bytes; its spec needs {self.spec.allocation_bytes}"
+                )
+            width = 1 if self.spec.component.codec is None else self.spec.component.codec.width_bytes
+            if tensor.data_ptr() % width:
+                raise LayoutError(
+                    f"pool tensor of {self.spec.component.name} begins at address {tensor.data_ptr()}; its rows lie at"
+                    f" multiples of {width} bytes"
                 )
             if tensor.device != self.tensors[0].device:
                 raise LayoutError(

@@ -16,6 +16,8 @@ from kvmover.layout import (
     AXES,
     PACKED_AXES,
     PACKED_ORDER,
+    Codec,
+    CodecPart,
     Component,
     Coordinate,
     CpOrder,
@@ -288,3 +290,29 @@ def test_a_plane_that_a_pool_does_not_have_is_refused(layer: int, kv: int, reaso
     with pytest.raises(LayoutError) as refused:
         pool.plane(layer, kv)
     assert reason in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("codec", "axis", "stride", "width"),
+    [
+        (Codec.fp8_ds_mla(), "token", 657, 4),
+        (Codec.fp8_ds_mla(), "page", 4 * 656 + 2, 4),
+        (Codec.fp8_ds_mla(), "layer", 7 * 4 * 656 + 1, 4),
+        (Codec("bfloat16", (CodecPart(512, "float8_e4m3fn"), CodecPart(64, "bfloat16"))), "token", 641, 2),
+    ],
+)
+def test_rows_off_the_width_of_their_widest_element_are_refused_where_their_pool_is_described(
+    codec: Codec, axis: str, stride: int, width: int
+):
+    """No transfer that converts them could read them; whole bytes may lie anywhere, and so may what is of one index."""
+    component = Component.mla(3, 576, "bfloat16").kept_as(codec)
+    dense = PoolSpec.dense(component, Fleet(page_tokens=4).shard(component, 0, 1), 7, 4, "NHD").layout
+    strides = tuple(stride if each == axis else at for each, at in zip(dense.axes, dense.stride, strict=True))
+    odd = Layout(dense.axes, dense.shape, strides)
+    with pytest.raises(LayoutError, match=f"pool of mla has {axis} stride {stride} bytes; .* at multiples of {width}"):
+        PoolSpec(component, odd)
+    PoolSpec(Component.mla(3, component.dim, "uint8"), odd)
+    spec = PoolSpec(component, dense)
+    memory = torch.zeros(spec.allocation_bytes + 1, dtype=torch.uint8)
+    with pytest.raises(LayoutError, match=f"pool tensor of mla begins at address .* at multiples of {width} bytes"):
+        Pool(spec, (memory[1:],))
