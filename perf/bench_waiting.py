@@ -23,6 +23,8 @@ HERE = Path(__file__).parent.parent
 #: Polls of a second of waiting, and for how many seconds each case waits.
 POLLS_PER_S, SECONDS = 100, 5
 TOKENS = 2048
+#: Pages of a request, and of the decode rank's pool: those of as many requests as it waits for at once.
+PAGES, MOST_PAGES = TOKENS // 16, 4096 * TOKENS // 16
 
 
 class Clock:
@@ -65,7 +67,8 @@ class Fleets:
         self.movers: list[Any] = []
         for engine, fleet in (("decode", target), ("prefill", source)):
             for rank in range(fleet.size):
-                pool = Pool.zeros(PoolSpec.dense(kv, fleet.shard(kv, rank, 1), 256, 16, "NHD"))
+                pages = MOST_PAGES if engine == "decode" else 256
+                pool = Pool.zeros(PoolSpec.dense(kv, fleet.shard(kv, rank, 1), pages, 16, "NHD"))
                 self.wires.append(Counted(network, f"{engine}{rank}", self.clock))
                 model, place = Model("toy", (kv,)), Place(engine, fleet, rank)
                 self.movers.append(Mover(self.wires[-1], model, place, [pool], config, self.clock))
@@ -81,7 +84,8 @@ class Fleets:
 
     def receive(self, requests: int) -> None:
         for number in range(requests):
-            self.decode.receive(f"r{number}", "prefill", range(TOKENS), [list(range(TOKENS // 16))])
+            pages = list(range(number * PAGES, (number + 1) * PAGES))
+            self.decode.receive(f"r{number}", "prefill", range(TOKENS), [pages])
 
     def idle_us(self, mover: Any) -> float:
         """CPU of one poll in which nothing happens and nothing falls due."""

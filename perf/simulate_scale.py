@@ -39,7 +39,7 @@ from perf.record import write
 
 COMPONENT = Component.attention(2, 4, 8, "bfloat16")
 PREFILL, DECODE = Fleet(tp=4, page_tokens=4), Fleet(tp=2, cp=2, page_tokens=4)
-TOKENS, PAGES = 16, 64
+TOKENS, PAGES = 16, 1024
 CONFIG = MoverConfig(
     arena_bytes=16 << 10, route=Route.PACKED, costs=replace(RDMA, chunk_bytes=256), sandbox_bytes=0, ping_s=0.5
 )
@@ -72,7 +72,7 @@ class Wire(LoopbackNetwork):
 
 @dataclass(slots=True)
 class World:
-    """Engines of four movers, a clock, and what is to be done when."""
+    """Engines of four movers, a clock, and what is to be done when. `asked` [engine]: pages that it received into."""
 
     now: float = 0.0
     wire: Wire = field(default_factory=Wire)
@@ -80,6 +80,7 @@ class World:
     engines: dict[str, list[Mover]] = field(default_factory=dict[str, list[Mover]])
     met: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
     busy: Counter[Mover] = field(default_factory=Counter[Mover])
+    asked: Counter[str] = field(default_factory=Counter[str])
     _due: list[tuple[float, int, Callable[[], None]]] = field(
         default_factory=list["tuple[float, int, Callable[[], None]]"]
     )
@@ -132,13 +133,15 @@ class World:
     def ask(self, request: str, source: str, target: str) -> list[Transfer]:
         """Decode asks; prefill has the request half a second later."""
         self.meet(source, target)
-        pages = [np.arange(-(-TOKENS // 4 // 2))], [np.arange(TOKENS // 4)]
-        begun = [mover.receive(request, source, range(TOKENS), pages[0]) for mover in self.engines[target]]
+        due = -(-TOKENS // 4 // 2)
+        self.asked[target] += due
+        into, held = [(self.asked[target] + np.arange(due)) % PAGES], [np.arange(TOKENS // 4)]
+        begun = [mover.receive(request, source, range(TOKENS), into) for mover in self.engines[target]]
         self.busy.update([*self.engines[target], *self.engines[source]])
 
         def send() -> None:
             self._deliver()
-            begun.extend(mover.send(request, pages[1]) for mover in self.engines[source])
+            begun.extend(mover.send(request, held) for mover in self.engines[source])
             self.at(self.now + TICK_S, done)
 
         def done() -> None:
@@ -209,7 +212,7 @@ def memory() -> dict[str, object]:
     world._deliver()
     before = traced()
     for number in range(200):
-        target.receive(f"r{number}", "p0", range(TOKENS), [np.arange(2)])
+        target.receive(f"r{number}", "p0", range(TOKENS), [2 * number + np.arange(2)])
     request_bytes = (traced() - before) / 200
     tracemalloc.stop()
     return {"what": "memory", "bytes_a_peer": round(peer_bytes), "bytes_an_open_request": round(request_bytes)}

@@ -110,6 +110,24 @@ def check_named(tables: Sequence[npt.NDArray[np.int64]], pools: Sequence[Pool]) 
             _check_once(held, pool)
 
 
+def check_fits(positions: range, pools: Sequence[Pool], fleet: Fleet) -> None:
+    """Raise PlanError for more positions than all pages of a pool hold, before anything is worked out of them.
+
+    Of what context parallelism divides, and of windows, whose last page may be their first, a page more a part may be
+    touched.
+    """
+    for pool in pools:
+        component = pool.spec.component
+        parts, of_page, wanted = component.cp_parts(fleet.cp), fleet.page_rows(component), component.wanted(positions)
+        needed = -(-wanted.stop // of_page) - wanted.start // of_page if wanted else 0
+        spare = parts if parts > 1 or component.window is not None else 0
+        if needed > pool.spec.pages * parts + spare:
+            raise PlanError(
+                f"positions {positions.start} to {positions.stop} take {needed} pages of {component.name}, of which"
+                f" there are {pool.spec.pages * parts}"
+            )
+
+
 def check_wanted(tables: PageTables, pools: Sequence[Pool], positions: range, fleet: Fleet) -> None:
     """Raise PlanError where two parts of a request would land in one page. Which pages are due, the plan checks.
 
@@ -170,12 +188,14 @@ def token_range(positions: object) -> range:
         raise LayoutError(f"positions = {positions!r}; give a range of tokens, as range(0, 4096)")
     if positions.step != 1 or positions.start < 0:
         raise LayoutError(f"positions {positions} are not a range of tokens")
+    if positions.stop > _MOST:
+        raise LayoutError(f"positions {positions} do not fit 63 bits")
     return positions
 
 
 def request_name(given: object) -> str:
-    """Raises PlanError for what is no text, and for more of it than a message may name."""
-    if not isinstance(given, str):
+    """Raises PlanError for what is no text, for none, and for more of it than a message may name."""
+    if not isinstance(given, str) or not given:
         raise PlanError(f"a request is named by text, got {given!r}")
     if len(given) > MAX_REQUEST_CHARACTERS:
         most = MAX_REQUEST_CHARACTERS

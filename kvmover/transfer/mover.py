@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy.typing as npt
 
-from kvmover.errors import KvmoverError, LayoutError, ProtocolError
+from kvmover.errors import KvmoverError, LayoutError, ProtocolError, TransportError
 from kvmover.layout.pool import Pool
 from kvmover.plan.calibration import Calibration
 from kvmover.transfer import nvtx_ranges as ranges
@@ -22,6 +22,7 @@ from kvmover.transfer.arguments import (
     ReceiveArguments,
     SendArguments,
     card_of,
+    check_fits,
     check_sent,
     check_wanted,
     checked_pools,
@@ -119,6 +120,7 @@ class Mover:
         self._forget_the_past(None)
         self._thread: threading.Thread | None = None
         self._moved_s = 0.0
+        self._closed: str | None = None
 
     def _calls_when_due(self) -> dict[TimerKind, Callable[[Any], None]]:
         return {
@@ -160,6 +162,11 @@ class Mover:
         owner = self._thread
         if owner is not None and owner is not threading.current_thread() and owner.is_alive():
             raise KvmoverError(f"{owner.name} is driven by a thread of its own: call the Progress or SharedMover")
+
+    def _check_open(self) -> None:
+        self._check_thread()
+        if self._closed is not None:
+            raise TransportError(f"the mover of {self._core.card.place.text()} is closed: {self._closed}")
 
     def watch(self, call: Callable[[Ending], None]) -> None:
         """Have `call` told of each transfer that ends from now on, in the thread that polls, between two steps."""
@@ -258,7 +265,7 @@ class Mover:
         will come, and none of them before the offer, send it REPEATED. `content`: the prompt that the KV is of; who
         asks for another one is refused before a byte moves, and the request goes on.
         """
-        self._check_thread()
+        self._check_open()
         given = SendArguments.of(request, pages, gates, aux, deadline_s, service, content)
         check_sent(given, self._core.pools, self._core.end.fleet)
         transfer = Transfer(given.request, self._core.clock(), given.content)
@@ -279,8 +286,9 @@ class Mover:
         empty. A prefill in chunks names the pages of each as it computes it: those of 512 tokens by
         `produced(transfer, Gate(event, tokens=512), [[4, 9]])`, and so on. What a passed gate covers moves as soon as
         its pages are named. The time that the transfer may take begins anew. Raises PlanError, and adds nothing, as
-        `send`, and for a request that was sent without gates. Of a transfer that has ended nothing is kept. `contents`:
-        of a request that decodes, what longer beginnings of it are of, one each.
+        `send`, for a request that was sent without gates, and for a gate of fewer tokens than one before. Of a transfer
+        that has ended nothing is kept. `contents`: of a request that decodes, what longer beginnings of it are of, one
+        each.
         """
         tables = None if pages is None else page_tables(pages)
         self._source.produced(transfer_of(transfer), gate_of(gate), tables, contents_of(contents))
@@ -318,10 +326,12 @@ class Mover:
         `allocated`. `aux_from`: ranks of `engine` whose payload the transfer waits for, the same on every rank of this
         fleet. `deadline_s`: seconds from now at which it fails; None: as configured. `content`: the prompt that is
         meant, as a whole; a source whose request is of another one ends the transfer. Raises PlanError, LayoutError or
-        PeerUnknown before asking anything: for page ids as `send`, and for a page that two parts would land in.
+        PeerUnknown before asking anything: for page ids as `send`, for a page that two parts would land in, or that
+        another receive may still write, and for more positions than the pools have pages.
         """
-        self._check_thread()
+        self._check_open()
         given = ReceiveArguments.of(request, engine, positions, pages, aux_from, deadline_s, content)
+        check_fits(positions, self._core.pools, self._core.end.fleet)
         if given.pages is not None:
             check_wanted(given.pages, self._core.pools, positions, self._core.end.fleet)
         transfer = Transfer(given.request, self._core.clock(), given.content)
@@ -412,7 +422,11 @@ class Mover:
                     time.sleep(WAITING.nap_s(self._core.clock() - since, len(transfers)))
 
     def close(self, reason: str = "this side closed") -> None:
-        """Fail what is open with `reason`, and close the transport: registrations, peers and handles."""
+        """Fail what is open with `reason`, and close the transport: registrations, peers and handles.
+
+        From then on `send` and `receive` raise TransportError.
+        """
+        self._closed = self._closed or reason
         self._destination.close(reason)
         self._source.close(reason)
         self.asks.close()

@@ -252,12 +252,13 @@ class Pair:
         config: MoverConfig = CONFIG,
         clock: Callable[[], float] = time.monotonic,
         network: LoopbackNetwork | None = None,
+        pages: int = 64,
     ) -> Pair:
         """128 bytes a head and token, two heads, two layers, K and V: 1 KiB a token, so 4 tokens a chunk."""
         attention = Component("attention", 2, 2, 2, 64, "bfloat16")
         bench = Bench((attention,), config, clock, network or LoopbackNetwork())
-        source = bench.engine("prefill", src or Fleet(page_tokens=4))
-        target = bench.engine("decode", dst or Fleet(page_tokens=4), "HND")
+        source = bench.engine("prefill", src or Fleet(page_tokens=4), pages=pages)
+        target = bench.engine("decode", dst or Fleet(page_tokens=4), "HND", pages=pages)
         target.connect(source)
         bench.turn()
         return cls.request(bench, source, target, tokens)

@@ -92,3 +92,12 @@ FLEETS = (
     Fleet(pp=2, page_tokens=2),
     Fleet(cp=2, page_tokens=4, cp_order=CpOrder.PAGE),
 )
+
+
+def kept(corners: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Without those of fewer tokens than one before of as many layers: nothing that was promised is taken back."""
+    found = list[tuple[int, int]]()
+    for layers, tokens in corners:
+        if not (layers and tokens and any(t > tokens and n >= layers for n, t in found)):
+            found.append((layers, tokens))
+    return found

@@ -10,7 +10,7 @@ import torch
 from mover_fleets import CONFIG, Bench, Pair
 from progress_cases import Threads
 
-from kvmover.errors import KvmoverError, LayoutError, PeerRefused, PlanError
+from kvmover.errors import KvmoverError, LayoutError, PeerRefused, PlanError, TransportError
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.transfer import AsyncMover, Gate, Model, Mover, MoverConfig, Place, Progress, SharedMover
 from kvmover.transport import LoopbackNetwork, LoopbackTransport
@@ -188,7 +188,7 @@ def test_positions_are_a_range(positions: Any):
     assert f"positions = {positions!r}; give a range of tokens" in str(refused.value)
 
 
-@pytest.mark.parametrize("name", [7, None, b"request"])
+@pytest.mark.parametrize("name", [7, None, b"request", ""])
 def test_a_request_is_named_by_text(name: Any):
     pair = Pair.of()
     with pytest.raises(PlanError, match="a request is named by text"):
@@ -208,6 +208,13 @@ def test_a_request_is_named_by_text(name: Any):
         (lambda: Place("decode", Fleet(), cast(Any, 0.0)), "decode has rank = 0.0; it must be a whole number"),
         (lambda: Place("decode", cast(Any, 2), 0), "decode has fleet = 2, which is no Fleet"),
         (lambda: Place(cast(Any, None), Fleet(), 0), "an engine is named by text, got None"),
+        (lambda: Place("", Fleet(), 0), "an engine is named by text, got ''"),
+        (lambda: Model("", (ATTENTION,)), "a model is named by text, got ''"),
+        (lambda: Model("toy", ()), "model toy has no components; a cache has one at least"),
+        (
+            lambda: Model("toy", (ATTENTION, Component.mla(1, 8, "uint8"), ATTENTION)),
+            "model toy has 2 components of the name attention",
+        ),
     ],
 )
 def test_a_model_and_a_place_are_checked_when_they_are_made(make: Any, reason: str):
@@ -222,6 +229,45 @@ def test_components_may_come_in_a_list_and_a_rank_as_any_integer():
     assert model.digest() == Model("toy", (ATTENTION,)).digest()
     place = Place("decode", Fleet(tp=2), cast(Any, np.int64(1)))
     assert type(place.rank) is int
+
+
+@pytest.mark.parametrize(
+    ("positions", "reason"),
+    [
+        (range(257), "positions 0 to 257 take 65 pages of attention, of which there are 64"),
+        (range(10**15), "positions 0 to 1000000000000000 take 250000000000000 pages of attention, of which"),
+        (range(10**30, 10**30 + 4), "do not fit 63 bits"),
+    ],
+)
+@pytest.mark.parametrize("tables", [None, [[3]]], ids=["named later", "named"])
+def test_more_positions_than_a_pool_has_are_refused_before_anything_is_worked_out_of_them(
+    positions: range, reason: str, tables: Any
+):
+    pair = Pair.of()
+    with pytest.raises((PlanError, LayoutError)) as refused:
+        pair.dst.movers[0].receive("request", "prefill", positions, tables)
+    assert reason in str(refused.value)
+    pair.bench.assert_nothing_is_left()
+
+
+def test_what_lies_far_into_a_request_is_no_more_to_work_out():
+    """A page that begins 10**15 tokens into a request: its table will be longer than any message, and is not sent."""
+    pair = Pair.of()
+    asked = pair.dst.movers[0].receive("request", "prefill", range(10**15, 10**15 + 4), None)
+    assert not asked.ended
+    with pytest.raises(PlanError, match="page table of 1 pages is too short"):
+        pair.dst.movers[0].receive("other", "prefill", range(10**15, 10**15 + 4), [[3]])
+
+
+def test_all_pages_of_a_pool_may_be_asked_for_and_of_parts_and_windows_one_more_may_be_touched():
+    bench = Bench((ATTENTION, Component.sliding(2, 2, 8, 8, "float32")))
+    for cp, tokens in ((1, 16), (2, 32), (3, 48)):
+        source = bench.engine(f"prefill{cp}", Fleet(page_tokens=4))
+        (mover, *_) = (target := bench.engine(f"decode{cp}", Fleet(cp=cp, page_tokens=4), pages=4)).movers
+        target.connect(source)
+        assert not mover.receive("request", source.name, range(tokens), None).ended
+        with pytest.raises(PlanError, match=f"of attention, of which there are {4 * cp}"):
+            mover.receive("larger", source.name, range(tokens + 4 * cp + 4), None)
 
 
 POOL = Pool.zeros(PoolSpec.dense(ATTENTION, Fleet().shard(ATTENTION, 0, 1), 8, 64, "NHD"))
@@ -378,3 +424,41 @@ def test_an_async_mover_has_what_a_collector_reads():
         mover = AsyncMover(Progress(threads.pair.bench.movers[0]))
         assert (mover.snapshot().engine, mover.snapshot().rank) == ("prefill", 0)
         vars(mover)["_progress"].close()
+
+
+@pytest.mark.parametrize("kind", [Mover, SharedMover, AsyncMover])
+def test_a_mover_that_is_closed_begins_nothing(kind: Any):
+    with Threads.of() as threads:
+        pair = threads.pair
+        mover: Any = pair.bench.movers[0]
+        if kind is Mover:
+            mover.close("it is taken out of service")
+        else:
+            progress = Progress(mover)
+            mover = kind(progress)
+            progress.close()
+        for call in (
+            lambda: mover.send("request", pair.src_tables[0]),
+            lambda: mover.receive("request", "decode", range(8), pair.src_tables[0]),
+        ):
+            with pytest.raises(
+                TransportError, match="the mover of prefill rank 0 is closed|the mover of rank 0 of pref"
+            ):
+                call()
+
+
+def test_a_gate_of_fewer_tokens_than_one_before_is_refused_and_adds_nothing():
+    pair = Pair.of()
+    source, table = pair.src.movers[0], pair.src_tables[0][0]
+    sent = source.send("request", [table[:5]], gates=[Gate(None, tokens=8)])
+    source.produced(sent, Gate(None, layers=1, tokens=20))
+    source.produced(sent, Gate(None, tokens=12))  # more of all layers, less of the first
+    with pytest.raises(PlanError, match="a gate of 8 tokens of request request after one of 12 tokens: what was"):
+        source.produced(sent, Gate(None, tokens=8), [table[5:]])
+    with pytest.raises(PlanError, match="a gate of 16 tokens of 1 layers of request request after one of 20 tokens"):
+        source.produced(sent, Gate(None, layers=1, tokens=16))
+    source.produced(sent, Gate(None, tokens=12), [table[5:6]])  # the same again, with pages
+    source.produced(sent, Gate(None, 0, 0), [table[6:7]])
+    source.produced(sent, Gate(None), [table[7:]])
+    pair.bench.ended([sent, *pair.receive()])
+    pair.assert_landed()

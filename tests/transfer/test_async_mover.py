@@ -7,6 +7,7 @@ import threading
 from collections.abc import Coroutine
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from mover_fleets import CONFIG
 from progress_cases import Threads
@@ -229,12 +230,13 @@ def test_one_mover_serves_several_loops():
     async def main(source: AsyncMover, target: AsyncMover, name: str) -> None:
         for turn in range(5):
             request = f"{name}.{turn}"
-            asked = target.receive(request, "prefill", range(100), threads.pair.dst_tables[0])
+            asked = target.receive(request, "prefill", range(100), [tables[name]])
             sent, landed = await asyncio.gather(source.send(request, threads.pair.src_tables[0]), asked)
             reasons.extend([sent.reason, landed.reason])
 
     reasons: list[str | None] = []
-    with Threads.of() as threads:
+    tables = dict(zip("abc", np.split(np.arange(1, 150, 2), 3), strict=True))
+    with Threads.of(pages=256) as threads:
         source, target = movers(threads)
         loops = [threading.Thread(target=run, args=(main(source, target, name),)) for name in "abc"]
         for loop in loops:
@@ -242,7 +244,10 @@ def test_one_mover_serves_several_loops():
         for loop in loops:
             loop.join(WITHIN_S)
         assert reasons == [None] * 30
-        threads.pair.assert_landed()
+        pair, wanted = threads.pair, threads.pair.before
+        for table in tables.values():
+            wanted = pair.dst.landed(wanted, [[table]], pair.truth)
+        pair.dst.assert_holds(wanted)
         threads.close()
         threads.pair.bench.assert_nothing_is_left()
 

@@ -127,9 +127,11 @@ def test_another_shape_of_the_same_model_is_welcome(fleet: Fleet, order: str):
 
 @given(st.binary(max_size=100))
 def test_the_body_of_a_stranger_is_not_read(body: bytes):
-    stranger = Model("stranger", ())
+    stranger = Model("stranger", (Component.mla(1, 8, "uint8"),))
     card = msgspec.msgpack.encode(Card(stranger.digest(), stranger.text(), body))
-    with pytest.raises(PeerRefused, match=r"peer holds stranger \(\), protocol 5; this side holds toy"):
+    with pytest.raises(
+        PeerRefused, match=r"peer holds stranger \(mla 1x1x1x8 uint8\), protocol 5; this side holds toy"
+    ):
         read_card(MODEL, card)
 
 

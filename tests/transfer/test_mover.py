@@ -538,7 +538,7 @@ def test_closing_ends_what_is_open_as_failed():
     pair.bench.network.hold()
     pair.bench.turn()
     unasked = pair.src.movers[0].send("unasked", pair.src_tables[0])
-    unoffered = pair.dst.movers[0].receive("unoffered", "prefill", range(100), pair.dst_tables[0])
+    unoffered = pair.dst.movers[0].receive("unoffered", "prefill", range(100), None)
     for mover in pair.bench.movers:
         mover.close()
     assert reasons([*served, unasked, unoffered]) == ["this side closed"] * 4
@@ -849,7 +849,8 @@ def test_a_mover_behaves_by_a_new_configuration_from_the_next_request_on():
 def test_a_request_that_waits_for_its_prefill_holds_no_region():
     """An arena of one chunk, and a request nobody offers before one that is: the second lands."""
     pair = Pair.of(config=replace(CONFIG, arena_bytes=4096))
-    (waiting,) = pair.receive("waits for its prefill")
+    others = [np.arange(0, 50, 2)]
+    waiting = pair.dst.movers[0].receive("waits for its prefill", "prefill", range(pair.tokens), others)
     pair.bench.turn()
     assert pair.dst.movers[0]._core.incoming.arena.leased_bytes == 0
     pair.bench.ended([*pair.send("ready"), *pair.receive("ready")])

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mover_fleets import CONFIG, SMALL_CHUNKS, HandClock, Pair, Tables
+from mover_fleets import CONFIG, SMALL_CHUNKS, Bench, HandClock, Pair, Tables
 from mover_growing import FLEETS, LAYERS, MODEL, TOKENS, before, compute, growing, landed_rows, part
 
 from kvmover.errors import PlanError
-from kvmover.layout import Fleet
+from kvmover.layout import Component, Fleet
 from kvmover.plan.cost import Route
 from kvmover.transfer.config import Integrity
 from kvmover.transfer.protocol import wire
@@ -68,9 +68,9 @@ def test_however_both_sides_name_their_pages_the_bytes_are_those_of_the_whole(da
     asked = asked or receive(pair)
     ends = [(pair.src, sent, pair.src_tables), (pair.dst, asked, pair.dst_tables)]
     named = [[[0] * len(MODEL) for _ in tables] for _, _, tables in ends]
-    steps, done = data.draw(st.integers(0, 3)), set[tuple[int, int]]()
+    steps, done, tokens = data.draw(st.integers(0, 3)), set[tuple[int, int]](), 0
     for step in range(steps + 1):
-        tokens = TOKENS if step == steps else data.draw(st.integers(0, TOKENS))
+        tokens = TOKENS if step == steps else data.draw(st.integers(tokens, TOKENS))
         done |= before(LAYERS, tokens)
         compute(pair, done)
         for side in data.draw(st.permutations([0, 1])):
@@ -299,7 +299,9 @@ def test_a_want_that_is_noted_early_grows_while_nobody_has_sent_the_request():
 def test_tables_that_no_message_will_hold_are_refused_before_anything_is_asked():
     """300,000 pages of one token take 1.2 MB; the packed route sends none."""
     tokens, fleet = 300_000, Fleet(page_tokens=1)
-    costs = replace(SMALL_CHUNKS, chunk_bytes=1 << 20)
-    pair = Pair.of(fleet, fleet, 1, replace(CONFIG, route=Route.DIRECT, costs=costs))
-    with pytest.raises(PlanError, match="the packed route sends no page tables"):
-        pair.dst.movers[0].receive("r", "prefill", range(tokens), None)
+    config = replace(CONFIG, route=Route.DIRECT, costs=replace(SMALL_CHUNKS, chunk_bytes=1 << 20))
+    bench = Bench((Component("bytes", 1, 1, 1, 1, "uint8"),), config)
+    source, target = bench.engine("prefill", fleet), bench.engine("decode", fleet, pages=tokens)
+    target.connect(source)
+    with pytest.raises(PlanError, match="1200000 bytes are over the limit .*; the packed route sends no page tables"):
+        target.movers[0].receive("r", "prefill", range(tokens), None)

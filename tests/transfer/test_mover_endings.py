@@ -198,16 +198,17 @@ def test_a_name_that_may_come_again_is_waited_for_once_it_is_opened():
 def test_how_requests_ended_is_forgotten_after_an_hour():
     clock = HandClock()
     pair = Pair.of(clock=clock)
+    others = [[np.arange(0, 50, 2)]]
     served(pair)
     pair.src.movers[0].refuse("other", "not now")
     clock.now += MEMORY_S - 1
     pair.bench.turn()
-    late = [*pair.receive(), *pair.receive("other")]
+    late = [*pair.receive(), *pair.dst.receive("other", "prefill", range(100), others)]
     pair.bench.turn(12)
     assert [ended(transfer).reason for transfer in late] == ["it was served already", "not now"]
     clock.now += 1
     pair.bench.turn()
-    late = [*pair.receive(), *pair.receive("other")]
+    late = [*pair.receive(), *pair.dst.receive("other", "prefill", range(100), others)]
     pair.bench.turn(12)
     assert not any(transfer.ended for transfer in late)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mover_fleets import CONFIG, POISON, SMALL_CHUNKS, Bench, HandClock, Pair
+from mover_growing import kept
 
 from kvmover.errors import PlanError
 from kvmover.layout import Component, Fleet
@@ -124,7 +126,7 @@ def test_gates_pass_in_any_order_and_nothing_is_read_before_it_is_there(
 ):
     """Some gates are known when the request is sent, others are produced later; the last one is for everything."""
     pair = layered(route, verb, tp, chunk_layers)
-    corners = [*corners, (LAYERS, TOKENS)]
+    corners = kept([*corners, (LAYERS, TOKENS)])
     events = [Event() for _ in corners]
     gates = [Gate(event, *corner) for event, corner in zip(events, corners, strict=True)]
     sent, asked = pair.src.send("request", pair.src_tables, gates[:promised]), pair.receive()
@@ -186,14 +188,15 @@ def test_a_cold_request_holds_no_region_on_either_side(verb: Verb):
     dst.connect(src)
     bench.turn()
     cold, warm = Pair.request(bench, src, dst, TOKENS), Pair.request(bench, src, dst, TOKENS)
-    event = Event(passed=True)
+    event, (held,) = Event(passed=True), cold.dst_tables
+    others = [[np.setdiff1d(np.arange(64), table)[: len(table)] for table in held]]
     sent = src.send("cold", cold.src_tables, [Gate(event, 2, TOKENS)])
     asked = cold.receive("cold")
     bench.settle(lambda: landed(cold) == before(2, TOKENS))
     bench.turn()
     for mover in (*src.movers, *dst.movers):
         assert (mover._core.incoming.arena.leased_bytes, mover._core.outgoing.arena.leased_bytes) == (0, 0)
-    bench.ended([*warm.send("warm"), *warm.receive("warm")])
+    bench.ended([*warm.send("warm"), *dst.receive("warm", src.name, range(TOKENS), others)])
     assert not asked[0].ended
     src.movers[0].produced(sent[0], Gate(event))
     bench.ended([*sent, *asked])

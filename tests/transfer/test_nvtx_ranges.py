@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvmover.plan.cost import Route
@@ -77,10 +78,12 @@ def test_a_direct_write_waits_for_the_pages_to_be_produced_and_holds_up_nobody()
     (mover,) = pair.src.movers
     late = mover.send("late", pair.src_tables[0], gates=[Gate(event)])
     asked = pair.receive("late")
-    pair.bench.ended([*pair.send("other"), *pair.receive("other")])
+    others = [[np.setdiff1d(np.arange(64), table)[:2] for table in tables] for tables in pair.dst_tables]
+    pair.bench.ended([*pair.send("other"), *pair.dst.receive("other", "prefill", range(8), others)])
     pair.bench.turn()
     assert not late.ended
     assert not asked[0].ended
     event.passed = True
     pair.bench.ended([late, *asked])
-    pair.assert_landed()
+    before = pair.dst.landed(pair.before, others, pair.truth)
+    pair.dst.assert_holds(pair.dst.landed(before, pair.dst_tables, pair.truth))

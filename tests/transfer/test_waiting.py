@@ -55,9 +55,11 @@ class Heard(FaultyNetwork):
 
 def waiting(tp: int = 1, requests: int = OPEN) -> Pair:
     config = replace(CONFIG, deadline_s=300.0, silence_s=100.0, ping_s=0.5, resend_s=1.0)
-    pair = Pair.of(Fleet(tp=tp, page_tokens=4), config=config, network=Heard(), clock=HandClock())
+    pair = Pair.of(
+        Fleet(tp=tp, page_tokens=4), config=config, network=Heard(), clock=HandClock(), pages=2 * wire.MAX_BATCH
+    )
     for number in range(requests):
-        pair.dst.movers[0].receive(f"r{number}", "prefill", range(8), [[0, 1]])
+        pair.dst.movers[0].receive(f"r{number}", "prefill", range(8), [[2 * number, 2 * number + 1]])
     pair.bench.turn()
     return pair
 
@@ -113,7 +115,7 @@ def test_what_is_said_to_a_peer_in_one_poll_is_one_note():
     target.poll()
     network.notes = 0
     for number in range(wire.MAX_BATCH):
-        target.receive(f"many{number}", "prefill", range(8), [[0, 1]])
+        target.receive(f"many{number}", "prefill", range(8), [[2 * number, 2 * number + 1]])
     assert network.notes == 0
     target.poll()
     assert network.notes == 2  # a ping is one more than one note holds
@@ -188,7 +190,7 @@ def test_what_is_said_at_once_is_heard_over_several_polls(monkeypatch: pytest.Mo
         Mover, "_answer", lambda mover, *said: (heard.update([mover._core.card.place.engine]), answer(mover, *said))
     )
     for number in range(3):
-        target.receive(f"r{number}", "prefill", range(8), [[0, 1]])
+        target.receive(f"r{number}", "prefill", range(8), [[2 * number, 2 * number + 1]])
     target.poll()
     for mover in pair.src.movers:  # a note of up to three Noted from each of 8 ranks
         mover.poll()

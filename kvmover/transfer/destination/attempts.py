@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from msgspec.structs import replace
 
-from kvmover.errors import PlanError, ProtocolError
+from kvmover.errors import PlanError
 from kvmover.plan.cost import BY_HOST, BY_WIRE, Route
 from kvmover.shared_memory import Maker
 from kvmover.transfer import nvtx_ranges as ranges
 from kvmover.transfer.arguments import check_allocated, check_wanted, table_lengths
 from kvmover.transfer.config import Integrity
 from kvmover.transfer.core import Core
+from kvmover.transfer.destination.claims import PageClaims, written
 from kvmover.transfer.destination.quarantine import WriteLeases
 from kvmover.transfer.destination.state import (
     Event,
@@ -66,10 +67,11 @@ log = logging.getLogger(__name__)
 class ReceiveAttempt:
     """A request that this rank wants: its state, its page tables, and the lane from each source.
 
-    `positions` of the request are wanted. `most`: how many pages of each table come to be named; None where all were
-    with the request. `routes`: by which each source is to send. `wants`: what it was asked, encoded. `writers`: the
-    processes of sources that copy into our pages by themselves. `theirs`: page tables of sources that are read from
-    pages to pages. `copying`: chunks that a copy was begun of and has not ended. `faults`: exceptions on this side.
+    `positions` of the request are wanted; of each page table the entries `spans` are written. `most`: how many pages of
+    each come to be named; None where all were with the request. `routes`: by which each source is to send. `wants`:
+    what it was asked, encoded. `writers`: the processes of sources that copy into our pages by themselves. `theirs`:
+    page tables of sources that are read from pages to pages. `copying`: chunks that a copy was begun of and has not
+    ended. `faults`: exceptions on this side.
     """
 
     state: Receiving
@@ -81,6 +83,7 @@ class ReceiveAttempt:
     seats: dict[str, tuple[str, int]]
     runs: int
     routes: dict[str, Route]
+    spans: tuple[range, ...]
     writers: dict[str, Maker] = field(default_factory=dict[str, Maker])
     wants: dict[str, bytes] = field(default_factory=dict[str, bytes])
     theirs: dict[str, Pages] = field(default_factory=dict[str, Pages])
@@ -102,7 +105,7 @@ class ReceiveAttempt:
         """The request by name, and the number of this try at it."""
         return self.state.request, self.state.generation
 
-    def name(self, core: Core, pages: Pages) -> frozenset[WriterChunk]:
+    def name(self, core: Core, pages: Pages, claims: PageClaims) -> frozenset[WriterChunk]:
         """Add to the end of the page tables. Which chunks have all their pages with that.
 
         Raises PlanError, and adds nothing.
@@ -116,6 +119,7 @@ class ReceiveAttempt:
         check_wanted(longer, core.pools, self.positions, core.end.fleet)
         for lane in self.lanes.values():
             lane.check_named(lane.dst, longer)
+        claims.take(self.transfer, written(self.spans, longer, tuple(map(len, self.pages))))
         self.pages = longer
         named = tuple(map(len, longer))
         return frozenset(
@@ -218,9 +222,15 @@ class ReceiveRequest:
 
 
 def attempt_of(
-    core: Core, wanted: ReceiveRequest, generation: int, leases: WriteLeases, eager: Callable[[str, int], int | None]
+    core: Core,
+    wanted: ReceiveRequest,
+    generation: int,
+    leases: WriteLeases,
+    claims: PageClaims,
+    eager: Callable[[str, int], int | None],
 ) -> ReceiveAttempt:
-    """The attempt, with a Want for each source rank encoded. Raises PlanError, PeerUnknown or LayoutError.
+    """The attempt, with a Want for each source rank encoded and its pages claimed. Raises PlanError, PeerUnknown or
+    LayoutError, and has claimed none.
 
     `eager`: leases a region of so many bytes for a source that is to write one packed chunk, or does not.
     """
@@ -235,14 +245,14 @@ def attempt_of(
         else:
             for lane in lanes.values():
                 lane.check_pages(lane.dst, pages)
-    largest = tuple(bytes(wire.PAGE_ID_BYTES * count) for count in most or map(len, pages))
+    table_bytes = wire.PAGE_ID_BYTES * sum(most or map(len, pages))
     sources: dict[str, Source] = {}
     routes: dict[str, Route] = {}
     cuts: dict[str, Cut] = {}
     writers: dict[str, Maker] = {}
     for peer in peers:
         name, aux = peer.name, peer.card.place.rank in wanted.aux_from
-        route = routes[name] = _route(core, peer, lanes[name], runs[name], sum(map(len, largest)))
+        route = routes[name] = _route(core, peer, lanes[name], runs[name], table_bytes)
         cut = cuts[name] = Cut(config.costs.cut_bytes(route), config.chunk_layers)
         if cut.nbytes != config.costs.chunk_bytes:
             lanes[name] = lanes[name].recut(cut)
@@ -256,12 +266,14 @@ def attempt_of(
     if most is not None:
         state = replace(state, unnamed=_chunks_of(sources))
     seats = {peer.name: peer.card.place.seat for peer in peers}
+    every, spans = sum(runs.values()), _spans(lanes.values(), len(pages))
     attempt = ReceiveAttempt(
-        state, wanted.transfer, wanted.positions, pages, most, lanes, seats, sum(runs.values()), routes, writers
+        state, wanted.transfer, wanted.positions, pages, most, lanes, seats, every, routes, spans, writers
     )
     wants = {name: _want(core, attempt, name, cuts[name], wanted, leases) for name in lanes}
     for name, want in wants.items():
-        attempt.wants[name] = _encoded(want, None if most is None else largest)
+        attempt.wants[name] = _encoded(want, table_bytes)
+    claims.take(attempt.transfer, written(spans, pages, [0] * len(pages)))
     if most is None:
         _lease_eagerly(attempt, wants, eager)
     return attempt
@@ -284,15 +296,22 @@ def _chunks_of(sources: Mapping[str, Source]) -> frozenset[tuple[str, int]]:
     return frozenset((name, chunk) for name, source in sources.items() for chunk in range(source.chunks))
 
 
-def _encoded(want: wire.Want, largest: tuple[bytes, ...] | None) -> bytes:
-    """A table that no message holds is refused before anything is asked, also `largest`, which may come later."""
-    try:
-        encoded = wire.encode(want)
-        if want.pages and largest is not None:
-            wire.encode(replace(want, pages=largest))
-        return encoded
-    except ProtocolError as error:
-        raise PlanError(f"{error}; the packed route sends no page tables") from error
+def _spans(lanes: Iterable[Lane], components: int) -> tuple[range, ...]:
+    """Which entries of each page table all lanes write: a rank's part of a request is one run of them."""
+    spans = [range(0)] * components
+    for found in {lane.target_spans for lane in lanes}:
+        for number, (one, other) in enumerate(zip(spans, found, strict=True)):
+            both = [span for span in (one, other) if span]
+            spans[number] = range(min(s.start for s in both), max(s.stop for s in both)) if both else one
+    return tuple(spans)
+
+
+def _encoded(want: wire.Want, table_bytes: int) -> bytes:
+    """Tables that no message holds are refused before anything is asked, also those that come later."""
+    if want.pages and table_bytes > wire.MAX_TABLE_BYTES:
+        held = f"page tables of {table_bytes} bytes are over the limit of {wire.MAX_TABLE_BYTES}"
+        raise PlanError(f"{held}; the packed route sends no page tables")
+    return wire.encode(want)
 
 
 def _lanes(core: Core, wanted: ReceiveRequest) -> tuple[list[Peer], dict[str, Lane]]:

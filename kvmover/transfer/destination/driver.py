@@ -22,6 +22,7 @@ from kvmover.transfer.destination.attempts import (
     close,
     spliced,
 )
+from kvmover.transfer.destination.claims import PageClaims
 from kvmover.transfer.destination.credits import Credits, EagerGrants
 from kvmover.transfer.destination.quarantine import Isolated, Key, Quarantine, Retransmissions, WriteLeases
 from kvmover.transfer.destination.reads import Reading, Reads
@@ -78,6 +79,7 @@ class DestinationDriver:
     leases: WriteLeases
     renewals: Renewals
     generation: int
+    claims: PageClaims = field(init=False)
     _attempts: dict[Id, ReceiveAttempt] = field(default_factory=dict[Id, ReceiveAttempt])
     _ended: TtlMap[Id, str | None] = field(default_factory=lambda: TtlMap["Id", "str | None"](MAX_ENDED))
     _credits: Credits[Id, WriterChunk] = field(default_factory=Credits[Id, WriterChunk])
@@ -86,12 +88,15 @@ class DestinationDriver:
     _unasked: set[tuple[Id, str]] = field(default_factory=set["tuple[Id, str]"])
     _room: bool = False
 
+    def __post_init__(self) -> None:
+        self.claims = PageClaims(self.core.end.pools)
+
     def receive(self, wanted: ReceiveRequest) -> None:
         """Ask every source rank of an engine for its part. Raises before anything is asked."""
         request = wanted.transfer.request
         if any(open_request == request for open_request, _ in self._attempts):
             raise PlanError(f"request {request} is already being received")
-        attempt = attempt_of(self.core, wanted, self.generation + 1, self.leases, self._eagerly)
+        attempt = attempt_of(self.core, wanted, self.generation + 1, self.leases, self.claims, self._eagerly)
         self.generation += 1
         self._attempts[attempt.id] = attempt
         for name in attempt.wants:
@@ -104,7 +109,7 @@ class DestinationDriver:
         attempt = next((each for each in self._attempts.values() if each.transfer is transfer), None)
         if attempt is None or attempt.state.reason is not None:
             return
-        chunks = attempt.name(self.core, pages)
+        chunks = attempt.name(self.core, pages, self.claims)
         for peer in attempt.ask_anew(self.leases):
             self._ask(attempt, peer)
         self._step(attempt, Allocated(chunks))
@@ -275,6 +280,7 @@ class DestinationDriver:
         """Forget what is remembered long enough."""
         self._ended.expire(now)
         self.leases.expire(now)
+        self.claims.sweep()
 
     def gauges(self) -> dict[Gauge, int]:
         """What is under way at this moment, for exporters."""
@@ -465,3 +471,4 @@ class DestinationDriver:
                 self._retransmissions.said(key, attempt.wants[peer], now + config.resend_s, until)
                 self.core.timers.set((TimerKind.FAREWELL, key), self._retransmissions.due(key))
         close(attempt, self.core, held)
+        self.claims.give(attempt.transfer)

@@ -222,6 +222,16 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
         last = [max((int(self._at(units, held).max()) for units in groups), default=-1) for groups in self.units]
         return tuple(at // own.spec.page_tokens + 1 for at, own in zip(last, held, strict=True))
 
+    @cached_property
+    def target_spans(self) -> tuple[range, ...]:
+        """Which entries of each of the destination's tables the lane writes: those between are some other lane's."""
+        spans = list[range]()
+        for groups, own in zip(self.units, self.dst, strict=True):
+            ends = [end for units in groups if len(units) for end in (int(units.dst.min()), int(units.dst.max()))]
+            page = own.spec.page_tokens
+            spans.append(range(min(ends) // page, max(ends) // page + 1) if ends else range(0))
+        return tuple(spans)
+
     def source_tokens(self, component: int, first_page: int) -> range:
         """From the first to the last token of the lane whose row lies in the source's pages from `first_page` on."""
         ends = [end for units in self.units[component] for end in (units.src, units.src + units.tokens - 1)]

@@ -68,12 +68,14 @@ class Model(msgspec.Struct, frozen=True):
     weights: str = ""
 
     def __post_init__(self) -> None:
-        """Raises LayoutError for a name or weights that are no text, weights that are too long, and components that are
-        none; a list of them is taken.
+        """Raises LayoutError for a name or weights that are no text, neither of the two, weights that are too long, no
+        components, what is no Component, and two of one name; a list of them is taken.
         """
         for said in (self.name, self.weights):
             if not isinstance(said, str):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise LayoutError(f"a model is named by text, got {said!r}")
+        if not self.name and not self.weights:
+            raise LayoutError(f"a model is named by text, got {self.name!r}")
         if len(self.weights) > MAX_WEIGHTS_CHARACTERS:
             said = f"weights of {len(self.weights)} characters; at most {MAX_WEIGHTS_CHARACTERS}"
             raise LayoutError(f"model {self.name} has {said}")
@@ -83,6 +85,12 @@ class Model(msgspec.Struct, frozen=True):
         for each in self.components:
             if not isinstance(each, Component):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise LayoutError(f"model {self.name} has a component {each!r}, which is no Component")
+        names = [each.name for each in self.components]
+        if not names:
+            raise LayoutError(f"model {self.name} has no components; a cache has one at least")
+        if len({*names}) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise LayoutError(f"model {self.name} has {names.count(twice)} components of the name {twice}")
         msgspec.structs.force_setattr(self, "components", tuple(self.components))
 
     def digest(self) -> bytes:
@@ -139,10 +147,10 @@ class Place(msgspec.Struct, frozen=True):
     generation: int = 0
 
     def __post_init__(self) -> None:
-        """Raises LayoutError for a name that is no text or too long, what is no Fleet or too large a one, a rank that
-        the fleet does not have, and a generation of more than 63 bits.
+        """Raises LayoutError for a name that is no text, none, or too long, what is no Fleet or too large a one, a rank
+        that the fleet does not have, and a generation of more than 63 bits.
         """
-        if not isinstance(self.engine, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(self.engine, str) or not self.engine:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise LayoutError(f"an engine is named by text, got {self.engine!r}")
         if len(self.engine) > MAX_NAME_CHARACTERS:
             raise LayoutError(f"an engine's name of {len(self.engine)} characters; at most {MAX_NAME_CHARACTERS}")

@@ -22,7 +22,7 @@ from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.chunks import Cut, Lane, plans_between, related
 from kvmover.transfer.protocol.content import Content, IdentityCheck, disagreement
 from kvmover.transfer.protocol.wire import PAGE_ID_BYTES, Verb, decoded, encoded
-from kvmover.transfer.result import Cause, Gate, Result, Service, Transfer
+from kvmover.transfer.result import ALL, Cause, Gate, Result, Service, Transfer
 from kvmover.transfer.source.state import Event, Faulted, Sending, WriteFailed
 from kvmover.transfer.source.writes import Job, Pages
 from kvmover.transfer.tombstones import SERVED
@@ -123,12 +123,12 @@ class Request:
     """A request that this rank offers. `expected` [engine]: ranks that will ask, known from the first that does.
 
     `pages`: its tables so far, the very list that its jobs read. `gates`: what has to pass before more is in the pages;
-    None where everything is. `passed`: gates that have, less those that a later one covers. `failed` [engine]: why it
-    is not served any more, and by which cause; what fails one engine fails no other. `reason`: why the request is
-    failing for all; its transfer ends when no destination is being served any more. `deadline_s`: how long it has from
-    when it was sent, or more of it was produced. `given_bytes`, `released`: of one that is given repeatedly, what
-    engines have had that may ask again, and whether one wants no more. `contents`: what its beginnings are of, by their
-    length in tokens: of a request that was sent whole its prompt's alone.
+    None where everything is. `passed`: gates that have, and `promised`: all, less those that a later one covers.
+    `failed` [engine]: why it is not served any more, and by which cause; what fails one engine fails no other.
+    `reason`: why the request is failing for all; its transfer ends when no destination is being served any more.
+    `deadline_s`: how long it has from when it was sent, or more of it was produced. `given_bytes`, `released`: of one
+    that is given repeatedly, what engines have had that may ask again, and whether one wants no more. `contents`: what
+    its beginnings are of, by their length in tokens: of a request that was sent whole its prompt's alone.
     """
 
     transfer: Transfer
@@ -142,6 +142,7 @@ class Request:
     released: bool = False
     contents: dict[int, Content] = field(default_factory=dict[int, Content])
     passed: list[Gate] = field(default_factory=list[Gate])
+    promised: list[Gate] = field(default_factory=list[Gate])
     expected: dict[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
     failed: dict[str, tuple[str, Cause]] = field(default_factory=dict[str, "tuple[str, Cause]"])
     attempts: dict[str, SendAttempt] = field(default_factory=dict[str, SendAttempt])
@@ -169,6 +170,7 @@ class Request:
         deadline = transfer.started + deadline_s
         left = deadline - core.clock()
         request = cls(transfer, list(pages), None if gates is None else list(gates), deadline, aux, left, service)
+        request.promised = _uncovered(gates or ())
         if transfer.content is not None:
             request.name_contents((transfer.content,))
         return request
@@ -262,6 +264,26 @@ class Request:
         for gate in [gate for gate in self.gates or () if has_passed(gate)]:
             self.let(gate)
 
+    def check_gate(self, gate: Gate) -> None:
+        """Raise PlanError for a gate of fewer tokens than one before that covers its layers.
+
+        One for nothing, of no token or no layer, may bring pages at any time.
+        """
+        before = next(
+            (each for each in self.promised if each.tokens > gate.tokens and each.layers >= gate.layers), None
+        )
+        if before is not None and gate.tokens and gate.layers:
+            raise PlanError(
+                f"a gate of {_covered(gate)} of request {self.transfer.request} after one of {_covered(before)}:"
+                " what was promised cannot be taken back"
+            )
+
+    def add(self, gate: Gate) -> None:
+        """One more gate, which `check_gate` let through."""
+        assert self.gates is not None, "a request without gates is whole"
+        self.gates.append(gate)
+        self.promised = _uncovered([*self.promised, gate])
+
     def let(self, gate: Gate) -> None:
         """A gate has passed: it is asked no more."""
         if self.gates is not None:
@@ -291,6 +313,12 @@ class Request:
         gone = frozenset(ready)
         attempt.waiting = tuple(chunk for chunk in attempt.waiting if chunk not in gone)
         return ready
+
+
+def _covered(gate: Gate) -> str:
+    """The tokens and layers of a gate, in words."""
+    tokens = "all tokens" if gate.tokens >= ALL else f"{gate.tokens} tokens"
+    return tokens if gate.layers >= ALL else f"{tokens} of {gate.layers} layers"
 
 
 def _uncovered(gates: Sequence[Gate]) -> list[Gate]:

@@ -91,10 +91,11 @@ class SourceDriver:
             return
         if request.gates is None:
             raise PlanError(f"request {transfer.request} was sent as if all of it were in its pages")
+        request.check_gate(gate)
         if pages is not None:
             request.name(pages, self.core.pools)
         request.name_contents(contents)
-        request.gates.append(gate)
+        request.add(gate)
         if gate.event is None:
             request.let(gate)
         elif len(request.gates) > MOST_WAITING and not request.attempts:

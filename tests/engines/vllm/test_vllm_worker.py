@@ -235,7 +235,7 @@ def test_a_first_token_goes_beside_the_kv_when_it_has_been_sampled(make: Callabl
     )
     dst.until(lambda: bool(dst.worker.transfers.progress.submit(lambda mover: mover.ranks("src")).result()))
     got = dst.worker.transfers.progress.begin(
-        lambda mover: mover.receive("p-1", "src", range(20), [[7, 2, 9]], aux_from=[0])
+        lambda mover: mover.receive("p-1", "src", range(20), [[8, 5, 10]], aux_from=[0])
     ).result()
     src.step(KvmoverConnectorMetadata(attaches=[AttachSpec("p", b"token"), AttachSpec("nobody's", b"x")]))
     dst.until(lambda: got.ended)
