@@ -120,7 +120,7 @@ def test_the_page_of_an_index_has_no_link_that_leads_nowhere_from_there() -> Non
     text = (ROOT / PROJECT["readme"]).read_text()
     assert text.startswith("# kvmover\n")
     assert not re.findall(r"\]\((?!https?://)[^)]*\)", text)
-    assert f"kvmover-{kvmover.__version__}-py3-none-any.whl" in text
+    assert re.search(rf"kvmover-{re.escape(kvmover.__version__)}-cp311-abi3-linux_\w+\.whl", text)
 
 
 def test_what_a_page_or_a_message_says_to_install_is_there_to_be_installed() -> None:

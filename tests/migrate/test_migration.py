@@ -146,7 +146,9 @@ def test_a_target_that_is_known_to_be_dead_leaves_the_request_where_it_was(steps
 
 def test_a_source_that_is_only_silent_is_not_taken_for_dead():
     """After the hand-over neither side has the request until they hear of each other: never both."""
-    move = Move.between(*FLEETS[0], config=replace(CONFIG, deadline_s=0.2, drain_s=0.1, silence_s=0.2, ping_s=0.05))
+    move = Move.between(
+        *FLEETS[0], config=replace(CONFIG, deadline_s=0.2, drain_s=0.1, silence_s=0.2, ping_s=0.05, resend_s=0.1)
+    )
     move.begin(MigrationConfig(patience_s=0.3))
     while move.departing[0].phase is not DeparturePhase.STOPPING:
         move.step()

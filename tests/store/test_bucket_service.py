@@ -16,7 +16,11 @@ from obstore.store import LocalStore, MemoryStore
 
 from kvmover.errors import StoreError
 from kvmover.store.bucket.service import ObjectBucket, PutMode
+from kvmover.store.deletion import DeletionDoor, DeletionOrder
 from kvmover.store.location import is_bucket
+
+#: Leave to delete what somebody has ordered to be.
+LEAVE = DeletionDoor(0.0).order(DeletionOrder.CLEARED)
 
 
 def opened(request: pytest.FixtureRequest, tmp_path: Path, kind: str) -> ObjectBucket:
@@ -50,8 +54,8 @@ def test_a_bucket_does_what_a_store_needs(request: pytest.FixtureRequest, tmp_pa
     bucket.put("ns/a.head", b"other", PutMode.OVERWRITE)
     assert bucket.list("ns")[0].tag != before
     assert bucket.folders() == ["ns"]
-    bucket.delete(["ns/no", "ns/a.head", "ns/a.head"])
-    bucket.delete_all(["ns/b.data", "ns/no"])
+    bucket.delete(["ns/no", "ns/a.head", "ns/a.head"], LEAVE)
+    bucket.delete_all(["ns/b.data", "ns/no"], LEAVE)
     assert bucket.list("ns") == []
     bucket.close()
     bucket.close()
@@ -71,7 +75,7 @@ def test_a_service_that_is_not_there_is_an_error_of_the_system(monkeypatch: pyte
             lambda: bucket.put("a", b"1", PutMode.CREATE),
             lambda: bucket.list("ns"),
             lambda: bucket.folders(),
-            lambda: bucket.delete(["a"]),
+            lambda: bucket.delete(["a"], LEAVE),
         ]
         for call in calls:
             with pytest.raises(OSError, match="does not answer"):

@@ -201,11 +201,13 @@ class CutsTokensUnchecked(Sound):
         if self.part == self.whole:
             return super().one(page)
         part, whole = self.part, self.whole
+        assert whole is not None
         rows = self.path(page).read_bytes()[HEAD:]
         shape = (part.box.cells, part.component.kv, whole.box.tokens.tokens, part.row_bytes)
         return np.frombuffer(rows, np.uint8).reshape(shape)[:, :, list(part.box.tokens)].tobytes()
 
     def exists(self, pages: Sequence[bytes]) -> list[bool]:
+        assert self.whole is not None
         return [self.held_bytes(page) == HEAD + self.whole.nbytes for page in pages]
 
 

@@ -92,6 +92,20 @@ def test_a_wait_that_is_no_time_is_refused_by_its_name_and_value(wrong: dict[str
         Backoff(**wrong)
 
 
+def test_who_is_refused_many_times_for_one_greeting_waits_and_does_not_use_up_its_tries() -> None:
+    """A refusal that a network repeats is heard after the peer is lost: what speaks then says nothing new."""
+    reconnector, now = Reconnector(Backoff(first_s=1.0, most_s=8.0, jitter=0.0, attempts=4), 10.0), 100.0
+    reconnector.refused("peer", now)
+    reconnector.lost("peer", b"card", ("engine", 0), "no seat", now)
+    due = reconnector.next_due()
+    assert due > now
+    for _ in range(20):
+        assert not reconnector.heard("peer", now + 0.1)
+    assert reconnector.next_due() == due
+    assert reconnector.due(due - 0.1) == ([], [])
+    assert reconnector.due(due) == ([("peer", b"card")], [])
+
+
 @given(st.lists(st.tuples(EVENTS, st.floats(0, 50))), st.integers(1, 4))
 def test_whatever_happens_no_more_dials_follow_a_loss_than_the_limit_and_none_comes_early(
     history: list[tuple[Event, float]], attempts: int

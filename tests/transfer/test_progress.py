@@ -458,7 +458,7 @@ def test_a_transfer_that_a_broken_mover_forgot_ends_with_the_mover(held: bool, m
 
 def test_a_mover_with_nothing_to_do_hardly_polls():
     """In 0.4 s a poller that spins would poll ten thousand times, one that naps 50 us two thousand."""
-    with Threads.of(replace(CONFIG, ping_s=100.0, resend_s=100.0)) as threads:
+    with Threads.of(replace(CONFIG, ping_s=100.0, silence_s=500.0, resend_s=20.0)) as threads:
         source, _ = threads.start()
         time.sleep(0.4)
         assert polls(source) < 70  # 30 until the naps are 20 ms long, 20 of those

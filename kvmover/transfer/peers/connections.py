@@ -131,11 +131,14 @@ class Reconnector:
         self._refused[name] = self._refused.get(name, (0, now))[0] + 1, now
 
     def heard(self, name: str, now: float) -> bool:
-        """Anything from a peer: whether it was being dialled, and so is back. One that speaks is dialled at once."""
+        """Anything from a peer: whether it was being dialled, and so is back. One that speaks is dialled at once, unless
+        it has refused this side: what comes from it may be that once more."""
         line = self._lost_peers.get(name)
         if line is None:
             return False
         if isinstance(line.state, Waiting):
+            if name in self._refused:
+                return False
             line.state = replace(line.state, due=min(line.state.due, now))
             return False
         del self._lost_peers[name]

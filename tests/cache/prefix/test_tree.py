@@ -165,7 +165,7 @@ def test_a_limit_cuts_a_match_without_a_copy() -> None:
 
 
 def test_a_page_of_no_tokens_is_refused() -> None:
-    with pytest.raises(PrefixError, match="at least one token, got 0"):
+    with pytest.raises(PrefixError, match="at least one token.*, got 0"):
         PrefixTree(0)
 
 
