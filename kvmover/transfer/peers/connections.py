@@ -131,8 +131,8 @@ class Reconnector:
         self._refused[name] = self._refused.get(name, (0, now))[0] + 1, now
 
     def heard(self, name: str, now: float) -> bool:
-        """Anything from a peer: whether it was being dialled, and so is back. One that speaks is dialled at once, unless
-        it has refused this side: what comes from it may be that once more."""
+        """Anything from a peer: whether it was being dialled, and so is back. One that speaks is dialled at once, but
+        for one that has refused this side: what comes from it may be that once more."""
         line = self._lost_peers.get(name)
         if line is None:
             return False
