@@ -64,6 +64,7 @@ COUNTS = {
     "received_requests": "Requests whose KV came from another engine, to every rank.",
     "received_failures": "Requests whose KV did not come, or not all of it, to one rank or more.",
     "received_bytes": "Bytes of KV that came from other engines, to all ranks together.",
+    "mistaken_requests": "Requests that named KV of another prompt, and were computed.",
     "received_microseconds": "Microseconds from asking for a request to its end on the slowest rank.",
     "stored_blocks": "Blocks that are in the page store, by a rank or before it, once a rank.",
     "failed_stores": "Blocks that could not be stored, once a rank.",
@@ -122,7 +123,8 @@ class KvmoverStats(engine.Stats):
                 line[f"{way} requests"] = requests
                 line[f"{way} MB"] = round(self.data.get(f"{way}_bytes", 0) / 1e6, 3)
                 line[f"{way} ms a request"] = round(self.data.get(f"{way}_microseconds", 0) / 1e3 / requests, 3)
-        rest = ("sent_failures", "received_failures", "stored_blocks", "failed_stores", "loaded_blocks", "failed_loads")
+        failures = ("sent_failures", "received_failures", "mistaken_requests")
+        rest = (*failures, "stored_blocks", "failed_stores", "loaded_blocks", "failed_loads")
         return line | {name.replace("_", " "): self.data[name] for name in rest if self.data.get(name)}
 
     def is_empty(self) -> bool:
@@ -483,7 +485,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
     def get_kv_connector_stats(self) -> KvmoverStats | None:
         """A rank's bytes and blocks, the scheduler's requests: vLLM adds them up."""
         if self._role is engine.SCHEDULER:
-            counts = self._tally.take()
+            counts = self._tally.take() + self._scheduler.take_counts()
         else:
             counts = self._worker.take_counts() if self._worker else Counter[str]()
         return KvmoverStats(data=dict(counts)) if counts else None

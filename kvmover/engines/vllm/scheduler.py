@@ -207,6 +207,7 @@ class ConnectorScheduler:
     readers: Readers = field(default_factory=Readers)
     families: Families = field(default_factory=Families)
     repeats: Repeats = field(default_factory=Repeats)
+    counts: Counter[str] = field(default_factory=Counter[str])
     page_names: Callable[[Live, int], Sequence[bytes]] = vllm_hashes
     live: dict[str, Live] = field(default_factory=dict[str, Live])
     metadata: KvmoverConnectorMetadata = field(default_factory=KvmoverConnectorMetadata)
@@ -348,6 +349,11 @@ class ConnectorScheduler:
         served = Remote(self.home.engine, known.family.transfer, self.home.host, self.home.port)
         return answer(served, known.content.whole, known.family.readers)
 
+    def take_counts(self) -> Counter[str]:
+        """Returns what was counted since the last call: requests that named KV of another prompt."""
+        taken, self.counts = self.counts, Counter[str]()
+        return taken
+
     def is_of_peer(self, request: Any) -> bool:
         """Whether a part of a request is fetched from who answered the turn before, or from where it was decoded."""
         known = self.live.get(request.request_id)
@@ -393,6 +399,7 @@ class ConnectorScheduler:
     def _agrees(self, request: Any, said: Content, own: Content) -> bool:
         """Whether the prefill's prompt is this request's. Where it is not, that is written once a minute."""
         unlike = disagreement(said, own, self.identity)
+        self.counts["mistaken_requests"] += unlike is not None
         if unlike is not None and (more := self.repeats.more(form_of(unlike), monotonic())) is not None:
             log.warning("%s is computed here: %s%s", request.request_id, unlike, more)
         return unlike is None

@@ -52,6 +52,8 @@ def test_kv_of_another_prompt_is_not_fetched_and_not_let_go(
         scheduler.allocated(request, tables(), 0)
         scheduler.finished(request, tables(), RequestOutcome.DELIVERED)
     assert step(scheduler) == KvmoverConnectorMetadata()  # the KV is somebody else's: it is for them to ask
+    assert scheduler.take_counts() == {"mistaken_requests": 3}
+    assert scheduler.take_counts() == {}
     (line,) = caplog.messages  # one of three in a minute
     assert line == f"d-0 is computed here: the KV is of {said}, and {content()} were asked for"
 
