@@ -47,12 +47,14 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Counter:
 
 def layers_of(layers: int, row_bytes: int = 256, allocations: int = 1) -> Region:
     """Keys and values of `layers` layers: 3 units of 2 heads of 16 tokens."""
-    nbytes = 2 * 3 * 16 * row_bytes
-    source, target = (tuple(torch.zeros(nbytes, dtype=torch.uint8) for _ in range(allocations)) for _ in range(2))
-    planes = np.arange(2 * layers) % allocations
+    nbytes, each = 2 * 3 * 16 * row_bytes, -(-2 * layers // allocations)
+    source, target = (
+        tuple(torch.zeros(each * nbytes, dtype=torch.uint8) for _ in range(allocations)) for _ in range(2)
+    )
+    planes, at = np.arange(2 * layers) % allocations, np.arange(2 * layers) // allocations * nbytes
     units = np.arange(3) * 2 * 16 * row_bytes
-    dense = Side.of(source, planes, np.zeros_like(planes), units, 16 * row_bytes, row_bytes)
-    apart = Side.of(target, planes, np.zeros_like(planes), units, row_bytes, 2 * row_bytes)
+    dense = Side.of(source, planes, at, units, 16 * row_bytes, row_bytes)
+    apart = Side.of(target, planes, at, units, row_bytes, 2 * row_bytes)
     return Region(dense, apart, 2, 16, row_bytes)
 
 
