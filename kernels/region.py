@@ -26,7 +26,7 @@ class RegionError(ValueError):
 
 
 def is_table(given: object) -> bool:
-    """Whether it is a row of int64 on the host: fractions of bytes, say, are none, and lists are not taken."""
+    """Returns whether it is a row of int64 on the host: fractions of bytes, say, are none, and lists are not taken."""
     return isinstance(given, np.ndarray) and given.dtype == np.int64 and given.ndim == 1
 
 

@@ -128,7 +128,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def is_host(text: str) -> bool:
-    """Whether a text can be an IP address or the name of a host (RFC 1123); no name is looked up.
+    """Returns whether a text can be an IP address or the name of a host (RFC 1123); no name is looked up.
 
     >>> is_host("10.0.0.7"), is_host("fd00::7"), is_host("decode-0.svc"), is_host("not an address"), is_host("1.2.3")
     (True, True, True, False, False)

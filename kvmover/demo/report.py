@@ -69,7 +69,7 @@ class RequestReport:
 
     @property
     def tokens_identical(self) -> bool:
-        """Whether every token of the answer is the one-process model's, and each won as clearly as it does there."""
+        """Returns whether every token is the one-process model's, and each won as clearly as it does there."""
         return self.answer == self.expected and self.gaps_agree
 
     @property
@@ -79,7 +79,7 @@ class RequestReport:
 
     @property
     def passed(self) -> bool:
-        """Whether every byte is right, and every token up to the first near tie.
+        """Returns whether every byte is right, and every token up to the first near tie.
 
         A wrong row may keep the text but not how clearly each of its tokens won.
         """
@@ -145,7 +145,7 @@ class RunReport:
 
     @property
     def passed(self) -> bool:
-        """Whether every request passed; false of no requests at all."""
+        """Returns whether every request passed; false of no requests at all."""
         return bool(self.requests) and all(request.passed for request in self.requests)
 
     def sentence(self) -> str:

@@ -29,7 +29,7 @@ ByteRange = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class WholeHead:
-    """What a head says by a descriptor that was opened for it.
+    """Returns the words of a head by a descriptor that was opened for it.
 
     `living`: offset and bytes of the payloads of objects that live. `end`: where the last whole record ends. `damages`:
     stretches that are no whole record, a torn end among them.
@@ -48,7 +48,7 @@ class WholeHead:
 
 
 def _records_in(nbytes: int) -> int:
-    """So many objects may be described by a stretch of a head that cannot be read; those of a mark are none."""
+    """Returns how many objects a stretch of a head may describe that cannot be read; those of a mark are none."""
     return nbytes // (FIXED_BYTES + DIGEST_BYTES)
 
 
@@ -86,7 +86,7 @@ def why_empty(segment: Segment) -> TwoLooks | None:
 
 
 def is_data_missing(segment: Segment) -> bool:
-    """Whether a listing has a segment's head and not its data, which could not be opened either. Raises OSError."""
+    """Returns whether a listing has a segment's head without its data, which did not open. Raises OSError."""
     names = names_in(segment.folder)
     return segment.name + HEAD in names and segment.name + DATA not in names
 
@@ -132,7 +132,7 @@ def remove_stillborn(folder: Path, name: str, door: DeletionDoor, now_s: float) 
 
 
 def gaps(nbytes: int, held: Sequence[ByteRange]) -> list[ByteRange]:
-    """What lies between ranges of the first `nbytes` bytes of a file, whole blocks being held.
+    """Returns the gaps between ranges of the first `nbytes` bytes of a file, whole blocks being held.
 
     >>> gaps(5 * 4096, [(4096, 100), (8192, 4096), (4096, 4096)])
     [(0, 4096), (12288, 8192)]

@@ -30,7 +30,7 @@ class DeletionBudget:
     _left: float = DELETIONS
 
     def spend(self, count: int, now_s: float) -> bool:
-        """Whether `count` more may be deleted: all of them, or none."""
+        """Returns whether `count` more may be deleted: all of them, or none."""
         self._left = min(DELETIONS, self._left + max(0, now_s - self.asked_s) * DELETIONS / _REFILL_S)
         self.asked_s = now_s
         cost = min(count, DELETIONS)

@@ -198,7 +198,7 @@ class Catalog:
 
     @under_lock
     def _try_tail(self, segment: Segment) -> bool:
-        """As `_tail`, but as it was where the system does not say."""
+        """Does as `_tail`, and leaves the segment as it was where the system does not say."""
         try:
             return self._tail(segment)
         except OSError as error:
@@ -441,7 +441,7 @@ class Catalog:
 
     @under_lock
     def last_uses(self, placed: Placed) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_], Places]:
-        """Of each object whether the system says anything of it, whether it lives, and the second of the last use that
+        """Returns of each object whether the system tells of it, whether it lives, and the second of its use that
         any process has written down. Of what the system does not say, what is known here.
         """
         told, alive = np.ones(len(placed), np.bool_), np.ones(len(placed), np.bool_)

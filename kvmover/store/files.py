@@ -66,7 +66,7 @@ def is_gone(error: OSError) -> bool:
 
 
 def is_absent(error: OSError) -> bool:
-    """Whether there was no such name where it was asked for. Others may have it all the same: one look is no proof."""
+    """Returns whether no such name was found. Others may have it all the same: one look is no proof."""
     return error.errno == errno.ENOENT
 
 

@@ -28,7 +28,7 @@ def some_records(fd: int, at: int, end: int) -> RecordTable | None:
 
 
 def next_record(fd: int, at: int, end: int) -> int | None:
-    """Where the next whole record after byte `at` begins, of a head with a damaged middle. Raises OSError.
+    """Returns the byte at which the next whole record after `at` begins, of a damaged head. Raises OSError.
 
     Records begin at multiples of 8, which a false magic seldom does; and what follows it must claim a length.
     """

@@ -24,12 +24,12 @@ def is_service(text: str) -> bool:
 
 
 def is_keeper(text: str) -> bool:
-    """Whether a location names a keeper's socket."""
+    """Returns whether a location names a keeper's socket."""
     return text.startswith(KEEPER)
 
 
 def store_location(text: str) -> Path | str:
-    """What a person's words mean. `~` is a home directory. Raises StoreError for a service that is none of ours.
+    """Returns the location that a person means. `~` is a home directory. Raises StoreError for an unknown service.
 
     >>> store_location("s3://bucket/prefix"), store_location("mooncake://host:50051"), store_location("/srv/kv")
     ('s3://bucket/prefix', 'mooncake://host:50051', PosixPath('/srv/kv'))

@@ -81,8 +81,8 @@ class Failure(Generic[Named]):
 
 
 class Verdict(Enum):
-    """What a second look says of an object: WELL; GONE by somebody's hand; BAD for everybody, and deleted; SPARED: bad
-    after too many others, or on a disk that does not give it, and left to others; UNKNOWN: the system did not say.
+    """The word of a second look: WELL; GONE by somebody's hand; BAD for everybody, and deleted; SPARED: bad after too
+    many others, or on a disk that does not give it, and left to others; UNKNOWN: the system did not say.
     """
 
     WELL = "well"

@@ -110,8 +110,8 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What reading everything found, by reason: `bad` objects are deleted, `spared` ones left to other processes, as
-    the disk did not give them, or too many had been bad.
+    """The finding of a reader of everything, by reason: `bad` objects are deleted, `spared` ones left to others, as the
+    disk did not give them, or too many had been bad.
     """
 
     objects: int

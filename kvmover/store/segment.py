@@ -204,7 +204,7 @@ class Segment:
         return reason
 
     def is_removed(self, error: OSError) -> bool:
-        """Whether the segment was removed: a file of it was not found, nor is its head by its name. Raises OSError."""
+        """Returns whether the segment is gone: a file of it was not found, nor is its head by name. Raises OSError."""
         if not is_absent(error):
             return False
         try:
@@ -237,7 +237,7 @@ class Segment:
         return some_records(self.head_fd, self.parsed, os.fstat(self.head_fd).st_size)
 
     def take(self, table: RecordTable) -> None:
-        """What `tail` gave is understood, and comes no more."""
+        """Take the rows that `tail` gave as understood: they come no more."""
         self.parsed, self.synced = table.end, max(self.synced, table.synced)
         if table.sealed:
             self.become(Life.SEALED)

@@ -268,7 +268,7 @@ def content_of(given: object) -> Content | None:
 
 
 def contents_of(given: object) -> tuple[Content, ...]:
-    """What beginnings of a request are of. Raises PlanError for what is no Content."""
+    """Returns the contents of beginnings of a request. Raises PlanError for other values."""
     if not isinstance(given, Iterable):
         raise PlanError(f"contents = {given!r:.60}; give a list of Content")
     return tuple(content for each in cast("Iterable[object]", given) if (content := content_of(each)) is not None)
@@ -299,7 +299,7 @@ class SendArguments(NamedTuple):
         service: object,
         content: object,
     ) -> SendArguments:
-        """As they were given."""
+        """Returns the arguments that were given, read and copied."""
         return cls(
             request_name(request),
             page_tables(pages),
@@ -333,7 +333,7 @@ class ReceiveArguments(NamedTuple):
         deadline_s: object,
         content: object,
     ) -> ReceiveArguments:
-        """As they were given."""
+        """Returns the arguments that were given, read and copied."""
         return cls(
             request_name(request),
             engine,

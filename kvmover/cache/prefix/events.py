@@ -177,7 +177,7 @@ class Journal:
 
     @property
     def owes_copies(self) -> bool:
-        """Whether a copy was decided that nobody was told to carry out."""
+        """Returns whether a copy was decided that nobody was told to carry out."""
         return any(isinstance(action, CopyOut) for action in self._owed)
 
     def told(self, given: Given) -> Given:

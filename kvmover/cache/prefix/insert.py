@@ -159,7 +159,7 @@ class Insertion:
         forest.claim(rows)
 
     def _foreign(self, path: Sequence[Node], known: int, index: int, first: int, ids: bytes) -> bytes:
-        """Those of `ids`, of a component's pages from `first` on, that the nodes of `path` neither have nor await."""
+        """Returns the `ids`, of a component's pages from `first` on, that nodes of `path` neither have nor await."""
         per_page, pages = index < 0 or self._forest.config.components[index].per_page, self._offer.pages
         rows = list[bytes]()
         for node in path:

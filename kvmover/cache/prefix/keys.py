@@ -50,7 +50,7 @@ class RadixKey(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     @classmethod
     def of(cls, tokens: TokenIds, namespace: PrefixNamespace, units: KeyUnits) -> RadixKey:
-        """Of any row of integers from 0 to 2**32 - 1. 32-bit buffers are copied as they lie."""
+        """Returns the key of any row of integers from 0 to 2**32 - 1. 32-bit buffers are copied as they lie."""
         if units.__class__ is not KeyUnits:
             units = member(KeyUnits, units, "units", PrefixError)
         data = words(tokens)

@@ -210,7 +210,7 @@ class PlainSteps:
 
 
 def _double(path: list[Node], inside: Node | None, inner: int, ids: bytes, first_page: int) -> bytes:
-    """Of the ids that were brought for a path, from `first_page` on, those in whose place the tree has others.
+    """Returns the ids that were brought for a path, from `first_page` on, in whose place the tree has others.
 
     The path ends after `inner` pages of `inside`, where there is one.
     """

@@ -486,7 +486,7 @@ class PrefixTree:
         check(self._forest, self._copies.records.values(), fetched)
 
     def _outcome(self, given: Given) -> Given:
-        """What a call returns: the ids that it frees are the caller's, and the sink hears what came of it."""
+        """Returns the result of a call: the ids that it frees are the caller's, and the sink hears what came of it."""
         forest = self._forest
         for action in given.actions:
             if isinstance(action, FreePages):

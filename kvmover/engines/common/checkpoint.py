@@ -238,7 +238,7 @@ def _opened(path: Path, stack: ExitStack) -> int:
 
 
 def _header(file: int, of: _Signature) -> tuple[Mapping[str, TensorPlace], int]:
-    """What a file holds by name, and how many reads that took. The header is checked before its numbers are used."""
+    """Returns the tensors of a file by name, and how many reads that took. The header is checked before its use."""
     first = _read(file, of.path, min(_FIRST_BYTES, of.nbytes), 0)
     nbytes = int.from_bytes(first[:8], "little")
     if len(first) < 8 or nbytes > min(MOST_HEADER_BYTES, of.nbytes - 8):

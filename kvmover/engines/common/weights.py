@@ -134,7 +134,7 @@ def computed_once(compute: Callable[[], str], groups: Sequence[RankGroup]) -> st
 
 
 def _folder(path: str, revision: str | None, cache: str | None) -> Path:
-    """Where a model lies on this machine. The engine has loaded it, so nothing is fetched."""
+    """Returns the folder of a model on this machine. The engine has loaded it, so nothing is fetched."""
     here = Path(path).expanduser()
     if here.is_dir():
         return here

@@ -106,7 +106,7 @@ def _changed(config: Any) -> str:
 
 
 def weight_version() -> str:
-    """What SGLang's caller calls the weights; "" where it has not said."""
+    """Returns the caller's word for SGLang's weights; "" where it has not said."""
     if model_config() is None:
         return ""
     version = _context.get_serving().weight_version
@@ -114,7 +114,7 @@ def weight_version() -> str:
 
 
 def model_path() -> str:
-    """Where SGLang has its model from."""
+    """Returns the place that SGLang has its model from."""
     return _context.get_model().model_path
 
 

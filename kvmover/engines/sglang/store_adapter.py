@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServedRank:
-    """Who opens a store: a rank of an engine that serves `weights`. `placement`: of the main pool.
+    """A rank that opens a store, of an engine that serves `weights`. `placement`: of the main pool.
     One that is replicated the engine asks one rank alone to write."""
 
     weights: ServedWeights

@@ -84,7 +84,7 @@ class KvmoverHandshakeMetadata(engine.HandshakeMetadata):
 
 @dataclass
 class KvmoverWorkerMetadata(engine.WorkerMetadata):
-    """Of a step. `stored`: the ranks that are done with storing a block, by its hash. `ended`: transfers, by rank.
+    """The report of a step. `stored`: ranks that are done with a block, by its hash. `ended`: transfers, by rank.
     `held`: on how many ranks more than before a request's blocks may be written though its fetch has failed; -1: on
     one less."""
 

@@ -18,7 +18,7 @@ _LATER = re.compile(r"(?:[0-9]+_)?cmpl-.*-[1-9][0-9]*-[0-9a-f]{8}", re.DOTALL)
 
 
 def is_told_of(request: str) -> bool:
-    """Whether a client hears under which name a request is offered.
+    """Returns whether a client hears under which name a request is offered.
 
     >>> is_told_of("cmpl-7-0-0123abcd"), is_told_of("cmpl-7-1-0123abcd")
     (True, False)

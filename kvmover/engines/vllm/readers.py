@@ -105,7 +105,7 @@ class Readers:
         return over
 
     def _is_over(self, reading: _Reading) -> bool:
-        """Whether the source is to be told that nobody here asks any more: one that serves once knows when it has."""
+        """Returns whether to tell the source that nobody asks any more: one that serves once knows when it has."""
         more = reading.waiting or (reading.members and reading.came < reading.readers)  # the others are on their way
         waits = more and not (self.is_cached and reading.read)
         is_due = reading.readers > 1 or not reading.read

@@ -79,5 +79,5 @@ class RequestContent:
 
     @property
     def latest(self) -> tuple[Content, ...]:
-        """What `grown_to` returned last, for a request that is offered again after a preemption."""
+        """The contents that `grown_to` returned last, for a request that is offered again after a preemption."""
         return tuple(self._latest)

@@ -397,7 +397,7 @@ class ConnectorScheduler:
         return Fetch(last.remote, min(last.content.tokens, wanted) if same else 0, last.content)
 
     def _agrees(self, request: Any, said: Content, own: Content) -> bool:
-        """Whether the prefill's prompt is this request's. Where it is not, that is written once a minute."""
+        """Returns whether the prefill's prompt is this request's. Where it is not, that is written once a minute."""
         unlike = disagreement(said, own, self.identity)
         self.counts["mistaken_requests"] += unlike is not None
         if unlike is not None and (more := self.repeats.more(form_of(unlike), monotonic())) is not None:
@@ -423,7 +423,7 @@ class ConnectorScheduler:
         return said
 
     def _cuts(self, request: Any) -> bool:
-        """Whether a prefill of this engine leaves the end of a prompt to who goes on with it."""
+        """Returns whether a prefill of this engine leaves the end of a prompt to who goes on with it."""
         return 0 < self.left_tokens < request.num_prompt_tokens and request.prompt_token_ids is not None
 
     def _release(self, known: Live) -> None:
@@ -441,7 +441,7 @@ class ConnectorScheduler:
         known.fetch = None
 
     def _leads(self, known: Live) -> bool:
-        """Whether a request is the one of its family that is offered."""
+        """Returns whether a request is the one of its family that is offered."""
         return known.family is not None and known.family.first == known.request.request_id
 
     def _offers(self, known: Live) -> bool:

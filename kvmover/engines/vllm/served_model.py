@@ -46,7 +46,7 @@ class ServedModel:
         ServedModel.being_made = None
 
     def weight_sources(self) -> list[WeightSource]:
-        """Where the weights come from."""
+        """Returns the place that the weights come from."""
         return engine.weight_sources(self._config)
 
     def seen(self, request: Any) -> None:

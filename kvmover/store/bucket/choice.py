@@ -60,7 +60,7 @@ class LeftOver:
 
 
 def left_overs(listing: Listing, now_s: float) -> list[LeftOver]:
-    """What is without its other half, by a listing, and uses of who is gone.
+    """Returns the files without their other half, by a listing, and uses of writers that are gone.
 
     Ages count from the youngest object of the listing where that is before `now_s`: a clock that is ahead here makes
     nothing old.

@@ -300,7 +300,7 @@ class BucketObjects(Objects[StoredObject]):
         return Verified(count, nbytes, dict(verdicts[Verdict.BAD]), dict(verdicts[Verdict.SPARED]))
 
     def _verdicts(self, objects: Sequence[StoredObject]) -> list[tuple[Verdict, str]]:
-        """Of each object whether it is well, and why not. Raises StoreError where the service does not say."""
+        """Returns of each object whether it is well, and why not. Raises StoreError where the service does not say."""
         digests, payloads = self._reader.digests(objects), self._reader.payloads(objects)
         verdicts: list[tuple[Verdict, str]] = []
         for each, digest, payload in zip(objects, digests, payloads, strict=True):

@@ -184,7 +184,7 @@ class ObjectBucket:
             return float(self._client.head(self._store, name)["last_modified"].timestamp())
 
     def has(self, name: str) -> bool:
-        """Whether there is an object of that name. Raises OSError where the service does not say."""
+        """Returns whether there is an object of that name. Raises OSError where the service does not say."""
         try:
             self.size(name)
         except FileNotFoundError:

@@ -97,7 +97,7 @@ class ReceiveAttempt:
 
     @property
     def is_release(self) -> bool:
-        """Whether it asks for nothing, which tells the sources that they may forget the request."""
+        """Returns whether it asks for nothing, which tells the sources that they may forget the request."""
         return not (self.positions or self.aux or self.state.awaited_aux)
 
     @property

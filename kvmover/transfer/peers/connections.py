@@ -335,7 +335,7 @@ class Connections:
         self.lost(peer.name, f"{peer.card.place.text()} refused this side: {reason}")
 
     def let_go(self, name: str) -> None:
-        """What a peer without a seat was told has left, or never will: the connection to it ends."""
+        """End the connection to a peer without a seat: the refusal has left, or never will."""
         self._told.discard(name)
         if self.core.peers.get(name) is None:
             self.core.transport.disconnect(name)

@@ -74,7 +74,7 @@ class Liveness:
         self._quiet.setdefault(peer, now + self.idle_s)
 
     def is_greeted(self, peer: str) -> bool:
-        """Whether a peer was greeted and has said nothing since."""
+        """Returns whether a peer was greeted and has said nothing since."""
         return peer in self._greeted
 
     def greeted(self, peer: str, now: float) -> None:

@@ -11,7 +11,7 @@ from kvmover.transfer.protocol.handshake import Rank
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Obituary:
-    """Whether this side was told that the processes of one rank are dead: those that sat there until it was told."""
+    """A word that the processes of one rank are dead: those that sat there until it was said."""
 
     is_told: bool = False
 

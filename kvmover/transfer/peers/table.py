@@ -49,13 +49,13 @@ class Sitter:
     left: float | None = None
 
     def has_had_its_time(self, now: float, linger_s: float) -> bool:
-        """Whether it was not heard for so long that its seat goes to whoever answers."""
+        """Returns whether it was not heard for so long that its seat goes to whoever answers."""
         return self.left is not None and now >= self.left + linger_s
 
 
 @dataclass(slots=True)
 class _Incarnation:
-    """What was seen of an engine: the fleet of its newest process, who was seen at its ranks, and the newest of those
+    """An engine as it was seen: the fleet of its newest process, who was seen at its ranks, and the newest of those
     that stood in another fleet before, which no rank of this fleet is older than.
     """
 
@@ -172,7 +172,7 @@ class Peers:
             sitter.left = None
 
     def _sitter(self, place: Place) -> Sitter | None:
-        """Who was seen there; None where `vacate` was called since."""
+        """Returns the process that was seen there; None where `vacate` was called since."""
         seen = self._seen.get(place.engine)
         return None if seen is None else seen.ranks.get(place.rank)
 

@@ -57,7 +57,7 @@ _DIGEST = re.compile(r"\b[0-9a-f]{64}\b")
 
 
 class Model(msgspec.Struct, frozen=True):
-    """What both sides must hold alike: the weights, and every component of their cache.
+    """A model that both sides must hold alike: the weights, and every component of their cache.
 
     `weights` identify them, by a digest or a word of the operator's; `name` is then for people, and may differ. Without
     them the name identifies the weights.

@@ -216,7 +216,7 @@ class Request:
             del self.contents[tokens]
 
     def is_behind(self, wanted: Content | None) -> bool:
-        """Whether a request that is given repeatedly has not grown to what a Want names."""
+        """Returns whether a request that is given repeatedly has not grown to what a Want names."""
         growing = self.service is Service.REPEATED and self.reason is None and not self.transfer.ended
         return growing and wanted is not None and wanted.tokens > max(self.contents, default=wanted.tokens)
 

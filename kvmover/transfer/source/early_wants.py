@@ -97,7 +97,7 @@ class EarlyWants:
         return True
 
     def waiting(self, request: str) -> list[tuple[Place, range, Content | None]]:
-        """Who waits for a request that is not sent yet, the positions that they want, and the prompt that they mean."""
+        """Returns the ranks that wait for a request, the positions that they want, and the prompt that they mean."""
         waits = self._early.get(request, {}).values()
         wants = ((early.peer.card.place, wire.decode(early.want)) for early in waits)
         of = ((place, want) for place, want in wants if isinstance(want, wire.Want))
