@@ -206,9 +206,9 @@ def test_a_callback_runs_once_in_the_thread_and_may_begin_the_next_request():
             following = target.receive(f"{len(where)}", "prefill", range(8), threads.pair.dst_tables[0])
             target.ended(following).add_done_callback(again)
 
-        sent = [source.send(f"{n}", threads.pair.src_tables[0]) for n in range(5)]
         first = target.receive("0", "prefill", range(8), threads.pair.dst_tables[0])
-        target.ended(first).add_done_callback(again)
+        target.ended(first).add_done_callback(again)  # before it can land: else this thread would call
+        sent = [source.send(f"{n}", threads.pair.src_tables[0]) for n in range(5)]
         assert done.wait(WITHIN_S)
         source.wait(sent, WITHIN_S)
         assert where == [threads.progress[1]._thread] * 5
