@@ -58,8 +58,8 @@ class RequestContent:
 
     def __init__(self, request: Any) -> None:
         self._request, self._parts = request, parts_of(request)
-        self.whole = self.of_first(request.num_prompt_tokens)
-        self._hasher: PromptHasher | None = None
+        self._hasher = PromptHasher(self._parts)
+        self.whole = self._hasher.content(request.all_token_ids, request.num_prompt_tokens)
         self._grown = self.whole.tokens
         self._latest: deque[Content] = deque(maxlen=MOST_GROWN)
 
@@ -69,8 +69,6 @@ class RequestContent:
 
     def grown_to(self, tokens: int) -> tuple[Content, ...]:
         """Returns what the beginnings are of that are longer than the prompt and the last call's, the latest 64."""
-        if self._hasher is None:
-            self._hasher = PromptHasher(self._parts)
         token_ids = self._request.all_token_ids
         new = [self._hasher.content(token_ids, each) for each in range(self._grown + 1, tokens + 1)]
         self._grown = max(self._grown, tokens)

@@ -138,7 +138,8 @@ class Live:
     """A request that the scheduler knows. `preemptions`: how often it had been preempted when its pages were last seen.
 
     `offered`: positions that its transfer was told to wait for, in `named` blocks of each group; 0 before it was
-    ordered. `begun`: its fetch was, or needs none. `fetching`: pages are being written.
+    ordered. `begun`: its fetch was, or needs none; `settled`: others find its blocks. `fetching`: pages are being
+    written.
     `fetch`: who has a part of it. `content`: its prompt, where others fetch or give it. `family`: the requests of one
     client that are offered as one. `movable`: the name by which other engines may ask for what is here of it while it
     is decoded.
@@ -157,6 +158,7 @@ class Live:
     offered: int = 0
     named: tuple[int, ...] = ()
     begun: bool = False
+    settled: bool = False
     fetching: bool = False
     hashes: list[bytes] = field(default_factory=list[bytes])
     saved: int = 0
@@ -272,8 +274,10 @@ class ConnectorScheduler:
             known = self.live.get(name)
             if known is None:
                 continue
-            if known.begun and known.fetch and known.fetch.key and self.readers.settled(known.fetch.key, name):
-                self._release(known)
+            if known.begun and not known.settled and known.fetch and known.fetch.key:
+                known.settled = True
+                if self.readers.settled(known.fetch.key, name):
+                    self._release(known)
             before = known.request.num_computed_tokens
             offers, saves = self._offers(known), self._saves(known, before + count)
             tables = state.get_block_ids(name) if offers or saves else None  # a copy, as long as the request
