@@ -38,7 +38,7 @@ def open_peer_tier(
     pools: Sequence[Pool],
     transport: Transport | None = None,
 ) -> PeerTier | None:
-    """Of one rank, over its `pools` of the host; None where no `peers.address` is configured. Engines of other
+    """Returns the tier of one rank, over its `pools` of the host; None without `peers.address`. Engines of other
     `weights`, or of another tenant's, are refused. Nothing is connected yet: see Neighbours.
 
     Raises TierError for a component of which not every page of a prefix is kept, TransportUnavailable without NIXL.

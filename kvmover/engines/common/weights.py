@@ -23,8 +23,8 @@ _AS_THEY_ARE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """Where an engine has weights from, in its words: a folder, or a model of a hub with its `revision`, which lies in
-    `cache`; in which form it loads them, and what it makes of their numbers while it does: "" for nothing.
+    """The place that an engine has weights from, in its words: a folder, or a model of a hub with its `revision`, which
+    lies in `cache`; the form in which it loads them, and what it makes of their numbers meanwhile: "" for nothing.
     """
 
     path: str

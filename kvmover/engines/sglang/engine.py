@@ -69,9 +69,11 @@ def cache_dtype(args: Any) -> str:
 
 
 def weights_digest() -> str:
-    """Of the weights that this process serves, and its draft's. One rank of a pipeline stage looks at the files, and
-    tells those beside it, which call this together; stages do not run in step when storage is attached to a server that
-    runs. Raises UnknownWeights, and outside a running engine as well.
+    """Returns one digest of the weights that this process serves, and its draft's.
+
+    One rank of a pipeline stage looks at the files, and tells those beside it, which call this together; stages do not
+    run in step when storage is attached to a server that runs. Raises UnknownWeights, and so
+    outside a running engine.
     """
     return _digest_of(_weight_sources())
 

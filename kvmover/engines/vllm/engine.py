@@ -254,7 +254,7 @@ def backing_of(caches: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def weight_sources(config: Any) -> list[WeightSource]:
-    """Where the model's weights come from, and its draft's where that has others. Numbers are changed on the way in
+    """Returns the places of the model's weights, and its draft's where that has others. Numbers change on the way in
     where a quantization is asked for that the checkpoint does not have.
     """
     model, speculation, load = config.model_config, config.speculative_config, config.load_config
