@@ -226,16 +226,28 @@ class Core:
 
 
 def assembled(
-    transport: Transport, place: Place, pools: Sequence[Pool], config: MoverConfig, clock: Callable[[], float]
+    transport: Transport,
+    place: Place,
+    pools: Sequence[Pool],
+    config: MoverConfig,
+    clock: Callable[[], float],
+    before: Core | None = None,
 ) -> Core:
-    """Takes two arenas and the sandbox on the pools' device; who has the Core keeps them alive. Raises LayoutError."""
+    """Takes two arenas and the sandbox on the pools' device; who has the Core keeps them alive. Raises LayoutError.
+
+    `before`: the Core of the incarnation that has ended, whose arenas and counts this one has: peers may still write
+    what is quarantined in `incoming`.
+    """
     import torch
 
-    chunk_bytes = max(config.costs.chunk_bytes, least_chunk_bytes(pools, config.arena_bytes))
     device = pools[0].tensors[0].device
-    outgoing = Staging.of(config.arena_bytes, 0, device, config.exports)  # peers only read it: no harm, however late
-    slab = slab_bytes(config.arena_bytes, chunk_bytes, config.revocation or transport.revocation)
-    incoming = Staging.of(config.arena_bytes, slab, device, config.exports)
+    if before is None:
+        chunk_bytes = max(config.costs.chunk_bytes, least_chunk_bytes(pools, config.arena_bytes))
+        outgoing = Staging.of(config.arena_bytes, 0, device, config.exports)  # peers only read: no harm, however late
+        slab = slab_bytes(config.arena_bytes, chunk_bytes, config.revocation or transport.revocation)
+        incoming = Staging.of(config.arena_bytes, slab, device, config.exports)
+    else:
+        outgoing, incoming = before.outgoing.emptied(), before.incoming
     probed = torch.zeros(config.sandbox_bytes, dtype=torch.uint8, device=device)
     sandbox, memories = memory_of(probed) if config.sandbox_bytes else None, tuple(map(allocations, pools))
     ours = [outgoing.memory, *map(incoming.slab, range(incoming.arena.slabs)), *([sandbox] if sandbox else [])]
@@ -255,11 +267,12 @@ def assembled(
         sandbox,
         shared,
         mappings.machine,
+        registration=incoming.arena.registration,
         process=HostProcess.own() if mappings.machine else None,
         listeners=own_listeners() if mappings.machine else (),
         exports=exported,
     )
-    return Core(
+    made = Core(
         transport,
         config,
         End(interned(place.fleet), place.rank, tuple(map(interned_pool, specs))),
@@ -275,3 +288,6 @@ def assembled(
         Liveness(config.ping_s, config.silence_s),
         authentication(config.keys, transport.name),
     )
+    if before is not None:
+        made.meter, made.watchers, made.wall_ns = before.meter, before.watchers, before.wall_ns
+    return made

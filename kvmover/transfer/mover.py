@@ -34,7 +34,7 @@ from kvmover.transfer.arguments import (
     transfer_of,
 )
 from kvmover.transfer.config import MoverConfig, Pace
-from kvmover.transfer.core import TimerKind, assembled
+from kvmover.transfer.core import Core, TimerKind, assembled
 from kvmover.transfer.destination.attempts import ReceiveRequest
 from kvmover.transfer.destination.driver import DestinationDriver
 from kvmover.transfer.destination.quarantine import Quarantine, WriteLeases
@@ -88,39 +88,35 @@ class Mover:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config or MoverConfig()
-        self._model = model
-        self._transport = transport
         pools = checked_pools(model, place, pools)
         if not place.generation:
             place = msgspec.structs.replace(place, generation=time.time_ns())
-        self._core = assembled(transport, place, pools, self._config, clock)
-        check_own_card(model, self._core)
-        registrations = Registrations(self._core)
+        core = assembled(transport, place, pools, self._config, clock)
+        self._join(model, core, Quarantine(), WriteLeases(self._config.lease_s, self._config.linger_s))
+        self._thread: threading.Thread | None = None
+        self._closed: str | None = None
+
+    def _join(self, model: Model, core: Core, quarantine: Quarantine, leases: WriteLeases) -> None:
+        """Make the two halves, which nobody has met. `quarantine`, `leases`: what peers may write from before."""
+        self._model, self._core, self._transport, transport = model, core, core.transport, core.transport
+        check_own_card(model, core)
+        registrations = Registrations(core)
         self._writes = Writes(
-            self._core, lambda job, event: self._source.ended(job, event), InFlight(transport), registrations
+            core, lambda job, event: self._source.ended(job, event), InFlight(transport), registrations
         )
-        self._source = SourceDriver(self._core, self._writes)
-        self.asks = Asks(self._core)
-        self._reads = Reads(self._core, lambda read, event: self._destination.read(read, event), InFlight(transport))
-        quarantine = Quarantine()
-        self._destination = DestinationDriver(
-            self._core,
-            self._reads,
-            quarantine,
-            WriteLeases(self._config.lease_s, self._config.linger_s),
-            Renewals(self._core, quarantine),
-            place.generation,
-        )
+        self._source = SourceDriver(core, self._writes)
+        self.asks = Asks(core)
+        self._reads = Reads(core, lambda read, event: self._destination.read(read, event), InFlight(transport))
+        renewals, generation = Renewals(core, quarantine), core.card.place.generation
+        self._destination = DestinationDriver(core, self._reads, quarantine, leases, renewals, generation)
         self._reconnector = Reconnector(self._config.backoff, self._config.silence_s)
         self._connections = Connections(
-            self._core, model, self._destination.leases, self._reconnector, self._lose, self._destination.greeted
+            core, model, self._destination.leases, self._reconnector, self._lose, self._destination.greeted
         )
         self._events: deque[Event] = deque()
         self._when_due = self._calls_when_due()
         self._forget_the_past(None)
-        self._thread: threading.Thread | None = None
         self._moved_s = 0.0
-        self._closed: str | None = None
 
     def _calls_when_due(self) -> dict[TimerKind, Callable[[Any], None]]:
         return {
@@ -426,6 +422,39 @@ class Mover:
 
         From then on `send` and `receive` raise TransportError.
         """
+        self._end(reason)
+        self._destination.quarantine.clear()
+
+    def rejoin(self, make: Callable[[], Transport], model: Model, reason: str) -> None:
+        """End as at `close`, and join anew over the same pools, as a process that came after: with `model`, the weights
+        that the pools' KV is of from now on, under a transport that `make` gives then, and whose name nobody knows.
+
+        What is open fails with `reason` on both sides; who was connected hears it, and is connected anew. Pages that a
+        peer may still write stay `held` until it cannot. Configuration, counts, watchers and the holder of `asks` stay.
+        Raises LayoutError for other components, and nothing has ended; what a transport raises leaves it closed.
+        """
+        self._check_open()
+        if model.components != self._model.components:
+            raise LayoutError(f"pools of {self._model.text()} cannot become those of {model.text()}")
+        core, holder, before = self._core, self.asks.holder, self._destination
+        core.copier.settle()
+        while core.later:
+            core.later.popleft()()
+        before.close(reason)
+        self._source.close(reason)
+        for name in core.peers.names():
+            core.say(name, wire.NoSeat(reason))
+        self._end(reason)
+        before.drop(reason)
+        place = msgspec.structs.replace(core.card.place, generation=max(core.wall_ns(), core.card.place.generation + 1))
+        anew = assembled(make(), place, core.pools, self._config, core.clock, core)
+        self._join(model, anew, before.quarantine, before.leases)
+        self._destination.claims, self.asks.holder = before.claims, holder
+        self._destination.watch_quarantine()
+        self._closed = None
+
+    def _end(self, reason: str) -> None:
+        """Fail what is open, part from all peers, and close the transport."""
         self._closed = self._closed or reason
         self._destination.close(reason)
         self._source.close(reason)
@@ -436,7 +465,6 @@ class Mover:
         self._core.flush()
         self._connections.close()
         self._source.drop()
-        self._destination.quarantine.clear()
 
     def __enter__(self) -> Mover:
         return self

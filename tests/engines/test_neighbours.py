@@ -7,12 +7,13 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from kvmover.cache.peers import PeerPrefix, PeerRead, PeerTier
+from kvmover.cache.peers import Lent, PeerPrefix, PeerRead, PeerTier
 from kvmover.cache.prefix import DEFAULT_NAMESPACE, KeyUnits, RadixKey
 from kvmover.config import ConfigError, Settings
 from kvmover.config.settings import PeerSettings
@@ -20,6 +21,7 @@ from kvmover.engines.common import Cards, Neighbours, ServedWeights, open_peer_t
 from kvmover.errors import TransportError
 from kvmover.layout import PACKED_ORDER, Component, Fleet, Pool, PoolSpec
 from kvmover.transfer import MoverConfig
+from kvmover.transport import NixlTransport
 
 KV = Component.attention(layers=2, kv_heads=2, head_dim=8, dtype="float32")
 MOVER = MoverConfig(arena_bytes=1 << 20, sandbox_bytes=0, ping_s=0.1, resend_s=0.2)
@@ -132,6 +134,28 @@ def test_an_engine_that_starts_again_at_its_address_is_met_again_and_read(start)
     again = start(Fleet(tp=2, page_tokens=2), both[0], [])
     until(lambda: second.neighbours.connected() == {both[0]})
     again.fill()
+    assert read(second, 0) == len(PROMPT)
+
+
+def update(engine: SmallEngine) -> None:
+    (tier,) = engine.tiers
+    tier.rejoin(partial(NixlTransport, "again"), "tiny, version 2", "the weights were updated")
+    assert tier.counts() == Lent(0, 0)
+    engine.neighbours.lay_out([tier.card])
+
+
+def test_an_engine_whose_weights_are_updated_shares_nothing_of_before_and_meets_who_has_them_too(start) -> None:
+    both = addresses(2)
+    first, second = start(Fleet(page_tokens=4), both[0], both), start(Fleet(page_tokens=8), both[1], both)
+    until(lambda: first.neighbours.connected() and second.neighbours.connected())
+    first.fill()
+    assert held(second, 0, "before") == [len(PROMPT)]
+    update(first)
+    until(lambda: not first.neighbours.connected() and not second.neighbours.connected())
+    update(second)
+    until(lambda: first.neighbours.connected() and second.neighbours.connected())
+    assert held(second, 0, "none of it") == [0]
+    first.fill()
     assert read(second, 0) == len(PROMPT)
 
 

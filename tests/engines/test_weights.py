@@ -65,6 +65,22 @@ def test_card_and_namespace_go_by_the_weights_and_not_by_what_they_are_called() 
     assert here.of_tenant("") == here
 
 
+def test_updated_weights_are_those_of_the_start_in_the_callers_version_and_nobodys_without_one(caplog: Any) -> None:
+    started = ServedWeights("/models/llama", "7" * 64)
+    assert started.updated("2").identity == f"{'7' * 64}, version 2"
+    assert started.updated("2").namespace(16, "").digest != started.namespace(16, "").digest
+    for version in (None, ""):
+        nobodys = [started.updated(version) for _ in range(2)]
+        assert not any(weights.is_known for weights in nobodys)
+        assert nobodys[0].model((KV,)).digest() != nobodys[1].model((KV,)).digest()
+    caplog.set_level("INFO", "kvmover")
+    started.updated("2").log()
+    started.updated(None).log()
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
+    assert caplog.messages[0] == f"the weights of /models/llama are {'7' * 64}, version 2"
+    assert "with no engine and no store until the caller gives one" in caplog.messages[1]
+
+
 @pytest.mark.parametrize("form", ["dummy", "gguf", "tensorizer", "sharded_state", "bitsandbytes", "remote", "pt"])
 def test_weights_that_are_not_loaded_as_they_lie_are_unknown(form: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tiny())

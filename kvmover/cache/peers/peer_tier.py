@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy.typing as npt
+from msgspec.structs import replace as replace_fields
 
 from kvmover.cache.peers.inventory import HostInventory
 from kvmover.cache.peers.loans import MOST_LOANS, Loan, Loans
@@ -150,7 +151,8 @@ class PeerTier:
         self._news = threading.Event()
         self._looks = 0
         self._reads: list[PeerRead] = []
-        self._mover = Mover(transport, Model(model, components, weights), place, pools, config)
+        self._model = Model(model, components, weights)
+        self._mover = Mover(transport, self._model, place, pools, config)
         self._mover.watch(self._ended)
         asks = self._mover.asks
         self._progress = Progress(self._mover, _PACE)
@@ -162,6 +164,16 @@ class PeerTier:
     def card(self) -> bytes:
         """What a rank that wants to read from this one connects with."""
         return self._progress.card
+
+    def rejoin(self, make: Callable[[], Transport], weights: str, reason: str) -> None:
+        """Offer nothing of what has come to the host so far, end loans, looks and reads for `reason`, and join anew, of
+        other `weights`, under the transport that `make` gives: `card` is another, and peers are connected anew.
+
+        What comes from now on is of these weights. Waits until peers have let go of pages, or their time is up.
+        """
+        with self._lock:
+            self._inventory = HostInventory()
+        self._progress.rejoin(make, replace_fields(self._model, weights=weights), reason)
 
     def connect(self, card: bytes) -> str:
         """Connect a rank that this one may read from. Raises PeerRefused where it holds another model."""

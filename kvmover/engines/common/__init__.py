@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from kvmover.engines.common.routing_hints import RoutingHints, TenantGroups, hints_of
     from kvmover.engines.common.store import StoreWorker, Upkeep, open_store
     from kvmover.engines.common.weights import (
+        UPDATED,
         RankGroup,
         ServedWeights,
         WeightSource,
@@ -140,6 +141,7 @@ _HOMES = {
         "open_store",
     ),
     "weights": (
+        "UPDATED",
         "RankGroup",
         "ServedWeights",
         "WeightSource",
@@ -156,6 +158,7 @@ __all__ = [
     "HINTS_KEY",
     "STORE_KEYS",
     "TOKENS_ALONE",
+    "UPDATED",
     "WEIGHT_KEYS",
     "BounceBuffer",
     "CardServer",

@@ -82,14 +82,17 @@ class Neighbours:
         self._thread.start()
 
     def lay_out(self, cards: Sequence[bytes]) -> None:
-        """Serve the cards of all ranks at this engine's address. Raises ConfigError for one that cannot be had."""
+        """Serve the cards of all ranks at this engine's address, from now on in place of those before. Raises
+        ConfigError for an address that cannot be had.
+        """
         address = self._settings.address
         assert address is not None, "a tier of peers was made, so there is one"
         host, port = host_and_port(address)
-        try:
-            self._desk = CardServer(host, port)
-        except OSError as error:
-            raise ConfigError(f"peers.address = {address!r} cannot be listened at: {error}") from error
+        if self._desk is None:
+            try:
+                self._desk = CardServer(host, port)
+            except OSError as error:
+                raise ConfigError(f"peers.address = {address!r} cannot be listened at: {error}") from error
         self._desk.lay_out(address, cards)
 
     def connected(self) -> frozenset[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, Protocol
 
 from kvmover.config import ConfigError
@@ -14,6 +16,11 @@ from kvmover.engines.common.checkpoint import UnknownWeights, combined, digest_o
 from kvmover.layout import Component
 from kvmover.store import Namespace
 from kvmover.transfer import Model
+
+log = logging.getLogger(__name__)
+
+#: Why transfers end when an engine's weights change: on both sides.
+UPDATED = "the weights of this engine were updated"
 
 #: How engines call it when they load safetensors as these are.
 _AS_THEY_ARE = frozenset(
@@ -53,15 +60,22 @@ def digest_of_sources(sources: Sequence[WeightSource]) -> str:
 class ServedWeights:
     """`identity` is what is compared, in the card of every rank and in every namespace. `name`: for people.
 
-    `computed`: where the identity is the operator's word, what the files say, or why they say nothing.
+    `computed`: where the identity is the operator's word, what the files say, or why they say nothing. `is_known`:
+    whether anybody else can have these weights; else no engine is met, nothing is stored and nothing is found.
     """
 
     name: str
     identity: str
     computed: str = field(default="", compare=False)
+    is_known: bool = True
 
     def told(self) -> str:
         """Returns a line for the log."""
+        if not self.is_known:
+            return (
+                f"the weights of {self.name} were changed while it runs, and no version of them is known: KV is shared"
+                " with no engine and no store until the caller gives one, alike in all engines with these weights"
+            )
         beside = f" by exchange.weights; computed: {self.computed}" if self.computed else ""
         return f"the weights of {self.name} are {self.identity}{beside}"
 
@@ -77,13 +91,20 @@ class ServedWeights:
         """Returns the same for peers that share with one tenant alone; "": with those that name none."""
         return replace(self, identity=f"{self.identity} of {tenant}") if tenant else self
 
-    def updated(self, version: str) -> ServedWeights:
-        """Returns the weights that the engine serves once its caller has put others in their place, of a `version`.
+    def updated(self, version: str | None) -> ServedWeights:
+        """Returns the weights that the engine serves once its caller has put others in the place of these, with which
+        it started, and calls them `version`; without one, weights that nobody else has.
 
         >>> ServedWeights("llama", "ab").updated("7").identity
         'ab, version 7'
         """
-        return replace(self, identity=f"{self.identity}, version {version}")
+        if version:
+            return replace(self, identity=f"{self.identity}, version {version}")
+        return replace(self, identity=f"{self.identity}, changed as {token_hex(16)}", is_known=False)
+
+    def log(self) -> None:
+        """Write which weights these are; a warning, of those of which nobody knows."""
+        log.log(logging.INFO if self.is_known else logging.WARNING, "%s", self.told())
 
 
 def identified(name: str, exchange: ExchangeSettings, compute: Callable[[], str]) -> ServedWeights:

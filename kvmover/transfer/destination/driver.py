@@ -221,6 +221,13 @@ class DestinationDriver:
         for attempt in list(self._attempts.values()):
             self._step(attempt, Cancel(reason))
 
+    def drop(self, reason: str) -> None:
+        """End what `close` could not: the transport is closed. What peers may still write stays out of use."""
+        for attempt in list(self._attempts.values()):
+            while attempt.id in self._attempts:
+                self._fault(attempt, reason)
+        self._free(self.quarantine.outlive())
+
     def poll(self) -> None:
         """Regions for chunks that wait for one, and reads that may be given back late."""
         arena = self.core.incoming.arena

@@ -184,6 +184,11 @@ class Quarantine:
         """Why the attempt failed whose memory is held. Raises KeyError for one that holds nothing."""
         return self._held[key].reason
 
+    def outlive(self) -> list[int]:
+        """The transport is closed, and with it every read of ours: offsets to release. What peers may write stays."""
+        over = [key for key, isolated in self._held.items() if isolated.reads]
+        return [offset for key in over for offset in self._release(key)]
+
     def clear(self) -> None:
         """Nothing touches memory any more: the transport is closed."""
         for key in list(self._held):

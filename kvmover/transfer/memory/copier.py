@@ -173,6 +173,12 @@ class Copier:
             _, total, done = self._running.pop(0)
             done(None if total is None else int(total[0]) % (1 << 64))
 
+    def settle(self) -> None:
+        """Wait for all copies, and report them."""
+        for event, _, _ in self._running:
+            event.synchronize()
+        self.poll()
+
     @property
     def busy(self) -> bool:
         """Whether a copy has not passed its event."""

@@ -43,6 +43,10 @@ class Staging:
         tensor = torch.empty(nbytes, dtype=torch.uint8) if on_host else of_driver(nbytes, device, exports)
         return cls(tensor, memory_of(tensor), Arena(nbytes, slab_bytes))
 
+    def emptied(self) -> Staging:
+        """Returns the same memory with nothing leased, for an owner whose operations are over."""
+        return Staging(self.tensor, self.memory, Arena(self.arena.nbytes, self.arena.slab_bytes))
+
     def slab(self, number: int) -> Memory:
         """What is registered of a slab."""
         nbytes = self.arena.slab_bytes

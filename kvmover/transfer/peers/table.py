@@ -184,6 +184,10 @@ class Peers:
         """The peer of this name, or None."""
         return self._by_name.get(name)
 
+    def names(self) -> tuple[str, ...]:
+        """Transport names of all connected peers."""
+        return tuple(self._by_name)
+
     def __len__(self) -> int:
         return len(self._by_name)
 

@@ -26,9 +26,10 @@ from kvmover.transfer.meter import Snapshot
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.peers.processes import PeerProcess
 from kvmover.transfer.protocol.content import Content
-from kvmover.transfer.protocol.handshake import Place
+from kvmover.transfer.protocol.handshake import Model, Place
 from kvmover.transfer.result import Ending, Gate, Result, Service, Transfer
 from kvmover.transfer.threads.progress import Progress, driven
+from kvmover.transport.base import Transport
 
 if TYPE_CHECKING:
     import torch
@@ -220,6 +221,13 @@ class AsyncMover:
     def snapshot(self) -> Snapshot:
         """Counts, times and gauges, for a MoverCollector; after `close` the last ones. For any thread but a loop's."""
         return self._progress.snapshot()
+
+    async def rejoin(self, make: Callable[[], Transport], model: Model, reason: str) -> None:
+        """As Mover.rejoin, once peers have let go of what was open, or their time is up: see Progress.rejoin.
+
+        Waits in a thread of its own, not in the event loop.
+        """
+        await asyncio.to_thread(self._progress.rejoin, make, model, reason)
 
     async def close(self) -> None:
         """Fail what is open, end the thread and close the mover.

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
@@ -22,7 +22,9 @@ from kvmover.errors import DeadlineExceeded, KvmoverError, LayoutError, PlanErro
 from kvmover.transfer.config import MoverConfig, Pace
 from kvmover.transfer.meter import Count, Snapshot
 from kvmover.transfer.mover import Mover
+from kvmover.transfer.protocol.handshake import Model
 from kvmover.transfer.result import Cause, Result, Transfer
+from kvmover.transport.base import Transport
 
 if TYPE_CHECKING:
     import torch
@@ -146,6 +148,19 @@ class Progress:
         elif not self._queue(run):
             raise TransportError(self._over)
         return future
+
+    def rejoin(self, make: Callable[[], Transport], model: Model, reason: str) -> None:
+        """Give up what is open, wait until peers have let go of its pages or their time is up, and have the mover join
+        anew: see Mover.rejoin, whose errors this raises. Blocks the caller, who begins nothing meanwhile.
+        """
+
+        def give_up(mover: Mover) -> list[Future[Result]]:
+            for transfer in list(self._open):
+                mover.abort(transfer, reason)
+            return list(self._open.values())
+
+        wait(self.submit(give_up).result())
+        self.submit(lambda mover: mover.rejoin(make, model, reason)).result()
 
     def close(self) -> None:
         """Close the mover and end the thread. Transfers still open end as failed. Raises DeadlineExceeded."""

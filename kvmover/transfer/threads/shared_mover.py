@@ -25,9 +25,10 @@ from kvmover.transfer.meter import Snapshot
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.peers.processes import PeerProcess
 from kvmover.transfer.protocol.content import Content
-from kvmover.transfer.protocol.handshake import Place
+from kvmover.transfer.protocol.handshake import Model, Place
 from kvmover.transfer.result import Ending, Gate, Result, Service, Transfer
 from kvmover.transfer.threads.progress import Progress, driven
+from kvmover.transport.base import Transport
 
 if TYPE_CHECKING:
     import torch
@@ -195,6 +196,10 @@ class SharedMover:
     def snapshot(self) -> Snapshot:
         """Counts, times and gauges; after `close` the last ones."""
         return self._progress.snapshot()
+
+    def rejoin(self, make: Callable[[], Transport], model: Model, reason: str) -> None:
+        """As Mover.rejoin, once peers have let go of what was open, or their time is up: see Progress.rejoin."""
+        self._progress.rejoin(make, model, reason)
 
     def close(self) -> None:
         """Fail what is open with its reason, end the thread and close the mover. Safe to call twice."""
