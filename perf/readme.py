@@ -9,6 +9,7 @@ from pathlib import Path
 from perf.headline import best_clone, headline, of_lost_code, places
 from perf.record import RESULTS, passed, read
 from perf.shared_table import shared
+from perf.wrong_partner import WRONG_PARTNER, wrong_partner
 
 ROOT = Path(__file__).parent.parent
 README, LIVE, MEASUREMENTS = ROOT / "README.md", ROOT / "docs" / "live.md", ROOT / "docs" / "measurements.md"
@@ -51,7 +52,8 @@ _ENGINES = {
 
 
 def scenarios() -> str:
-    """The block between the markers of docs/live.md: a row a scenario of the last whole run that was kept."""
+    """The block between the markers of docs/live.md: a row a scenario of the last whole run that was kept, and those
+    of wrong partners in a table of their own."""
     if not (RESULTS / "live.csv").exists():
         return "No whole run is kept here yet.\n"
     rows = passed("live")
@@ -63,10 +65,13 @@ def scenarios() -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
+        if row["scenario"].startswith(WRONG_PARTNER):
+            continue
         counts = " | ".join(row[name] for name in ("requests", "same", "wrong", "failed", "logprob_gap"))
         times = f"{row['p50_ms']}, {row['p99_ms']}"
         lines.append(f"| {_ENGINES[row['engine']]} | {row['scenario']} | {counts} | {times} | {row['said']} |")
-    return "\n".join([*lines, ""])
+    table = wrong_partner(_ENGINES)
+    return "\n".join([*lines, *([""] if table else []), *table, ""])
 
 
 def _failed_runs() -> list[str]:

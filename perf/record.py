@@ -96,6 +96,13 @@ def write(name: str, rows: Sequence[Mapping[str, object]], folder: Path = RESULT
     return path
 
 
+def replace(name: str, rows: Sequence[Mapping[str, object]], keys: Sequence[str], folder: Path = RESULTS) -> Path:
+    """Write `rows` in the place of those of `<name>.csv` that have the same values in the columns `keys`."""
+    new = {tuple(str(row[key]) for key in keys) for row in rows}
+    before = read(name, folder) if (folder / f"{name}.csv").exists() else []
+    return write(name, [*rows, *(row for row in before if tuple(row[key] for key in keys) not in new)], folder)
+
+
 def read(name: str, folder: Path = RESULTS) -> list[dict[str, str]]:
     with (folder / f"{name}.csv").open(newline="") as file:
         return list(csv.DictReader(file))

@@ -61,7 +61,7 @@ def measure(engine: str, ways: Mapping[str, Way], prompts: Sequence[Prompt], cro
         }
         for name in ways
     ]
-    _keep(rows)
+    record.replace("live_peers", rows, ("engine", "way"))
 
 
 def _cpu_s(way: Way) -> float:
@@ -74,12 +74,3 @@ def _times(what: str, seconds: Sequence[float]) -> dict[str, object]:
         f"{what}_p50_ms": round(1e3 * median(spread)),
         f"{what}_p99_ms": round(1e3 * spread[min(len(spread) - 1, len(spread) * 99 // 100)]),
     }
-
-
-def _keep(rows: Sequence[Mapping[str, object]]) -> None:
-    """In the place of the last ones of these ways in perf/results/live_peers.csv."""
-    names = {(row["engine"], row["way"]) for row in rows}
-    others: list[dict[str, str]] = []
-    if (record.RESULTS / "live_peers.csv").exists():
-        others = [row for row in record.read("live_peers") if (row["engine"], row["way"]) not in names]
-    record.write("live_peers", [*rows, *others])
