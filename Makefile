@@ -18,6 +18,9 @@ OLDEST_TRITON := 3.6.0
 NEWEST_TRITON := 3.9.0
 OLD_TRITON := .triton/$(OLDEST_TRITON)
 
+# Without byte code each of the tests' many processes would compile what it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test prove mooncake simulate engines environments live live-pair lint types wheel perf gpu-check pictures clean
 
@@ -31,7 +34,7 @@ demo: $(READY) ## move KV between fleets of different shape, and compare the tok
 	@[ ! -f .mooncake/.ready ] || $(BIN)/python -m tests.store.pool_demo
 
 test: setup ## run the tests, a few cases of each family
-	@$(BIN)/python -m pytest -q -n $(JOBS)
+	@$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 prove: simulate mooncake ## run what make test leaves out: every case, more examples, 20,000 schedules
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "proof or searched"

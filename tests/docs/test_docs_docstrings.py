@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,10 +31,16 @@ def modules(room: str) -> list[Path]:
     return sorted([*folder.glob("*.py"), *folder.glob("[!_]*/**/*.py")])
 
 
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def classes() -> dict[str, ast.ClassDef]:
     """Every class of all packages: a name stands for one."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for room in DONE for path in modules(room)]
-    return {node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    trees = [tree(path) for room in DONE for path in modules(room)]
+    return {node.name: node for each in trees for node in ast.walk(each) if isinstance(node, ast.ClassDef)}
 
 
 def inherited(owner: str, name: str, known: dict[str, ast.ClassDef]) -> str | None:
@@ -49,11 +56,11 @@ def inherited(owner: str, name: str, known: dict[str, ast.ClassDef]) -> str | No
     return None
 
 
-def silent(tree: ast.Module, known: dict[str, ast.ClassDef]) -> list[str]:
+def silent(module: ast.Module, known: dict[str, ast.ClassDef]) -> list[str]:
     """Public names without a docstring of their own or of a base class. A test's name is a sentence already."""
     return [
         ".".join(name)
-        for name, node in public(tree.body)
+        for name, node in public(module.body)
         if not ast.get_docstring(node)
         and not name[-1].startswith("test_")
         and not (len(name) > 1 and inherited(name[-2], name[-1], known))
@@ -64,15 +71,15 @@ def silent(tree: ast.Module, known: dict[str, ast.ClassDef]) -> list[str]:
 def test_every_public_name_of_a_room_says_what_it_is(room: str) -> None:
     known, paths = classes(), modules(room)
     assert paths
-    found = {str(path.relative_to(ROOT)): silent(ast.parse(path.read_text(encoding="utf-8")), known) for path in paths}
+    found = {str(path.relative_to(ROOT)): silent(tree(path), known) for path in paths}
     assert not {path: names for path, names in found.items() if names}
 
 
 def test_a_name_without_a_word_is_found_unless_its_base_speaks() -> None:
-    tree = ast.parse(
+    module = ast.parse(
         'class Base:\n    """Said."""\n    def told(self):\n        """Said."""\n    def silent(self): ...\n'
         'class Made(Base):\n    """Said."""\n    def told(self): ...\n    def silent(self): ...\n'
         "    def _own(self): ...\ndef alone(): ...\n"
     )
-    known = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    assert silent(tree, known) == ["Base.silent", "Made.silent", "alone"]
+    known = {node.name: node for node in module.body if isinstance(node, ast.ClassDef)}
+    assert silent(module, known) == ["Base.silent", "Made.silent", "alone"]

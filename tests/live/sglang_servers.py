@@ -28,7 +28,7 @@ _GROUND = Ground(
     "sglang",
     (
         *("sglang.launch_server", "sglang.srt.entrypoints.http_server", "sglang.srt.managers.scheduler"),
-        *("sglang.srt.managers.detokenizer_manager", "sglang.srt.models.llama", "kvmover.engines.sglang.pd"),
+        *("sglang.srt.managers.detokenizer_manager", "sglang.srt.models.registry", "kvmover.engines.sglang.pd"),
     ),
     _ENVIRONMENT,
 )
