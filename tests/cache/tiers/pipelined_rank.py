@@ -50,7 +50,3 @@ def main(rank: int, size: int, folder: Path) -> None:
     sys.stdout.write(json.dumps(ended))
     sys.stdout.flush()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -11,23 +11,17 @@ from pathlib import Path
 
 def said_by(script: str, ranks: int, folder: Path) -> list:
     """What each rank writes, run together."""
-    path, root = str(Path(__file__).parent / script), Path(__file__).parents[3]
+    here, root = Path(__file__).parent, Path(__file__).parents[3]
     paths = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, path, str(rank), str(ranks), str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": paths},
-        )
-        for rank in range(ranks)
-    ]
-    said = []
-    for process in processes:
-        out, trouble = process.communicate(timeout=100)
-        assert process.returncode == 0, trouble.decode()
-        said.append(json.loads(out))
-    return said
+    ended = subprocess.run(
+        [sys.executable, here / "ranks_apart.py", here / script, str(ranks), folder],
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": paths},
+        timeout=100,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr.decode()
+    return [json.loads((folder / f"said-{rank}").read_text()) for rank in range(ranks)]
 
 
 def test_processes_agree_over_gloo_and_acknowledge_alike(tmp_path):
