@@ -29,6 +29,7 @@ from kvmover.migrate.partners import AGAIN_S, Partners, has_failed, said_in
 from kvmover.migrate.rounds import MigrationConfig, Round
 from kvmover.transfer.events import Cancel
 from kvmover.transfer.mover import Mover
+from kvmover.transfer.protocol.content import Content
 from kvmover.transfer.result import Cause, Transfer
 
 #: Characters of a reason that are told to the source.
@@ -208,7 +209,8 @@ class ArrivingRank:
                     self._pending, self._current = round_, None
                     self._ask()
                 case ListenFor(number):
-                    self._announcement = self._receive(self.migration.announcement_name(number), range(0), None)
+                    name, content = self.migration.announcement_name(number), self.migration.content
+                    self._announcement = self._receive(name, range(0), None, content)
                 case SayDecision(decision):
                     self._decision, self._decided_at = decision, self._clock()
                 case Withdraw(reason):
@@ -221,15 +223,20 @@ class ArrivingRank:
         if wanted is None or wanted.stop > self._room_tokens:
             return
         name = self.migration.round_name(wanted.number)
-        self._current = self._receive(name, range(wanted.start, wanted.stop), self._pages)
+        content = self.migration.content_of(wanted.stop)
+        self._current = self._receive(name, range(wanted.start, wanted.stop), self._pages, content)
         self._pending = None
         self._rounds += [self._current] if self._current is not None else []
 
-    def _receive(self, name: str, positions: range, pages: Sequence[npt.ArrayLike] | None) -> Transfer | None:
+    def _receive(
+        self, name: str, positions: range, pages: Sequence[npt.ArrayLike] | None, content: Content | None
+    ) -> Transfer | None:
         """A source that was lost since cannot be asked: the migration fails for it, and the engine hears in `poll`."""
         source, patience_s = self.migration.source, self._config.patience_s
         try:
-            return self._mover.receive(name, source.engine, positions, pages, source.everyone, patience_s)
+            return self._mover.receive(
+                name, source.engine, positions, pages, source.everyone, patience_s, content=content
+            )
         except PeerUnknown as error:
             self._fault = str(error)
             return None
@@ -254,7 +261,7 @@ class ArrivingRank:
         if decision is None or self.settled or self._unasked or now < self._say_at:
             return
         self._reachable = reachable
-        said = Decision(decision.taken, decision.reason[:MAX_REASON_CHARACTERS]).encode()
+        said = Decision(decision.taken, decision.reason[:MAX_REASON_CHARACTERS], self.migration.content).encode()
         nothing: list[list[int]] = [[] for _ in self._pages]
         self._answer = self._mover.send(
             self.migration.decision_name, nothing, [], said, deadline_s=self._config.patience_s

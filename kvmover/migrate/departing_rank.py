@@ -29,6 +29,7 @@ from kvmover.migrate.partners import AGAIN_S, Partners, has_failed, said_in
 from kvmover.migrate.rounds import MigrationConfig, Round
 from kvmover.transfer.events import Cancel
 from kvmover.transfer.mover import Mover
+from kvmover.transfer.protocol.content import disagreement
 from kvmover.transfer.result import Gate, Passed, Transfer
 
 
@@ -135,7 +136,7 @@ class DepartingRank:
             self._step(RoundFailed(_why(self._rounds[-1])))
         if decided:
             assert self._decision is not None
-            self._step(Decided(_decision_in(said_in(self._decision))))
+            self._step(Decided(self._decision_in(said_in(self._decision))))
         elif not lives:
             self._step(PartnerEnded(f"{self.migration.target.engine} is dead"))
         if self.phase is DeparturePhase.BACK:
@@ -167,7 +168,8 @@ class DepartingRank:
                 case AnnounceRound(round_):
                     now, name = self._now, self.migration.announcement_name(round_.number)
                     said = Announcement(round_, now.tokens, now.payload).encode()
-                    self._announcements.append(self._mover.send(name, self._no_pages, [], said))
+                    content = self.migration.content
+                    self._announcements.append(self._mover.send(name, self._no_pages, [], said, content=content))
                 case HandOver():
                     if not self._rounds[-1].ended:
                         self._mover.attach(self._rounds[-1], self._now.payload)
@@ -183,7 +185,8 @@ class DepartingRank:
     def _copy(self, round_: Round) -> None:
         now, name = self._now, self.migration.round_name(round_.number)
         gate, aux = Gate(now.event, tokens=now.tokens), None if round_.last else b""
-        self._rounds.append(self._mover.send(name, now.pages, [gate], aux))
+        content = self.migration.content_of(round_.stop)
+        self._rounds.append(self._mover.send(name, now.pages, [gate], aux, content=content))
 
     def _listen(self) -> None:
         """Ask for the decision, again where that failed: who has handed a request over has to know."""
@@ -203,13 +206,14 @@ class DepartingRank:
             name, target.engine, range(0), None, target.everyone, self._config.patience_s
         )
 
-
-def _decision_in(said: bytes) -> Decision:
-    """What is no decision was said by who cannot take a request."""
-    try:
-        return Decision.decode(said)
-    except ProtocolError as error:
-        return Decision(taken=False, reason=str(error))
+    def _decision_in(self, said: bytes) -> Decision:
+        """Who takes another request, or says what is no decision, cannot take this one."""
+        try:
+            decision = Decision.decode(said)
+        except ProtocolError as error:
+            return Decision(taken=False, reason=str(error))
+        unlike = disagreement(self.migration.content, decision.content, self._mover.config.identity)
+        return Decision(taken=False, reason=unlike) if decision.taken and unlike is not None else decision
 
 
 def _why(transfer: Transfer) -> str:

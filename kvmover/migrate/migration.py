@@ -13,6 +13,7 @@ import msgspec
 from kvmover.errors import PlanError, ProtocolError
 from kvmover.migrate.rounds import Round
 from kvmover.transfer.arguments import request_name
+from kvmover.transfer.protocol.content import Content
 from kvmover.transfer.protocol.wire import MAX_AUX_BYTES, MAX_RANKS, Natural, Positive
 
 #: Of a payload beside what an announcement says itself.
@@ -39,8 +40,10 @@ class Migration(msgspec.Struct, frozen=True):
 
     `generation`: the source counts the moves of a request, so that nothing of one that failed is taken for a later one.
     `payload`: what the target's engine needs to go on from there, as it is understood by both, at most 65,280 bytes.
+    `content`: the prompt and the answer so far, `tokens` tokens, each side's as it knows the request. A target whose
+    content is another's declines before a byte moves; None on both sides: the name alone counts, as in Mover.send.
     All ranks of both sides are given an equal one; to the target it travels by the engine's own means.
-    Raises PlanError for a name that is too long, or a payload.
+    Raises PlanError for a name that is too long, or a payload, and for content of another length.
     """
 
     request: str
@@ -49,12 +52,15 @@ class Migration(msgspec.Struct, frozen=True):
     target: Party
     tokens: Positive
     payload: bytes = b""
+    content: Content | None = None
 
     def __post_init__(self) -> None:
         request_name(self.round_name(MAX_ROUNDS))
         check_payload(self.payload)
         if self.tokens < 1:
             raise PlanError(f"{self.request} has {self.tokens} tokens; one that is moved has computed some")
+        if self.content is not None and self.content.tokens != self.tokens:
+            raise PlanError(f"{self.request} has {self.tokens} tokens, and its content is of {self.content.tokens}")
 
     def encode(self) -> bytes:
         """For the target."""
@@ -69,6 +75,10 @@ class Migration(msgspec.Struct, frozen=True):
     def first_round(self) -> Round:
         """All that was written when it began."""
         return Round(0, 0, self.tokens)
+
+    def content_of(self, tokens: int) -> Content | None:
+        """Returns what the request is of at so many tokens: it is known by those that it began to move with."""
+        return None if self.content is None else msgspec.structs.replace(self.content, tokens=tokens)
 
     def round_name(self, number: int) -> str:
         """The transfer of a round's tokens; of the last one, the hand-over comes beside them."""
@@ -102,10 +112,11 @@ class Announcement(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Target to source: whether the request is the target's. Where it is not, why."""
+    """Target to source: whether the request of this `content` is the target's. Where it is not, why."""
 
     taken: bool
     reason: str = ""
+    content: Content | None = None
 
     def encode(self) -> bytes:
         """As `aux`."""

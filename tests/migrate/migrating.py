@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec.structs import replace
 
 from kvmover.layout import Component, Fleet
 from kvmover.migrate import (
@@ -23,6 +24,7 @@ from kvmover.migrate import (
 )
 from kvmover.transfer.arguments import table_lengths
 from kvmover.transfer.config import MoverConfig
+from kvmover.transfer.protocol.content import DIGEST_BYTES, Content
 from tests.transfer.mover_fleets import CONFIG, POISON, Bench, Engine, Tables, Truth, truth_of
 
 ATTENTION = (Component("attention", 2, 2, 2, 16, "uint8"),)
@@ -33,6 +35,8 @@ HYBRID = (
     Component("state", 2, 1, 2, 16, "uint8", states=2),
 )
 MOST_TOKENS = 64
+#: What the request is of.
+DIGEST = b"a" * DIGEST_BYTES
 
 
 class Meeting:
@@ -108,17 +112,24 @@ class Move:
     def now(self, rank: int) -> Checkpoint:
         return Checkpoint(self.tokens, self.part(self.source, rank, self.tokens), self.payload())
 
-    def begin(self, config: MigrationConfig | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Both sides, all ranks."""
+    def begin(
+        self,
+        config: MigrationConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        digest: bytes = DIGEST,
+        meant: bytes = DIGEST,
+    ) -> None:
+        """Both sides, all ranks. `digest`: what the request is of; `meant`: what the target takes it for."""
         self.generation += 1
         parties = (Party(engine.name, engine.fleet.size) for engine in (self.source, self.target))
-        migration = Migration("r", self.generation, *parties, self.tokens, self.payload())
+        content = Content(self.tokens, digest)
+        migration = Migration("r", self.generation, *parties, self.tokens, self.payload(), content)
         leave, come = Meeting(self.source.fleet.size), Meeting(self.target.fleet.size)
         self.departing = [
             DepartingRank(mover, migration, self.now(rank), config, leave, clock)
             for rank, mover in enumerate(self.source.movers)
         ]
-        arriving = Migration.decode(migration.encode())
+        arriving = replace(Migration.decode(migration.encode()), content=Content(self.tokens, meant))
         self.arriving = [
             ArrivingRank(mover, arriving, self.part(self.target, rank, self.tokens), config, come, clock)
             for rank, mover in enumerate(self.target.movers)

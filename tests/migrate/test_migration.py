@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from migrating import ATTENTION, HYBRID, Move
+from migrating import ATTENTION, DIGEST, HYBRID, Move
 
 from kvmover.errors import PeerUnknown, PlanError, ProtocolError
 from kvmover.layout import Component, Fleet
 from kvmover.migrate import ArrivalPhase, DepartingRank, DeparturePhase, Migration, MigrationConfig, Party
-from kvmover.migrate.migration import MAX_PAYLOAD_BYTES
+from kvmover.migrate.migration import MAX_PAYLOAD_BYTES, Decision
 from kvmover.plan.cost import Route
+from kvmover.transfer.protocol.content import Content, IdentityCheck
 from kvmover.transfer.protocol.wire import Verb
 from tests.transfer.mover_fleets import CONFIG
 
@@ -155,7 +156,7 @@ def test_a_source_that_is_only_silent_is_not_taken_for_dead():
     names = [mover._transport.name for mover in move.source.movers]
     for name in names:
         move.bench.network.cut(name)
-    while move.arriving[0].phase is ArrivalPhase.COPYING:
+    while move.arriving[0].phase is ArrivalPhase.COPYING or move.departing[0].phase is DeparturePhase.STOPPING:
         move.step()
     assert move.arriving[0].phase is ArrivalPhase.DECLINING
     assert move.departing[0].phase in (DeparturePhase.HANDING_OVER, DeparturePhase.BACK)
@@ -169,6 +170,8 @@ def test_what_cannot_be_is_refused_by_its_values():
         Migration("r", 1, *parties, 0)
     with pytest.raises(PlanError, match="name has 26[0-9] characters"):
         Migration("r" * 250, 1, *parties, 1)
+    with pytest.raises(PlanError, match="r has 7 tokens, and its content is of 8"):
+        Migration("r", 1, *parties, 7, content=Content(8, DIGEST))
     with pytest.raises(PlanError, match="a migration has ahead_tokens = 0; it must be at least 1"):
         MigrationConfig(ahead_tokens=0)
     with pytest.raises(ProtocolError, match="no Migration in 3 bytes"):
@@ -208,3 +211,46 @@ def test_words_that_are_no_decision_bring_the_request_back():
         move.step()
     assert {each.phase for each in move.departing} == {DeparturePhase.BACK}
     assert all(each.settled for each in move.departing)
+
+
+OTHER = b"b" * 16
+
+
+@pytest.mark.parametrize(("src", "dst"), FLEETS[:3], ids=str)
+def test_a_target_that_means_another_request_gets_no_byte_and_the_right_one_moves(src: Fleet, dst: Fleet):
+    """Their names, lengths and engines are the same."""
+    move = Move.between(src, dst)
+    before = move.target.snapshot()
+    move.begin(meant=OTHER)
+    move.until_settled()
+    sentence = f"the KV is of {Content(20, DIGEST)}, and {Content(20, OTHER)} were asked for"
+    assert {(each.phase, each.reason) for each in move.arriving} == {(ArrivalPhase.DECLINED, sentence)}
+    assert {(each.phase, each.reason) for each in move.departing} == {(DeparturePhase.BACK, sentence)}
+    move.target.assert_holds(before)
+    move.begin()
+    move.until_settled()
+    assert {each.phase for each in move.arriving} == {ArrivalPhase.HERE}
+    move.assert_target_holds(move.tokens)
+
+
+@pytest.mark.parametrize("identity", IdentityCheck)
+def test_a_target_that_cannot_say_what_it_means_is_refused_unless_it_is_trusted(identity: IdentityCheck):
+    move = Move.between(*FLEETS[0], config=replace(CONFIG, identity=identity))
+    move.begin(meant=b"")
+    move.until_settled()
+    is_here = identity is IdentityCheck.TRUST
+    assert (move.arriving[0].phase is ArrivalPhase.HERE) == is_here
+    assert {each.phase for each in move.departing} == {DeparturePhase.GONE if is_here else DeparturePhase.BACK}
+
+
+@pytest.mark.parametrize("content", [Content(20, OTHER), None])
+def test_the_word_that_another_request_was_taken_leaves_this_one_where_it_is(content: Content | None):
+    move = Move.between(*FLEETS[0])
+    move.begin()
+    move.arriving = []
+    said = Decision(taken=True, content=content).encode()
+    move.target.movers[0].send(move.departing[0].migration.decision_name, [[]], [], said)
+    for _ in range(200):
+        move.step()
+    assert {each.phase for each in move.departing} == {DeparturePhase.BACK}
+    assert {str(Content(20, DIGEST)) in str(each.reason) for each in move.departing} == {True}
