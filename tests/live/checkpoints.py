@@ -1,4 +1,4 @@
-"""Checkpoints made of others: a copy whose weights are other numbers of the same shape, and one in several files."""
+"""Checkpoints made of others: with other numbers of the same shape, with another tokenizer, in several files."""
 
 from __future__ import annotations
 
@@ -23,6 +23,18 @@ def other_weights(source: Path, folder: Path) -> Path:
             (own & 0x7F) | (next_ & 0x80) for own, next_ in zip(signs, signs[1:] + signs[:1], strict=True)
         )
         file.write_bytes(bytes(raw[:start] + data))
+    return folder
+
+
+def other_tokenizer(source: Path, folder: Path) -> Path:
+    """A copy of `source` in which each byte has its neighbour's token id: texts are as long, and mean another prompt.
+    Returns it."""
+    _copy(source, folder)
+    file = folder / "tokenizer.json"
+    told = json.loads(file.read_text())
+    ids = told["model"]["vocab"]
+    told["model"]["vocab"] = {word: (number + 1) % 256 if number < 256 else number for word, number in ids.items()}
+    file.write_text(json.dumps(told))
     return folder
 
 

@@ -41,6 +41,23 @@ def generate(
     return [_answer(replace(reply, body=one)) for one in each]
 
 
+def split_body(prefill: Server, decode: Server, body: Mapping[str, Any]) -> list[Answer]:
+    """Return decode's answers to a request as it is, in a room for each prompt."""
+    ids = body.get("input_ids", ())
+    several = len(ids) if ids and isinstance(ids[0], list) else 0
+    room = rooms_at(prefill, several) if several else room_at(prefill)
+    with ThreadPoolExecutor(2) as pool:
+        halves = [pool.submit(generate, half, body, room) for half in (prefill, decode)]
+        return [half.result() for half in halves][1]
+
+
+def tokenized(server: Server, text: str) -> list[int]:
+    """Return the token ids of a text as a server has them."""
+    reply = post(f"{server.url}/tokenize", {"model": "m", "prompt": text})
+    assert reply.status == 200, reply.error
+    return reply.body["tokens"]
+
+
 def ask(
     server: Server, prompt: Sequence[int], tokens: int = 16, room: Room | None = None, timeout_s: float = 120.0
 ) -> Answer:

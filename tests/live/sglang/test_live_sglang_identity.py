@@ -7,14 +7,17 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.live.answers import Answer, many, prompts_of
+from tests.live.checkpoints import other_tokenizer
 from tests.live.conftest import ModelMaker, Servers
+from tests.live.partners import mistake, sentence
 from tests.live.server import Server
-from tests.live.sglang_client import ask, room_at, split, usage, warm
+from tests.live.sglang_client import ask, counted, generate, room_at, split, split_body, tokenized, usage, warm
 from tests.live.sglang_servers import DECODE_WITH_PREFIXES, PREFILL, sglang
 from tests.live.table import Results
 
@@ -93,3 +96,32 @@ def test_no_request_whose_halves_agree_is_refused(trio: Trio, results: Results) 
     wanted = many(lambda prompt: ask(trio.plain, prompt), prompts)
     got = many(lambda prompt: split(trio.prefill, trio.decode, prompt), prompts, 8)
     assert not results.add("sglang", "after refusals", wanted, got).failed
+
+
+def test_a_text_that_decode_tokenizes_otherwise_is_refused_and_token_ids_are_served(
+    trio: Trio, servers: Servers, model: ModelMaker, results: Results, tmp_path: Path
+) -> None:
+    folder = other_tokenizer(model("llama", "sglang"), tmp_path / "model")
+    decode, alone = servers.start(
+        sglang("sglang-identity-tokenizer", folder, mode=DECODE_WITH_PREFIXES),
+        sglang("sglang-identity-tokenizer-plain", folder),
+    )
+    warm(alone)
+    greedy = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
+    texts = [f"The quick brown fox {each} jumps. " * 9 for each in range(8)]
+    bodies = [{"text": text, "sampling_params": greedy, "return_logprob": True} for text in texts]
+    wanted = [answer for body in bodies for answer in generate(alone, body)]
+    got = [answer for body in bodies for answer in split_body(trio.prefill, decode, body)]
+    prompts = [tokenized(decode, text) for text in texts]
+    refused = mistake(
+        results,
+        "sglang",
+        "KV of the same text by another tokenizer",
+        wanted,
+        got,
+        lambda: many(lambda prompt: split(trio.prefill, decode, prompt), prompts),
+        sentence(decode, "the KV is of"),
+    )
+    assert refused == len(texts)
+    assert max(answer.seconds for answer in got) < _AT_ONCE_S
+    assert counted(decode, "kvmover_received_bytes_total") > 0

@@ -14,12 +14,12 @@ import pytest
 from tests.live.answers import Answer, many, prompts_of
 from tests.live.conftest import ModelMaker, Servers, chats_by_openais_client
 from tests.live.server import Server
-from tests.live.sglang_client import ask, counted, generate, room_at, rooms_at, split, usage, warm
+from tests.live.sglang_client import ask, counted, generate, room_at, split, split_body, usage, warm
 from tests.live.sglang_servers import DECODE, PREFILL, router, sglang
 from tests.live.table import Results
 
-#: SGLang compiles grammars with this, without a GPU too.
-_GRAMMARS = ("--grammar-backend", "xgrammar")
+#: SGLang compiles grammars with the one, without a GPU too, and takes seeds under the other.
+_OPTIONS = ("--grammar-backend", "xgrammar", "--enable-deterministic-inference")
 
 _GREEDY = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
 
@@ -64,9 +64,18 @@ GRAMMARS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+#: The same prompt by other seeds, and then other prompts by one.
+SEEDS: Mapping[str, Mapping[str, Any]] = {
+    **{f"seed {seed}": _form(30, temperature=1.0, sampling_seed=seed) for seed in (5, 6, -7)},
+    **{f"length {count}": _form(31, count=count, temperature=1.0, sampling_seed=8) for count in (1, 17, 64, 600)},
+    "a few likely ones": _form(32, temperature=0.9, top_k=40, top_p=0.9, sampling_seed=9),
+    "penalties": _form(33, temperature=0.8, frequency_penalty=0.8, repetition_penalty=1.1, sampling_seed=10),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Trio:
-    """A plain server, a prefill, and a decode of other pages. All of them take grammars."""
+    """A plain server, a prefill, and a decode of other pages. All of them take grammars and seeds."""
 
     plain: Server
     first: Server
@@ -77,25 +86,17 @@ class Trio:
         wanted, got = list[Answer](), list[Answer]()
         for body in forms.values():
             wanted += generate(self.plain, body)
-            got += self._through(body)
+            got += split_body(self.first, self.second, body)
         return wanted, got
-
-    def _through(self, body: Mapping[str, Any]) -> list[Answer]:
-        ids = body.get("input_ids", ())
-        several = len(ids) if ids and isinstance(ids[0], list) else 0
-        room = rooms_at(self.first, several) if several else room_at(self.first)
-        with ThreadPoolExecutor(2) as pool:
-            halves = [pool.submit(generate, half, body, room) for half in (self.first, self.second)]
-            return [half.result() for half in halves][1]
 
 
 @pytest.fixture(scope="module")
 def trio(servers: Servers, model: ModelMaker) -> Trio:
     weights = model("llama", "sglang")
     started = servers.start(
-        sglang("sglang-forms-plain", weights, *_GRAMMARS),
-        sglang("sglang-forms-prefill", weights, *_GRAMMARS, mode=PREFILL),
-        sglang("sglang-forms-decode", weights, *_GRAMMARS, mode=DECODE, page_tokens=32),
+        sglang("sglang-forms-plain", weights, *_OPTIONS),
+        sglang("sglang-forms-prefill", weights, *_OPTIONS, mode=PREFILL),
+        sglang("sglang-forms-decode", weights, *_OPTIONS, mode=DECODE, page_tokens=32),
     )
     warm(started[0])
     return Trio(*started)
@@ -110,6 +111,13 @@ def test_forms_of_request(kind: str, forms: Mapping[str, Mapping[str, Any]], tri
     moved = counted(trio.second, "kvmover_received_bytes_total") - before
     assert not results.add("sglang", kind, wanted, got, f"{moved / 1e6:.1f} MB moved").failed
     assert moved > 0
+    assert usage(trio.first) == usage(trio.second) == 0
+
+
+def test_answers_are_drawn_by_their_seeds(trio: Trio, results: Results) -> None:
+    wanted, got = trio.compare(SEEDS)
+    assert len({answer.tokens for answer in wanted}) == len(SEEDS)
+    assert not results.add("sglang", "sampling with seeds", wanted, got).failed
     assert usage(trio.first) == usage(trio.second) == 0
 
 
