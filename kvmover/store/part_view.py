@@ -12,6 +12,7 @@ from kvmover.store.namespace import check_page
 from kvmover.store.objects import Failure, Fault, ObjectDraft, ObjectRead, Objects, Verdict
 from kvmover.store.part import PagePart, PartKey
 from kvmover.store.results import Got, GotResult, Put, PutResult
+from kvmover.store.tenure import Tenure
 
 _WRITTEN, _PRESENT, _ELSEWHERE = (PutResult(put) for put in (Put.WRITTEN, Put.PRESENT, Put.ELSEWHERE))
 #: A page is read no more often than this, whatever a service says is gone and then there again.
@@ -22,22 +23,24 @@ _READ, _ABSENT = GotResult(Got.READ), GotResult(Got.ABSENT)
 class PartView:
     """Pages go to and come from packed memory, `head layer kv token dim` of the part, `part.nbytes` at each address.
 
-    Every batch has as many answers as pages, whatever fails: ranks that must agree can count on it.
+    Every batch has as many answers as pages, whatever fails: ranks that must agree can count on it. Once the store has
+    left the namespace of the view, nothing is there and no put is taken.
     """
 
     def __init__(
-        self, objects: Objects[Any], part: PagePart, key: PartKey, writes: Callable[[bytes], bool] | None = None
+        self, tenure: Tenure, part: PagePart, key: PartKey, writes: Callable[[bytes], bool] | None = None
     ) -> None:
-        self.part = part
+        self.part, self.writes = part, writes
         self._size = part.nbytes
-        self._objects, self._key, self._writes = objects, key, writes
+        self._tenure, self._key = tenure, key
         self._plans: dict[tuple[PartKey, ...], tuple[ObjectShare, ...] | None] = {}
 
     def exists(self, pages: Sequence[bytes]) -> list[bool]:
         """Whether every object that this part needs of a page is complete. Raises StoreError for what is no hash."""
         for page in pages:
             check_page(page)
-        return [self._plan(parts) is not None for parts in self._objects.parts_of(pages, self._key)]
+        with self._tenure.using() as objects:
+            return [self._plan(parts) is not None for parts in objects.parts_of(pages, self._key)]
 
     def leading(self, pages: Sequence[bytes]) -> int:
         """How many pages exist before the first that does not."""
@@ -45,26 +48,33 @@ class PartView:
 
     def put(self, pages: Sequence[bytes], addresses: Sequence[int]) -> list[PutResult]:
         """Write pages that are not there yet. Raises StoreError or DescriptorError before anything is written."""
-        self._check(pages, addresses)
+        with self._tenure.using() as objects:
+            return self._put(objects, pages, addresses)
+
+    def get(self, pages: Sequence[bytes], addresses: Sequence[int]) -> list[GotResult]:
+        """Read pages. Where an object turns out bad and others cover for it, those are read instead."""
+        with self._tenure.using() as objects:
+            return self._get(objects, pages, addresses)
+
+    def _put(self, objects: Objects[Any], pages: Sequence[bytes], addresses: Sequence[int]) -> list[PutResult]:
+        self._check(objects, pages, addresses)
         results: dict[int, PutResult] = {}
-        todo = self._missing(pages, results)
+        todo = self._missing(objects, pages, results)
         if todo:
             drafts = [ObjectDraft(pages[item], addresses[item]) for item in todo]
-            reasons = self._objects.put(self.part, self._key, drafts, pages)
+            reasons = objects.put(self.part, self._key, drafts, pages)
             for item, reason in zip(todo, reasons, strict=True):
                 results[item] = PutResult(Put.FAILED, reason) if reason else _WRITTEN
         first = {page: results[item] for item, page in reversed(list(enumerate(pages))) if item in results}
         answers = [results.get(item, _PRESENT if first[page].ok else first[page]) for item, page in enumerate(pages)]
-        counters = self._objects.counters
+        counters = objects.counters
         counters.puts.update(answer.outcome for answer in answers)
         counters.failed.update(answer.reason for answer in answers if not answer.ok)
         counters.written_bytes += self._size * sum(answer is _WRITTEN for answer in answers)
         return answers
 
-    def get(self, pages: Sequence[bytes], addresses: Sequence[int]) -> list[GotResult]:
-        """Read pages. Where an object turns out bad and others cover for it, those are read instead."""
-        self._check(pages, addresses)
-        objects = self._objects
+    def _get(self, objects: Objects[Any], pages: Sequence[bytes], addresses: Sequence[int]) -> list[GotResult]:
+        self._check(objects, pages, addresses)
         swept = objects.sweep(self.part, self._plan, pages, addresses)
         objects.used([pages[item] for item in swept])
         results = dict.fromkeys(swept, _READ)
@@ -73,9 +83,9 @@ class PartView:
         for _ in range(_ROUNDS):
             if not pending:
                 break
-            reads = self._reads(pending, pages, addresses)
+            reads = self._reads(objects, pending, pages, addresses)
             failures = objects.read(self.part, reads) if reads else []
-            failed = {failure.read.item: self._judge(failure, again) for failure in failures}
+            failed = {failure.read.item: self._judge(objects, failure, again) for failure in failures}
             done = [item for item in dict.fromkeys(read.item for read in reads) if item not in failed]
             objects.used([pages[item] for item in done])
             for item in pending:
@@ -88,13 +98,13 @@ class PartView:
         objects.counters.read_bytes += self._size * sum(result.ok for result in results.values())
         return [results[item] for item in range(len(pages))]
 
-    def _check(self, pages: Sequence[bytes], addresses: Sequence[int]) -> None:
+    def _check(self, objects: Objects[Any], pages: Sequence[bytes], addresses: Sequence[int]) -> None:
         if len(pages) != len(addresses):
             raise StoreError(f"{len(pages)} pages at {len(addresses)} addresses")
         for page in pages:
             check_page(page)
         if addresses:
-            memory_at, low, high = self._objects.memory_at, min(addresses), max(addresses)
+            memory_at, low, high = objects.memory_at, min(addresses), max(addresses)
             try:
                 memory_at(low, high - low + self._size)  # most batches lie in one pool
             except DescriptorError:
@@ -108,24 +118,26 @@ class PartView:
             self._plans[parts] = shares(self._key.box, held)
         return self._plans[parts]
 
-    def _missing(self, pages: Sequence[bytes], results: dict[int, PutResult]) -> list[int]:
+    def _missing(self, objects: Objects[Any], pages: Sequence[bytes], results: dict[int, PutResult]) -> list[int]:
         """Which of `pages` are to be written here; the others have their answer, or are twins of one that is."""
         todo: dict[bytes, int] = {}
         owed: list[object] = []
-        for item, (page, found) in enumerate(zip(pages, self._objects.find(pages, self._key), strict=True)):
+        for item, (page, found) in enumerate(zip(pages, objects.find(pages, self._key), strict=True)):
             if found and (plan := self._plan(found.parts)):
                 results[item] = _PRESENT
                 owed += [found.objects[share.number] for share in plan]
-            elif self._writes and not self._writes(page):
+            elif self.writes and not self.writes(page):
                 results[item] = _ELSEWHERE
             else:
                 todo.setdefault(page, item)
-        self._objects.owe(owed)
+        objects.owe(owed)
         return list(todo.values())
 
-    def _reads(self, pending: Sequence[int], pages: Sequence[bytes], addresses: Sequence[int]) -> list[ObjectRead[Any]]:
+    def _reads(
+        self, objects: Objects[Any], pending: Sequence[int], pages: Sequence[bytes], addresses: Sequence[int]
+    ) -> list[ObjectRead[Any]]:
         reads: list[ObjectRead[Any]] = []
-        asked = self._objects.find([pages[item] for item in pending], self._key)
+        asked = objects.find([pages[item] for item in pending], self._key)
         for item, found in zip(pending, asked, strict=True):
             plan = self._plan(found.parts) if found else None
             if found and plan:
@@ -133,7 +145,7 @@ class PartView:
                     reads.append(ObjectRead(item, addresses[item], found.objects[each.number], each))
         return reads
 
-    def _judge(self, failure: Failure[Any], again: set[int]) -> tuple[GotResult, bool]:
+    def _judge(self, objects: Objects[Any], failure: Failure[Any], again: set[int]) -> tuple[GotResult, bool]:
         """What a failed read means, and whether the page is to be read again.
 
         The object was deleted meanwhile; or it is bad, when it is looked at again, and goes; or it is well, and is read
@@ -141,7 +153,7 @@ class PartView:
         """
         if failure.fault is Fault.HERE:
             return GotResult(Got.FAILED, failure.reason), False
-        verdict, reason = self._objects.judge(failure)
+        verdict, reason = objects.judge(failure)
         match verdict:
             case Verdict.UNKNOWN:
                 return GotResult(Got.FAILED, reason), False

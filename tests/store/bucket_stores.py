@@ -84,8 +84,16 @@ def open_over(
     service: MemoryStore, client: Any = obstore, policy: Policy | None = None, space: Namespace = SPACE
 ) -> PageStore:
     """A store over a service in this process: another call is another machine's."""
-    bucket = ObjectBucket("memory://", client, service)
-    return PageStore(space.folder, BucketObjects(bucket, space.folder, space.digest, policy or Policy()))
+    return store_in(ObjectBucket("memory://", client, service), space, policy)
+
+
+def store_in(bucket: ObjectBucket, space: Namespace, policy: Policy | None = None) -> PageStore:
+    """A store over a bucket that stays open for the next namespace."""
+
+    def opens(space: Namespace) -> BucketObjects:
+        return BucketObjects(bucket, space.folder, space.digest, policy or Policy())
+
+    return PageStore(space.folder, opens(space), opens)
 
 
 def names(service: MemoryStore, suffix: str = "") -> list[str]:

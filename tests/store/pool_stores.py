@@ -151,5 +151,9 @@ def open_over(
     policy: Policy | None = None,
 ) -> PageStore:
     """A store over a client: another call is another process's."""
-    pool = PoolClient("mooncake://test", client, getattr(client, "kept", None))  # pyright: ignore[reportArgumentType]
-    return PageStore(space.folder, MooncakeObjects(pool, f"{prefix}/{space.folder}", policy or Policy()))
+
+    def opens(space: Namespace) -> MooncakeObjects:
+        pool = PoolClient("mooncake://test", client, getattr(client, "kept", None))  # pyright: ignore[reportArgumentType]
+        return MooncakeObjects(pool, f"{prefix}/{space.folder}", policy or Policy())
+
+    return PageStore(space.folder, opens(space), opens)

@@ -112,7 +112,9 @@ def test_a_reader_of_what_is_evicted_reads_no_other_bytes(keeper: Served) -> Non
         store.objects.catalog.refresh = lambda: None  # it has not heard of it yet
         assert other.clear() == 4
         store.objects.find = lambda asked, wanted: [found[pages.index(page)] for page in asked]
-        failures = store.objects.read(part_of(ALONE), rank.view._reads(range(4), pages, rank.addresses(4)))
+        failures = store.objects.read(
+            part_of(ALONE), rank.view._reads(store.objects, range(4), pages, rank.addresses(4))
+        )
         assert [failure.reason[:10] for failure in failures] == ["ends after"] * 4
         del store.objects.find, store.objects.catalog.refresh
         assert {answer.outcome for answer in rank.get(pages)} == {Got.ABSENT}

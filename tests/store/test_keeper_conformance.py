@@ -9,10 +9,10 @@ from typing import ClassVar
 
 import pytest
 from keepers import KeeperProcess, location
-from test_store_conformance import PageStoreSubject
+from test_store_conformance import PageStoreConformance, PageStoreSubject, space_of
 
-from kvmover.store import Namespace, PageStore
-from kvmover.testing.store import PAGES, Identity, StoreConformance
+from kvmover.store import PageStore
+from kvmover.testing.store import PAGES, Identity
 
 
 class KeeperSubject(PageStoreSubject):
@@ -20,7 +20,7 @@ class KeeperSubject(PageStoreSubject):
 
     def __init__(self, keeper: KeeperProcess, folder: Path, identity: Identity) -> None:
         self.keeper, self.folder = keeper, folder
-        space = Namespace(identity.model, identity.weights, identity.page_tokens, identity.tenant)
+        space = space_of(identity)
         self.over(PageStore.open(location(folder), space), space, identity)
 
     def close(self) -> None:
@@ -31,7 +31,7 @@ class KeeperSubject(PageStoreSubject):
             time.sleep(0.001)
 
 
-class TestKeeper(StoreConformance):
+class TestKeeper(PageStoreConformance):
     """Slabs are as long as the kit's pages."""
 
     keeper: ClassVar[KeeperProcess]

@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 from pool_processes import PoolProcesses
 from pool_stores import NO_MASTER, NO_ROOM, NOT_MOVED, DictClient, FaultyClient, open_over
-from test_store_conformance import PageStoreSubject
+from test_store_conformance import PageStoreConformance, PageStoreSubject, space_of
 
-from kvmover.store import Namespace
 from kvmover.store.mooncake.address import PoolAddress
 from kvmover.store.mooncake.client import PoolClient
-from kvmover.testing.store import PAGES, Identity, StoreConformance
+from kvmover.testing.store import PAGES, Identity
 
 
 class PoolMirror:
@@ -58,7 +57,7 @@ class PoolSubject(PageStoreSubject):
     def __init__(self, mirror: PoolMirror, identity: Identity) -> None:
         self.mirror = mirror
         mirror.push()
-        space = Namespace(identity.model, identity.weights, identity.page_tokens, identity.tenant)
+        space = space_of(identity)
         self.over(open_over(mirror.client, space, mirror.prefix), space, identity)
 
     def put(self, pages: Sequence[bytes], payloads: Sequence[bytes]) -> list[bool]:
@@ -77,7 +76,7 @@ class PoolSubject(PageStoreSubject):
         self.mirror.clean()
 
 
-class PoolConformance(StoreConformance):
+class PoolConformance(PageStoreConformance):
     """`client` is the pool's, and what fails in it."""
 
     client: FaultyClient

@@ -97,7 +97,7 @@ def test_another_copy_serves_where_one_is_bad(tmp_path: Path) -> None:
         for half in halves:
             half.put(pages)
         # Written behind the back of the lookup, as a second process may that has not heard of the first.
-        whole.view._missing = lambda pages, _: list(range(len(pages)))
+        whole.view._missing = lambda _, pages, _results: list(range(len(pages)))
         whole.put(pages)
         assert store.stat().objects == 6
         damage(store, 0)  # an object of the first half
@@ -114,7 +114,7 @@ def test_a_bad_whole_page_is_read_from_its_halves(tmp_path: Path) -> None:
         whole.put(pages)
         halves = [Rank.of(store, GQA, Fleet(tp=2), rank) for rank in range(2)]
         for half in halves:
-            half.view._missing = lambda pages, _: list(range(len(pages)))
+            half.view._missing = lambda _, pages, _results: list(range(len(pages)))
             half.put(pages)
         damage(store, 0)
         assert [r.outcome for r in whole.get(pages)] == [Got.READ]
@@ -430,6 +430,49 @@ def test_a_root_that_is_no_directory_is_refused(tmp_path: Path) -> None:
 def test_a_store_of_another_namespace_gives_no_view(store: PageStore) -> None:
     with pytest.raises(StoreError, match="is not what is stored"):
         store.view(Namespace("other", "rev-1", PAGE), WHOLE)
+
+
+def test_watchers_hear_of_losses_in_the_namespace_that_a_store_has_gone_on_to(tmp_path: Path) -> None:
+    class Notes:
+        def __init__(self) -> None:
+            self.pages: set[bytes] = set()
+
+        def lost(self, page: bytes) -> None:
+            self.pages.add(page)
+
+    notes, pages, other = Notes(), pages_of(3), Namespace("llama", "rev-2", PAGE)
+    with PageStore.open(tmp_path, SPACE) as store:
+        store.watch(notes)
+        rank = Rank(store, WHOLE)
+        rank.put(pages)
+        store.become(other)
+        notes.pages.clear()  # what was left is lost too
+        rank.view = store.view(other, WHOLE)
+        rank.put(pages)
+        store.clear()
+        assert notes.pages == set(pages)
+
+
+def test_a_store_that_cannot_open_its_next_namespace_holds_nothing_until_it_can(tmp_path: Path) -> None:
+    with PageStore.open(tmp_path, SPACE) as store:
+        rank, pages, other = Rank(store, WHOLE), pages_of(3), Namespace("llama", "rev-2", PAGE)
+        rank.put(pages)
+        (tmp_path / other.folder).write_bytes(b"no directory")
+        with pytest.raises(StoreError, match="cannot open the page store"):
+            store.become(other)
+        rank.view = store.view(other, WHOLE)
+        assert [result.ok for result in rank.put(pages)] == [False] * 3
+        store.become(SPACE)
+        rank.view = store.view(SPACE, WHOLE)
+        assert [result.ok for result in rank.get(pages)] == [True] * 3
+
+
+def test_a_store_that_a_tool_opened_becomes_no_other(store: PageStore, tmp_path: Path) -> None:
+    with (
+        PageStore.of_folder(tmp_path / SPACE.folder, SPACE.digest) as found,
+        pytest.raises(StoreError, match="no other"),
+    ):
+        found.become(SPACE)
 
 
 def test_a_full_file_system_is_survived_with_the_reason(tmp_path: Path) -> None:

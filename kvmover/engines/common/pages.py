@@ -15,7 +15,7 @@ from kvmover.bounce import PageBounce
 from kvmover.errors import StoreError
 from kvmover.layout import Component, Fleet, Layout, Pool, PoolSpec
 from kvmover.regions import Move
-from kvmover.store import DIRECT_BYTES, PageStore, PartView, elected, replicas
+from kvmover.store import DIRECT_BYTES, Namespace, PageStore, PartView, elected, replicas
 from kvmover.transport import memory_of
 
 if TYPE_CHECKING:
@@ -77,6 +77,10 @@ class PoolBackend(Protocol):
 
     def get_flat(self, page: bytes, flat: torch.Tensor) -> bool:
         """Read a page into `flat`, contiguous on the host, which the engine puts into the pool itself."""
+        ...
+
+    def moved(self, store: PageStore, space: Namespace) -> PoolBackend:
+        """Returns the backend of the same pool in `space`, which `store` has become: this one moves nothing more."""
         ...
 
 
@@ -150,6 +154,9 @@ class PackedBackend(PoolBackend):
     def get_flat(self, page: bytes, flat: torch.Tensor) -> bool:
         return self._alone(flat).get([page], np.arange(self.page_tokens))[0]
 
+    def moved(self, store: PageStore, space: Namespace) -> PackedBackend:
+        return replace(self, view=_again(store, space, self.view))
+
     def _alone(self, flat: torch.Tensor) -> PackedBackend:
         """A page that the engine has taken out of the pool is a pool of one page, dense in the order of the pool."""
         layout = self.pool.spec.layout
@@ -194,6 +201,9 @@ class InPlaceBackend(PoolBackend):
             as_bytes(flat).copy_(scratch)
         return ok
 
+    def moved(self, store: PageStore, space: Namespace) -> InPlaceBackend:
+        return replace(self, views=tuple(_again(store, space, view) for view in self.views))
+
     def _put(self, pages: Sequence[bytes], addresses: list[list[int]]) -> list[bool]:
         return of_all([[r.ok for r in view.put(pages, at)] for view, at in zip(self.views, addresses, strict=True)])
 
@@ -232,6 +242,13 @@ class EmptyBackend(PoolBackend):
         return True
 
     get_flat = put_flat
+
+    def moved(self, store: PageStore, space: Namespace) -> EmptyBackend:
+        return self
+
+
+def _again(store: PageStore, space: Namespace, view: PartView) -> PartView:
+    return store.view(space, view.part, view.writes)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,8 +22,11 @@ log = logging.getLogger(__name__)
 Job = TypeVar("Job")
 
 
-def open_store(settings: StoreSettings, space: Namespace) -> PageStore:
-    """Past the page cache where a disk allows it. Raises ConfigError without a root, StoreError for a bad one."""
+def open_store(settings: StoreSettings, space: Namespace | None) -> PageStore:
+    """Past the page cache where a disk allows it. `space`: None for no namespace, see `PageStore.become`.
+
+    Raises ConfigError without a root, StoreError for a bad one.
+    """
     root = settings.location()
     files = files_for(root) if isinstance(root, Path) and root.is_dir() else None
     return PageStore.open(root, space, settings, files)

@@ -212,4 +212,4 @@ class ChunkStore:
         """What the engine used goes last."""
         pages = {page_of(key) for _ in range(len(self._touched)) for key in self._touched.popleft()}
         if pages:
-            self.store.objects.used(list(pages))
+            self.store.used(list(pages))
