@@ -81,6 +81,7 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any], torch.dtype]] = {
     "qwen3-other": ("qwen3", {"head_dim": 32, "num_hidden_layers": 6}, torch.float32),
     "qwen3-bf16": ("qwen3", {"head_dim": 32}, torch.bfloat16),
     "llama": ("llama", {"head_dim": 32}, torch.float32),
+    "llama-doubled": ("llama", {"head_dim": 32, "num_key_value_heads": 8}, torch.float32),
     "llama-other": ("llama", {"head_dim": 32, "num_hidden_layers": 6}, torch.float32),
     "llama-bf16": ("llama", {"head_dim": 32}, torch.bfloat16),
     "latent": ("deepseek_v2", _LATENT, torch.float32),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from perf import record
 from perf.wrong_partner import AFTERWARDS, WRONG_PARTNER
@@ -19,22 +21,57 @@ _FOLDERS = re.compile(r"(?<![\w:/.])/(?:[\w.-]+/)+(?=[\w.-])")
 #: What engines write before kvmover's own words: time and rank, or the exception that SGLang has made of them.
 _BEFORE = re.compile(r"^.*?\] |^.*?KVTransferError\(bootstrap_room=\d+\): ")
 
-#: How a router mixes two prompts up, by the name of the mistake: the one that is prefilled, and the one to be decoded.
-MIX_UPS: Mapping[str, Callable[[list[int], list[int]], tuple[list[int], list[int]]]] = {
-    "KV of another prompt of the same length": lambda one, other: (one, other),
-    "KV of a longer prompt": lambda one, other: (one, other[:-10]),
-    "KV of a shorter prompt": lambda one, other: (one[:-10], other),
-    "KV of the chat's turn before": lambda one, other: (one, one + other[:40]),
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt, with what else is said of the request: a salt, an adapter."""
+
+    prompt: list[int]
+    said: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+#: What is prefilled, and what is decoded with its KV.
+Mixed = tuple[Asked, Asked]
+
+#: How a router mixes two prompts of one length up, by the name of the mistake.
+MIX_UPS: Mapping[str, Callable[[list[int], list[int]], Mixed]] = {
+    "KV of another prompt of the same length": lambda one, other: (Asked(one), Asked(other)),
+    "KV of a longer prompt": lambda one, other: (Asked(one), Asked(other[:-10])),
+    "KV of a shorter prompt": lambda one, other: (Asked(one[:-10]), Asked(other)),
+    "KV of the chat's turn before": lambda one, other: (Asked(one), Asked(one + other[:40])),
+    "KV of another question behind the same head": lambda one, other: (
+        Asked(one),
+        Asked([*one[: len(one) // 2], *other[len(one) // 2 :]]),
+    ),
+    "KV under another salt": lambda one, _: (Asked(one, {"cache_salt": "a"}), Asked(one, {"cache_salt": "b"})),
+    "KV without a salt for a prompt with one": lambda one, _: (Asked(one), Asked(one, {"cache_salt": "a"})),
 }
 
 #: Lengths of the prompts that are mixed up.
 _LENGTHS = (500, 300, 64, 17)
 
 
-def mixed_up(mistake: str, seed: int) -> list[tuple[list[int], list[int]]]:
-    """Returns pairs of a prompt that is prefilled and one that is decoded with its KV, by a mistake of MIX_UPS."""
+def mixed_up(mistake: str, seed: int) -> list[Mixed]:
+    """Returns pairs of what is prefilled and what is decoded with its KV, by a mistake of MIX_UPS."""
     drawn = prompts_of(2 * len(_LENGTHS), seed, least_tokens=512, most_tokens=512)
     return [MIX_UPS[mistake](drawn[2 * at][:n], drawn[2 * at + 1][:n]) for at, n in enumerate(_LENGTHS)]
+
+
+def not_mixed_up(seed: int) -> list[Mixed]:
+    """Returns the same requests for both halves: what is wrong is who they are sent to."""
+    return [(asked, asked) for asked in map(Asked, prompts_of(4, seed, least_tokens=100, most_tokens=500))]
+
+
+def exchanged(seed: int) -> list[Mixed]:
+    """Returns requests whose KV is that of their neighbour's prompt."""
+    asked = [Asked(prompt) for prompt in prompts_of(4, seed, least_tokens=100, most_tokens=300)]
+    return [(one, asked[at ^ 1]) for at, one in enumerate(asked)]
+
+
+def tells_weights_apart(line: str) -> bool:
+    """Returns whether a sentence of two models has a digest for either, and two different ones."""
+    found = re.search(r"peer holds weights (\w{12}) of \S+ .*this side holds weights (\w{12}) of \S+ ", line)
+    return found is not None and found[1] != found[2]
 
 
 def sentence(server: Server, words: str, within_s: float = 10.0) -> str:

@@ -21,9 +21,10 @@ def ask(
     tokens: int = 16,
     params: Mapping[str, Any] | None = None,
     timeout_s: float = 120.0,
+    **said: Any,
 ) -> Answer:
     """Greedy tokens and their log probabilities. `params`: `kv_transfer_params`, as the other half answered."""
-    return _answer(post(f"{server.url}/v1/completions", _payload(prompt, tokens, params), timeout_s))
+    return _answer(post(f"{server.url}/v1/completions", {**_payload(prompt, tokens, params), **said}, timeout_s))
 
 
 def prefill(server: Server, prompt: Sequence[int], timeout_s: float = 120.0) -> Answer:
@@ -41,10 +42,15 @@ def split(first: Server, second: Server, prompt: Sequence[int], tokens: int = 16
 
 
 def ask_several(
-    server: Server, prompt: Sequence[Any], tokens: int = 16, params: Mapping[str, Any] | None = None, **said: Any
+    server: Server,
+    prompt: Sequence[Any],
+    tokens: int = 16,
+    params: Mapping[str, Any] | None = None,
+    timeout_s: float = 120.0,
+    **said: Any,
 ) -> list[Answer]:
     """An answer a choice, in order, of one request: for `n`, or for a `prompt` that is a list of prompts."""
-    reply = post(f"{server.url}/v1/completions", {**_payload(prompt, tokens, params), **said})
+    reply = post(f"{server.url}/v1/completions", {**_payload(prompt, tokens, params), **said}, timeout_s)
     if reply.status != 200:
         return [_answer(reply)]
     return [_answer(replace(reply, body={**reply.body, "choices": [choice]})) for choice in reply.body["choices"]]

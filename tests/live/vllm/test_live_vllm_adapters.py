@@ -18,6 +18,7 @@ from tests.live.partners import mistake, sentence
 from tests.live.server import Server
 from tests.live.table import Results
 from tests.live.vllm_client import FOR_ANOTHER, ask_several, usage, warm
+from tests.live.vllm_partners import ADAPTERS, Halves, alone, of_adapters, one_for_another, with_adapters
 from tests.live.vllm_servers import kvmover, vllm
 
 _ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
@@ -48,14 +49,9 @@ def split_as(lab: Lab, prefilled: str, decoded: str, prompt: Prompt) -> Answer:
 @pytest.fixture(scope="module")
 def lab(servers: Servers, model: ModelMaker, tmp_path_factory: pytest.TempPathFactory) -> Lab:
     weights, copies = model("qwen3", "vllm"), tmp_path_factory.mktemp("adapters")
-    one, two = (model(f"adapter-{seed}", "vllm") for seed in (1, 2))
     commands = []
     for name, third in (("prefill", "A"), ("decode", "B"), ("plain", "B")):
-        folders = {"A": copies / name / "A", "B": copies / name / "B"}
-        for source, folder in zip((one, two), folders.values(), strict=True):
-            shutil.copytree(source, folder)
-        modules = [f"{adapter}={folder}" for adapter, folder in {**folders, "C": folders[third]}.items()]
-        more = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", *modules)
+        more = with_adapters(copies / name, third, model)
         kv = None if name == "plain" else kvmover(policy="fail")
         commands.append(vllm(f"vllm-adapters-{name}", weights, *more, kv=kv, environment=_ENVIRONMENT))
     started = servers.start(*commands)
@@ -89,29 +85,11 @@ def test_an_adapter_that_is_loaded_while_servers_run_is_one_of_those(lab: Lab, r
     assert lab.second.metrics(RECEIVED)[RECEIVED] - before == len(prompts)
 
 
-@pytest.mark.parametrize(
-    ("prefilled", "decoded", "what"),
-    [
-        ("A", "B", "prefilled with adapter A, decoded with B"),
-        ("m", "A", "prefilled without an adapter, decoded with one"),
-        ("A", "m", "prefilled with an adapter, decoded without"),
-        ("C", "C", "an adapter of one name and two contents"),
-    ],
-)
-def test_kv_of_another_adapter_is_not_taken(
-    lab: Lab, results: Results, prefilled: str, decoded: str, what: str
-) -> None:
-    prompts = prompts_of(4, seed=170 + len(what), least_tokens=100, most_tokens=300)
-    wanted = [answered(lab.plain, decoded, prompt) for prompt in prompts]
-    got = [split_as(lab, prefilled, decoded, prompt) for prompt in prompts]
-    refused = mistake(
-        results,
-        "vllm",
-        what,
-        wanted,
-        got,
-        lambda: [answered(lab.second, decoded, prompt) for prompt in prompts],
-        sentence(lab.second, "is computed here: the KV is of"),
-    )
-    assert refused == 0
+@pytest.mark.parametrize("what", ADAPTERS)
+def test_kv_of_another_adapter_is_not_taken(lab: Lab, results: Results, what: str) -> None:
+    made = of_adapters(what)
+    asked = [other for _, other in made]
+    got = one_for_another(Halves(lab.first, lab.second, lab.first), made, 60.0)
+    said = sentence(lab.second, "is computed here: the KV is of")
+    assert mistake(results, "vllm", what, alone(lab.plain, asked), got, lambda: alone(lab.second, asked), said) == 0
     assert usage(lab.second) == 0

@@ -19,6 +19,7 @@ from tests.live.server import Server
 from tests.live.table import Results
 from tests.live.vllm_client import Stream, ask, prefill, split, usage, warm
 from tests.live.vllm_forms import CHAT, Form, ask_choices, split_choices
+from tests.live.vllm_partners import RESETS
 from tests.live.vllm_servers import kvmover, router, vllm, vllm_bench
 
 
@@ -84,10 +85,6 @@ class Trio:
             wanted += ask_choices(self.plain, form)
             got += split_choices(self.first, self.second, form)
         return wanted, got
-
-
-#: With the endpoint that empties a prefix cache.
-RESETS = {"VLLM_SERVER_DEV_MODE": "1"}
 
 
 @pytest.fixture(scope="module")
