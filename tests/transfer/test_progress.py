@@ -279,6 +279,19 @@ def test_closing_fails_what_is_open_and_frees_everybody_who_waits():
         nothing_is_left(threads)
 
 
+def test_metrics_are_answered_while_the_thread_is_busy_by_what_was_seen_last():
+    with Threads.of() as threads:
+        _, target = threads.start()
+        progress, busy, may_go = threads.progress[1], threading.Event(), threading.Event()
+        before = target.snapshot()
+        progress.submit(lambda _: (busy.set(), may_go.wait(WITHIN_S)))
+        assert busy.wait(WITHIN_S)
+        threads.pair.dst.movers[0].meter.add(Count.POLL_FAULTS)
+        assert target.snapshot() is before
+        may_go.set()
+        assert target.snapshot().meter.counts[Count.POLL_FAULTS] == before.meter.counts[Count.POLL_FAULTS] + 1
+
+
 def test_a_call_that_was_made_before_closing_is_made():
     """The thread is in another call then, and comes to both afterwards."""
     with Threads.of() as threads:

@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 #: `close` waits so long for the poll that is under way.
 CLOSE_S = 60.0
 
+#: `snapshot` waits so long for the poll that is under way: well below the 10 s that Prometheus waits for an answer.
+LOOK_S = 2.0
+
 T = TypeVar("T")
 
 
@@ -68,8 +71,8 @@ class Progress:
         self._gate = threading.RLock()  # `_over` is set once, before the thread's last look at the queue
         self._over: str | None = None
         self._pid = os.getpid()
-        at = mover.snapshot()
-        self._name = f"the mover of {at.engine} rank {at.rank}"
+        self._seen = mover.snapshot()
+        self._name = f"the mover of {self._seen.engine} rank {self._seen.rank}"
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         mover.hand_to(self._thread)
         _running.add(self)
@@ -108,14 +111,24 @@ class Progress:
         return future
 
     def snapshot(self) -> Snapshot:
-        """Counts, times and gauges between two polls; once closed, the last ones."""
+        """Returns counts, times and gauges between two polls; once closed, the last ones.
+
+        A poll or a call that takes longer than `LOOK_S` (a transport that copies at once, a busy machine) is not waited
+        for: the snapshot is then the one that was taken last, so that metrics are answered whatever a peer does.
+        """
         try:
-            return self.submit(Mover.snapshot).result()
+            return self.submit(self._look).result(LOOK_S)
+        except TimeoutError:
+            return self._seen
         except TransportError:
             if self._over is None:
                 raise
             self._join()
             return self._mover.snapshot()
+
+    def _look(self, mover: Mover) -> Snapshot:
+        self._seen = mover.snapshot()
+        return self._seen
 
     def begin(self, call: Callable[[Mover], Transfer]) -> Future[Transfer]:
         """As `submit`, for a call that begins a transfer, whose end can be waited for from then on."""
