@@ -36,11 +36,11 @@ SLAB_BYTES = 4 * PAGE_BYTES
 
 
 class Served:
-    """A keeper in a thread, of four slabs of four pages."""
+    """A keeper in a thread, of slabs of four pages: four, or so many."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, slabs: int = 4) -> None:
         self.folder = folder
-        self.server = KeeperServer(folder / "keeper.sock", 4 * SLAB_BYTES, SLAB_BYTES)
+        self.server = KeeperServer(folder / "keeper.sock", slabs * SLAB_BYTES, SLAB_BYTES)
         self.over = threading.Event()
         self.thread = threading.Thread(target=self.server.serve, args=(self.over.is_set, 0.01))
         self.thread.start()
@@ -308,6 +308,33 @@ def test_sealed_memory_can_be_copied_to_huge_pages_where_the_kernel_has_them(tmp
     assert os.pread(fd, 4 << 20, 0) == b"\x5a" * (4 << 20)
     memory.give_back(fd)
     assert memory.collapse(-1, 4 << 20) is False
+
+
+def test_verify_of_a_client_with_bad_memory_keeps_to_the_budget(tmp_path: Path, monkeypatch) -> None:
+    """Everything seems bad to such a process, which is told so; most is left to the others."""
+    pages = pages_of(80)
+    served = Served(tmp_path, 24)
+    try:
+        with served.open() as store:
+            assert oks(whole(store, 80).put(pages)) == [True] * 80
+            store.flush()
+            real = os.preadv
+
+            def flipped(fd, views, offset):
+                moved = real(fd, views, offset)
+                for at in range(0, len(views[0]), PAGE_BYTES // 4):
+                    views[0][at] ^= 1
+                return moved
+
+            with served.open("broken") as broken:
+                with monkeypatch.context() as patched:
+                    patched.setattr(os, "preadv", flipped)
+                    verified = broken.verify()
+                assert (sum(verified.bad.values()), sum(verified.spared.values())) == (32, 48)
+                assert sum(broken.counters.deleted.values()) == 32
+            assert sum(oks(whole(store, 80).get(pages))) == 48
+    finally:
+        served.close()
 
 
 def test_tools_find_the_namespaces_of_a_keeper(keeper: Served) -> None:
