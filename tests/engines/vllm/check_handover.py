@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import socket
 import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -486,3 +487,11 @@ def test_what_the_connector_cannot_serve_is_refused_in_a_sentence(engines: Calla
     ):
         with pytest.raises(KvmoverError, match=said):
             engines(**shape)
+
+
+def test_a_port_for_cards_that_is_taken_is_refused_by_its_option(engines: Callable[..., Engine]) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = rf"port = {port} in the options of kvmover's vLLM connector: replica 0 cannot listen at .*:{port}: .*in use"
+        with pytest.raises(KvmoverError, match=said):
+            engines(options=(("port", port),))
