@@ -175,11 +175,19 @@ class Server:
                 total += int(fields[11]) + int(fields[12])
         return total / ticks
 
-    def stop(self) -> None:
-        """As an operator stops it: a signal, and time to end."""
+    def ask_to_end(self) -> None:
+        """Send it the signal by which an operator stops it."""
         if not self.ended():
             os.kill(self.pid, signal.SIGINT if self.engine == "vllm" else signal.SIGTERM)
-            self.ended(_STOP_S)
+
+    def stop(self) -> None:
+        """As an operator stops it: a signal, and time to end."""
+        self.ask_to_end()
+        self.wait_for_end()
+
+    def wait_for_end(self) -> None:
+        """Give it time to end, and kill what is left of it."""
+        self.ended(_STOP_S)
         self.kill()
 
     def kill(self) -> None:

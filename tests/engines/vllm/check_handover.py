@@ -492,6 +492,8 @@ def test_what_the_connector_cannot_serve_is_refused_in_a_sentence(engines: Calla
 def test_a_port_for_cards_that_is_taken_is_refused_by_its_option(engines: Callable[..., Engine]) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        said = rf"port = {port} in the options of kvmover's vLLM connector: replica 0 cannot listen at .*:{port}: .*in use"
+        said = (
+            rf"port = {port} in the options of kvmover's vLLM connector: replica 0 cannot listen at .*:{port}: .*in use"
+        )
         with pytest.raises(KvmoverError, match=said):
             engines(options=(("port", port),))

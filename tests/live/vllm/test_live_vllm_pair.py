@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
+
+from kvmover.observe.runlog import read_lines
 from tests.live.answers import many, prompts_of
 from tests.live.conftest import ModelMaker, Servers
 from tests.live.server import Server
@@ -11,12 +15,14 @@ from tests.live.vllm_servers import kvmover, vllm
 
 
 def test_a_prefill_and_a_decode_give_a_plain_servers_tokens(
-    plain: Server, servers: Servers, model: ModelMaker, results: Results
+    plain: Server, servers: Servers, model: ModelMaker, results: Results, tmp_path: Path
 ) -> None:
-    weights = model("qwen3", "vllm")
+    weights, logs = model("qwen3", "vllm"), [tmp_path / "prefill.jsonl", tmp_path / "decode.jsonl"]
+    own, other = ({"KVMOVER_RECORD_RUN_LOG": str(log)} for log in logs)
+    other["VLLM_KV_CACHE_LAYOUT"] = "BLNHC"
     first, second = servers.start(
-        vllm("vllm-pair-prefill", weights, kv=kvmover()),
-        vllm("vllm-pair-decode", weights, kv=kvmover(), block_tokens=64, environment={"VLLM_KV_CACHE_LAYOUT": "BLNHC"}),
+        vllm("vllm-pair-prefill", weights, kv=kvmover(), environment=own),
+        vllm("vllm-pair-decode", weights, kv=kvmover(), block_tokens=64, environment=other),
     )
     warm(plain.ready(), first, second)
     prompts = prompts_of(20, seed=1)
@@ -28,3 +34,6 @@ def test_a_prefill_and_a_decode_give_a_plain_servers_tokens(
     # 4 layers of 4 heads of K and V of 32 float32 are 4,096 bytes a token.
     assert moved["vllm:kvmover_received_bytes_total"] == 4096 * sum(map(len, prompts))
     assert usage(first) == usage(second) == 0
+    servers.stop((first, second))
+    ended = [Counter((line.verb, line.cause) for line in read_lines([log]).transfers) for log in logs]
+    assert ended == [{("send", None): len(prompts)}, {("receive", None): len(prompts)}], "a server's log has its end"
