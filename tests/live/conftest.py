@@ -99,6 +99,12 @@ class Servers:
             server.ready()
         return begun
 
+    def again(self, server: Server) -> Server:
+        """Start a server that has ended anew, on its ports."""
+        self.running.remove(server)
+        (begun,) = self.start(server.command)
+        return begun
+
     def stop(self, servers: Sequence[Server] | None = None) -> None:
         """End them side by side: each takes seconds to end."""
         ending = list(self.running if servers is None else servers)

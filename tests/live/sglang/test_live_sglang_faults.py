@@ -39,12 +39,6 @@ class Pair:
     other: Server
     servers: Servers
 
-    def again(self, server: Server) -> Server:
-        """The same server anew, on its ports."""
-        self.servers.running.remove(server)
-        (begun,) = self.servers.start(server.command)
-        return begun
-
     def wanted(self, prompts: Sequence[Prompt]) -> list[Answer]:
         return many(lambda prompt: ask(self.plain, prompt), prompts)
 
@@ -171,7 +165,7 @@ def test_a_prefill_that_is_killed_while_transfers_are_open(pair: Pair, results: 
     said = f"{opened:.0f} transfers open; {failed} failed, the last {took:.1f} s after the kill"
     results.add("sglang", "kill -9 of prefill", wanted, got, said)
     held = usage(pair.decode, _SLACK_S)
-    pair.prefill = pair.again(pair.prefill)
+    pair.prefill = pair.servers.again(pair.prefill)
     assert failed > 0
     assert took < _SILENCE_S + _SLACK_S
     assert held == 0
@@ -224,7 +218,7 @@ def test_a_decode_that_is_killed_while_transfers_are_open(pair: Pair, results: R
     told = sum(not first.ok for first, _ in both)
     said = f"{opened:.0f} transfers open; {told} prefills told within {took:.1f} s, its cache free after {freed:.1f} s"
     results.add("sglang", "kill -9 of decode", wanted, [second for _, second in both], said)
-    pair.decode = pair.again(pair.decode)
+    pair.decode = pair.servers.again(pair.decode)
     assert any(not second.ok for _, second in both)
     assert held == 0
     assert took < _DEADLINE_S + _SLACK_S

@@ -44,8 +44,7 @@ class Pair:
 
     def again(self, server: Server) -> Server:
         """The same server anew, on its port."""
-        self.servers.running.remove(server)
-        (begun,) = self.servers.start(server.command)
+        begun = self.servers.again(server)
         warm(begun)
         return begun
 

@@ -39,8 +39,7 @@ class Fleet:
 
     def again(self, home: Home) -> None:
         """A server that was killed, on its port; it has met the other when this returns."""
-        self.servers.running.remove(home.server)
-        (begun,) = self.servers.start(home.server.command)
+        begun = self.servers.again(home.server)
         warm(begun)
         for each in ("wide", "narrow"):
             if getattr(self, each) == home:

@@ -6,13 +6,13 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import count
-from time import monotonic, sleep
+from time import sleep
 
 from tests.live.answers import many, prompts_of
 from tests.live.conftest import ModelMaker, Servers
+from tests.live.load import Load
 from tests.live.server import Command, Server, free_port
 from tests.live.table import Results
 from tests.live.vllm_client import Stream, ask, usage, warm
@@ -96,46 +96,6 @@ class Router:
             self._running[home.engine] = self._running.get(home.engine, 0) + more
 
 
-class Load:
-    """Clients that send one request after another until they are told to stop."""
-
-    def __init__(self, router: Router) -> None:
-        #: What was answered, and how many seconds that took.
-        self.router, self.done = router, list[tuple[Route, float]]()
-        self._prompts = iter(prompts_of(2000, seed=110, least_tokens=60, most_tokens=400))
-        self._stop, self._changed = threading.Event(), threading.Condition()
-        self._pool = ThreadPoolExecutor(_CLIENTS)
-        self._clients = [self._pool.submit(self._send) for _ in range(_CLIENTS)]
-
-    def _send(self) -> None:
-        while not self._stop.is_set():
-            with self._changed:
-                route = Route(next(self._prompts), _ANSWER_TOKENS)
-            began = monotonic()
-            self.router.serve(route)
-            with self._changed:
-                self.done.append((route, monotonic() - began))
-                self._changed.notify_all()
-
-    def more(self, requests: int) -> None:
-        """Until so many more have been answered."""
-        with self._changed:
-            wanted = len(self.done) + requests
-            assert self._changed.wait_for(lambda: len(self.done) >= wanted or self._failed(), 120), "clients wait"
-        for client in self._clients:
-            assert not client.done(), client.result()
-
-    def _failed(self) -> bool:
-        return any(client.done() for client in self._clients)
-
-    def end(self) -> list[tuple[Route, float]]:
-        self._stop.set()
-        for client in self._clients:
-            client.result()
-        self._pool.shutdown()
-        return self.done
-
-
 def until_it_runs(router: Router, home: Home, requests: int) -> None:
     """There are so many on it."""
     while router.running(home) < requests:
@@ -161,7 +121,8 @@ def test_two_servers_are_replaced_under_load_and_every_request_is_answered(
     first, second = seated("vllm-rolling-narrow", 1, 64), seated("vllm-rolling-wide", 2, 16)
     plain.ready()
     router = Router([first, second])
-    load = Load(router)
+    prompts = prompts_of(2000, seed=110, least_tokens=60, most_tokens=400)
+    load = Load(lambda prompt: router.serve(Route(prompt, _ANSWER_TOKENS)), prompts, _CLIENTS)
     load.more(_BETWEEN)
 
     # The one leaves: its successor is there first, what runs on it moves, and then it is told to stop.
@@ -191,7 +152,7 @@ def test_two_servers_are_replaced_under_load_and_every_request_is_answered(
     for home in router.homes:
         assert usage(home.server) == 0
 
-    wanted = many(lambda each: ask(plain, each[0].prompt, each[0].total), done)
-    got = [route.answer(seconds) for route, seconds in done]
+    wanted = many(lambda each: ask(plain, each.prompt, _ANSWER_TOKENS), done)
+    got = [each.answer.answer(each.ended - each.began) for each in done]
     said = f"one drained, {router.moved} requests moved; one killed, {router.retried} asked again; none lost"
     assert not results.add("vllm", "two servers replaced under load, TP1 and TP2", wanted, got, said).failed
