@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from tests.live.answers import Answer, many, prompts_of
+from tests.live.checkpoints import other_tokenizer
 from tests.live.conftest import ModelMaker, Servers
 from tests.live.partners import MIX_UPS, mistake, mixed_up, sentence
 from tests.live.server import Server
 from tests.live.table import Results
 from tests.live.vllm_client import FOR_ANOTHER, ask, ask_several, prefill, split, usage, warm
+from tests.live.vllm_forms import Form, ask_choices, split_choices
 from tests.live.vllm_partners import MISTAKES, Halves, alone, served
 from tests.live.vllm_servers import kvmover, vllm
 
@@ -96,6 +99,46 @@ def test_parameters_of_another_prompt_that_a_router_has_cut_are_refused_by_the_p
     assert refused == (len(got) if policy == "fail" else 0)
     assert max(answer.seconds for answer in got) < 15
     sentence(engines.first, "refused")
+
+
+def test_a_text_that_decode_tokenizes_otherwise_is_computed_there_and_token_ids_are_fetched(
+    engines: Engines, servers: Servers, model: ModelMaker, results: Results, tmp_path: Path
+) -> None:
+    folder = other_tokenizer(model("qwen3", "vllm"), tmp_path / "model")
+    decode, alone_there = servers.start(
+        vllm("vllm-identity-tokenizer", folder, kv=kvmover(policy="fail"), block_tokens=32),
+        vllm("vllm-identity-tokenizer-plain", folder),
+    )
+    warm(decode, alone_there)
+    texts = [Form(f"text {each}", {"prompt": f"The quick brown fox {each} jumps. " * 9}) for each in range(8)]
+    refused = mistake(
+        results,
+        "vllm",
+        "KV of the same text by another tokenizer",
+        [answer for text in texts for answer in ask_choices(alone_there, text)],
+        [answer for text in texts for answer in split_choices(engines.first, decode, text)],
+        lambda: [answer for text in texts for answer in ask_choices(decode, text)],
+        sentence(decode, "were asked for"),
+    )
+    assert refused == 0
+    prompts = prompts_of(8, seed=95, least_tokens=100)
+    wanted = many(lambda prompt: ask(alone_there, prompt), prompts)
+    got = many(lambda prompt: split(engines.first, decode, prompt), prompts)
+    assert not results.add("vllm", "token ids beside another tokenizer: no false refusal", wanted, got).failed
+    received = decode.metrics("vllm:kvmover_received_requests")
+    assert received["vllm:kvmover_received_requests_total"] == len(prompts)
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_list_of_prompts_is_answered_prompt_by_prompt(
+    engines: Engines, plain: Server, results: Results, policy: str
+) -> None:
+    """The prefill's answer names the first prompt alone: decode computes the others."""
+    decode, prompts = getattr(engines, policy), prompts_of(4, seed=101 + len(policy), least_tokens=90, most_tokens=300)
+    wanted = [ask(plain, prompt) for prompt in prompts]
+    (half, *_) = ask_several(engines.first, prompts, 1, FOR_ANOTHER)
+    got = ask_several(decode, prompts, 16, half.params)
+    assert not results.add("vllm", f"a list of 4 prompts, policy {policy}", wanted, got).failed
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
