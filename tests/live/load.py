@@ -45,11 +45,15 @@ class Load(Generic[T]):
                 self._changed.notify_all()
             self._stop.wait(self._rest_s)
 
-    def more(self, requests: int) -> None:
-        """Wait until so many more have been answered."""
+    def more(self, requests: int, counts: Callable[[T], bool] = lambda _: True) -> None:
+        """Wait until so many more have been answered, of those whose answer counts."""
+
+        def counted() -> int:
+            return sum(counts(each.answer) for each in self.done)
+
         with self._changed:
-            wanted = len(self.done) + requests
-            assert self._changed.wait_for(lambda: len(self.done) >= wanted or self._failed(), 120), "clients wait"
+            wanted = counted() + requests
+            assert self._changed.wait_for(lambda: counted() >= wanted or self._failed(), 120), "clients wait"
         for client in self._clients:
             assert not client.done(), client.result()
 
