@@ -7,6 +7,7 @@ slots. Every byte outside what belongs to the request is poisoned and must stay 
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,10 +28,12 @@ from check_pd import (
     KVPoll,
     _answers,
     _failed,
+    asked,
     content,
     context,
     polled,
     queues,
+    sender_of,
     stages_of,
     states,
     until,
@@ -39,6 +42,7 @@ from check_pd import (
 
 from kvmover.engines.sglang import engine
 from kvmover.transfer.protocol.wire import VERSION
+from tests.safetensors_files import tiny, write_checkpoint
 
 scheduling: Any = import_module("sglang.srt.disaggregation.prefill").SchedulerDisaggregationPrefillMixin
 mem: Any = import_module("sglang.srt.mem_cache.common")
@@ -152,11 +156,7 @@ class Side:
             transfer_queue=SimpleNamespace(enable_staging=False),
             _num_published_destinations=0,
         )
-        stats = SimpleNamespace(
-            time_stats=SimpleNamespace(set_decode_transfer_queue_entry_time=lambda: None),
-            sampling_params=SimpleNamespace(custom_params=None),
-        )
-        request = SimpleNamespace(kv_receiver=receiver, is_rebootstrap=False, req=stats)
+        request = queues.DecodeRequest(req=asked(range(self.tokens)), kv_receiver=receiver)
         send = queues.DecodePreallocQueue._send_kv_metadata
         send(queue, request, self.slots, self.page, self.told(), decode_prefix_len=0)
 
@@ -683,7 +683,7 @@ def prefill(rank: Rank, port: int, name: str, tokens: int) -> str:
     for of in planes:
         of.own[of.at] = of.whole
     side.aux[5] = 7
-    sender = side.classes["sender"](side.manager, f"127.0.0.1:{port}", ROOM)
+    sender = sender_of(side, port, asked(range(tokens)))
     if polled(sender.poll, KVPoll.WaitingForInput, KVPoll.Failed) == KVPoll.Failed:
         return _failed(sender)
     sender.pop_decode_prefix_len()
@@ -797,7 +797,7 @@ def test_projections_of_mamba_2_are_cut_each_by_itself_and_a_group_that_every_ra
 def with_draft(root: Path) -> dict[str, Any]:
     """Options of a server with a draft model that has 2 heads of 32 where the model has 4 of 16."""
     draft = root / "draft"
-    draft.mkdir(exist_ok=True)
+    write_checkpoint(draft, tiny())
     more = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "num_key_value_heads": 2,
@@ -839,8 +839,8 @@ def test_sides_whose_caches_differ_refuse_each_other_and_say_what_each_has(
     assert prefills == ["decode aborted the request"]
     (reason,) = decodes
     first, second = reason.split("; ")
-    assert first.endswith(f"peer holds sglang {ours}, protocol {VERSION}")
-    assert second == f"this side holds sglang {theirs}, protocol {VERSION}"
+    assert re.search(rf"peer holds weights \w+ of \S+ {re.escape(ours)}, protocol {VERSION}$", first), first
+    assert re.match(rf"this side holds weights \w+ of \S+ {re.escape(theirs)}, protocol {VERSION}$", second), second
 
 
 @pytest.mark.parametrize(("sent", "received"), [("{}", "{} on large pages"), ("{} on large pages", "{}")])

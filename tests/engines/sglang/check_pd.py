@@ -42,6 +42,8 @@ tokenizer: Any = import_module("sglang.srt.managers.tokenizer_manager")
 ROOM, PAGES, ROW = 4711, 9, 3
 #: What nobody may write over, and what nobody may send.
 POISON, STALE = 0x6B, 0x94
+#: The file by which a decode tells its prefill that the pages of a failed request were given back.
+GIVEN_BACK = "given back"
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,15 @@ class Case:
 
     def asked(self, side: Side, first: int = 0, **more: Any) -> Any:
         """SGLang's request, whose prompt begins with token `first`."""
-        tokens = array("q", range(first, first + PAGES * side.page - self.spare))
-        req = batches.Req("r", "", tokens, params.SamplingParams(max_new_tokens=4), bootstrap_room=ROOM, **more)
-        req.bootstrap_host = "127.0.0.1"
-        return req
+        return asked(range(first, first + PAGES * side.page - self.spare), **more)
+
+
+def asked(tokens: range, **more: Any) -> Any:
+    """SGLang's request of a prompt."""
+    given = params.SamplingParams(max_new_tokens=4)
+    req = batches.Req("r", "", array("q", tokens), given, bootstrap_room=ROOM, **more)
+    req.bootstrap_host = "127.0.0.1"
+    return req
 
 
 def test_the_backend_is_a_choice_beside_the_built_in_ones() -> None:
@@ -264,15 +271,12 @@ def prefill(rank: Rank, port: int, case: Case) -> str:
     for number, aux in enumerate(side.aux):
         aux.view(torch.uint8)[5] = 10 + number if rank.pp == rank.shape.pp - 1 else STALE
     if case.ending == "decode leaves first":
-        until(lambda: side.manager._asked.get(ROOM), "the decode to ask")
-        time.sleep(1)  # for its abort
+        until(lambda: side.manager._given_up.get(ROOM), "the abort of decode")
     sender = sender_of(side, port, case.asked(side))
     # The first stage polls for all of them, as SGLang's scheduler does.
     poll = sender.poll_pp_consensus if rank.shape.pp > 1 and rank.pp == 0 else sender.poll
     if polled(poll, KVPoll.WaitingForInput, KVPoll.Failed) == KVPoll.Failed:
-        if case.ending == "decode means another prompt":
-            until(lambda: (rank.root.parent / "decode failed").exists() or None, "decode to hear of it")
-        return _failed(sender)
+        return _failed_on_both(rank, sender)
     if case.ending == "twice":
         again = sender_of(side, port, case.asked(side))
         assert polled(again.poll, KVPoll.Failed) == KVPoll.Failed
@@ -289,18 +293,17 @@ def prefill(rank: Rank, port: int, case: Case) -> str:
         os._exit(0)
     if case.ending == "another rank of decode fails":
         assert polled(poll, KVPoll.Failed) == KVPoll.Failed
-        return _failed(sender)
+        return _failed_on_both(rank, sender)
     if case.ending == "prefill stalls":
-        time.sleep(8)  # it lives longer than decode waits, and sends nothing
+        _outlive_decode(rank)  # and send nothing
         return repr(side.manager._driver.pace)
     if case.ending == "abort":
         sender.abort()
-        time.sleep(1)  # for decode to hear of it
-        return _failed(sender)
+        return _failed_on_both(rank, sender)
     for first, last in zip([0, *case.chunks], [*case.chunks, len(todo)], strict=True):
         sender.send(todo[first:last], told(side, at) if last == len(todo) else None)
     status = polled(poll, KVPoll.Success, KVPoll.Failed)
-    reason = "" if status == KVPoll.Success else _failed(sender)
+    reason = "" if status == KVPoll.Success else _failed_on_both(rank, sender)
     torch.distributed.barrier()
     sender.clear()
     time.sleep(0.3 if rank.number == 0 else 0)  # the bootstrap server outlives what others ask of it
@@ -338,6 +341,17 @@ def _failed(part: Any) -> str:
     return caught.value.failure_reason
 
 
+def _failed_on_both(rank: Rank, sender: Any) -> str:
+    reason = _failed(sender)
+    _outlive_decode(rank, reason)
+    return reason
+
+
+def _outlive_decode(rank: Rank, reason: str = "") -> None:
+    """A prefill that is gone may still write for a minute, and decode would hold its pages for as long."""
+    until(lambda: (rank.root.parent / GIVEN_BACK).exists() or None, f"decode to give its pages back: {reason}")
+
+
 def decode(rank: Rank, port: int, case: Case) -> str:
     changed = {"num_draft_entries": 2} if case.ending == "decode of another model" else {}
     side, prefix = Side(rank, "decode", **changed), case.prefix
@@ -363,7 +377,6 @@ def decode(rank: Rank, port: int, case: Case) -> str:
         return _given_back(side, receiver)
     status = polled(receiver.poll, KVPoll.Success, KVPoll.Failed)
     if status == KVPoll.Failed:
-        (rank.root.parent / "decode failed").touch()
         assert side.manager.is_moving(ROOM) >= (case.ending == "prefill dies and its writes do not"), "nothing is held"
         return _given_back(side, receiver)
     receiver.clear()
@@ -409,6 +422,7 @@ def _given_back(side: Side, receiver: Any) -> str:
     until(resolved, "SGLang to give the pages back")
     assert released == [False, False], "pages were given back while they may be written"
     assert side.manager.enter(ROOM) == ROOM
+    (side.rank.root.parent / GIVEN_BACK).touch()
     return reason
 
 
@@ -511,7 +525,7 @@ def test_an_abort_of_decode_ends_the_request_on_both_sides(tmp_path: Path) -> No
 def test_a_decode_that_is_refused_tells_the_prefill_at_once(tmp_path: Path) -> None:
     """Nobody will ask for the pages: they are not kept until a deadline that SGLang sets to 300 s."""
     sent, received = pair(tmp_path, Shape(), Shape(), ending="decode of another model")
-    assert "peer holds sglang" in received[0]
+    assert "peer holds weights" in received[0]
     assert sent == ["decode aborted the request"]
 
 
