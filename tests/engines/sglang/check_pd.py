@@ -42,8 +42,8 @@ tokenizer: Any = import_module("sglang.srt.managers.tokenizer_manager")
 ROOM, PAGES, ROW = 4711, 9, 3
 #: What nobody may write over, and what nobody may send.
 POISON, STALE = 0x6B, 0x94
-#: The file by which a decode tells its prefill that the pages of a failed request were given back.
-GIVEN_BACK = "given back"
+#: Files by which the halves of a request that fails tell each other that they are done with it.
+PREFILL_ENDED, GIVEN_BACK = "prefill ended", "decode gave its pages back"
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ def prefill(rank: Rank, port: int, case: Case) -> str:
     # The first stage polls for all of them, as SGLang's scheduler does.
     poll = sender.poll_pp_consensus if rank.shape.pp > 1 and rank.pp == 0 else sender.poll
     if polled(poll, KVPoll.WaitingForInput, KVPoll.Failed) == KVPoll.Failed:
-        return _failed_on_both(rank, sender)
+        return _ended_on_both(rank, PREFILL_ENDED, GIVEN_BACK, _failed(sender))
     if case.ending == "twice":
         again = sender_of(side, port, case.asked(side))
         assert polled(again.poll, KVPoll.Failed) == KVPoll.Failed
@@ -293,17 +293,16 @@ def prefill(rank: Rank, port: int, case: Case) -> str:
         os._exit(0)
     if case.ending == "another rank of decode fails":
         assert polled(poll, KVPoll.Failed) == KVPoll.Failed
-        return _failed_on_both(rank, sender)
+        return _ended_on_both(rank, PREFILL_ENDED, GIVEN_BACK, _failed(sender))
     if case.ending == "prefill stalls":
-        _outlive_decode(rank)  # and send nothing
-        return repr(side.manager._driver.pace)
+        return _ended_on_both(rank, PREFILL_ENDED, GIVEN_BACK, repr(side.manager._driver.pace))
     if case.ending == "abort":
         sender.abort()
-        return _failed_on_both(rank, sender)
+        return _ended_on_both(rank, PREFILL_ENDED, GIVEN_BACK, _failed(sender))
     for first, last in zip([0, *case.chunks], [*case.chunks, len(todo)], strict=True):
         sender.send(todo[first:last], told(side, at) if last == len(todo) else None)
     status = polled(poll, KVPoll.Success, KVPoll.Failed)
-    reason = "" if status == KVPoll.Success else _failed_on_both(rank, sender)
+    reason = "" if status == KVPoll.Success else _ended_on_both(rank, PREFILL_ENDED, GIVEN_BACK, _failed(sender))
     torch.distributed.barrier()
     sender.clear()
     time.sleep(0.3 if rank.number == 0 else 0)  # the bootstrap server outlives what others ask of it
@@ -341,15 +340,13 @@ def _failed(part: Any) -> str:
     return caught.value.failure_reason
 
 
-def _failed_on_both(rank: Rank, sender: Any) -> str:
-    reason = _failed(sender)
-    _outlive_decode(rank, reason)
+def _ended_on_both(rank: Rank, own: str, other: str, reason: str) -> str:
+    """Neither half goes before the other has ended: what the process still had to say would be lost, and decode would
+    hold its pages for a minute, in which a prefill that is gone may still write."""
+    torch.distributed.barrier()
+    (rank.root.parent / own).touch()
+    until(lambda: (rank.root.parent / other).exists() or None, f"{other}; this half: {reason}")
     return reason
-
-
-def _outlive_decode(rank: Rank, reason: str = "") -> None:
-    """A prefill that is gone may still write for a minute, and decode would hold its pages for as long."""
-    until(lambda: (rank.root.parent / GIVEN_BACK).exists() or None, f"decode to give its pages back: {reason}")
 
 
 def decode(rank: Rank, port: int, case: Case) -> str:
@@ -374,11 +371,12 @@ def decode(rank: Rank, port: int, case: Case) -> str:
         receiver.abort()
     if case.ending == "another rank of decode fails":
         assert side.manager.is_moving(ROOM)
-        return _given_back(side, receiver)
+        return _ended_on_both(rank, GIVEN_BACK, PREFILL_ENDED, _given_back(side, receiver))
     status = polled(receiver.poll, KVPoll.Success, KVPoll.Failed)
     if status == KVPoll.Failed:
         assert side.manager.is_moving(ROOM) >= (case.ending == "prefill dies and its writes do not"), "nothing is held"
-        return _given_back(side, receiver)
+        reason = _given_back(side, receiver)
+        return reason if "dies" in case.ending else _ended_on_both(rank, GIVEN_BACK, PREFILL_ENDED, reason)
     receiver.clear()
     for number, plane in enumerate(side.planes()):
         wanted = torch.full_like(plane.own, POISON)
@@ -422,7 +420,6 @@ def _given_back(side: Side, receiver: Any) -> str:
     until(resolved, "SGLang to give the pages back")
     assert released == [False, False], "pages were given back while they may be written"
     assert side.manager.enter(ROOM) == ROOM
-    (side.rank.root.parent / GIVEN_BACK).touch()
     return reason
 
 
