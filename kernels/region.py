@@ -254,7 +254,8 @@ class Side:
 class Region:
     """planes x units x heads x tokens rows of `row_bytes`, copied from `src` to `dst`. Dtype-blind.
 
-    Raises RegionError for less than one head, token or byte.
+    `filled`: a unit of `dst` may stand there again, for the same bytes: tables of windows and states are filled up with
+    one of their pages. Raises RegionError for less than one head, token or byte.
     """
 
     src: Side
@@ -262,6 +263,7 @@ class Region:
     heads: int
     tokens: int
     row_bytes: int
+    filled: bool = False
 
     def __post_init__(self) -> None:
         if not (self.heads >= 1 and self.tokens >= 1 and self.row_bytes >= 1):
@@ -349,13 +351,13 @@ def check_written_once(regions: Sequence[Region]) -> None:
                 raise RegionError(f"destination {name} of {region.row_bytes} bytes are {step} bytes apart")
         if planes.twice is not None:
             raise RegionError(f"two planes of a destination begin at address {planes.twice}")
-        if (twice := first_twice(dst.units)) is not None:
+        if not region.filled and (twice := first_twice(dst.units)) is not None:
             raise RegionError(f"two units of a destination begin {twice} bytes into their planes")
     if len(regions) < 2:
         return
     owners: dict[int, list[int]] = {}
     for number, region in enumerate(regions):
-        for address in region.dst.addresses().tolist():
+        for address in () if region.filled else region.dst.addresses().tolist():
             owners.setdefault(address, []).append(number)
     for shared in {tuple(numbers) for numbers in owners.values() if len(numbers) > 1}:
         twice = first_twice(np.concatenate([regions[number].dst.units for number in shared]))

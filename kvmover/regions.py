@@ -58,7 +58,7 @@ class BoundMemory:
 def bound(box: Box, src: BoundMemory, dst: BoundMemory) -> Region:
     """A box with the memory at both ends. Not one to convert: see `converted`."""
     assert box.recode is None, "rows of another form at the other end are not copied"
-    return Region(src.side(box.src), dst.side(box.dst), box.heads, box.tokens, box.row_bytes)
+    return Region(src.side(box.src), dst.side(box.dst), box.heads, box.tokens, box.row_bytes, box.filled)
 
 
 def converted(box: Box, src: BoundMemory, dst: BoundMemory) -> Conversion:

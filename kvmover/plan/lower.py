@@ -68,7 +68,8 @@ class Recode(msgspec.Struct, frozen=True, eq=False):
 class Box(msgspec.Struct, frozen=True, eq=False):
     """planes x units x heads x tokens rows of `row_bytes`, each contiguous at both ends: what every route moves.
 
-    `recode`: None where they are the same bytes at both ends; else `row_bytes` are those of the source.
+    `recode`: None where they are the same bytes at both ends; else `row_bytes` are those of the source. `filled`: see
+    `Region`.
     """
 
     src: BoxSide
@@ -77,6 +78,7 @@ class Box(msgspec.Struct, frozen=True, eq=False):
     tokens: int
     row_bytes: int
     recode: Recode | None = None
+    filled: bool = False
 
     @property
     def unit_bytes(self) -> int:
@@ -212,7 +214,8 @@ def _packed_planes(component: Component, layers: int, tokens: int) -> tuple[Offs
 
 def box(component: Component, leg: Leg, units: Units, src: BoxSide, dst: BoxSide) -> Box:
     """Join two places, merging heads into the row where both sides hold them side by side."""
-    return _joined(src, dst, leg.heads.count, units.tokens, component.row_bytes)
+    made = _joined(src, dst, leg.heads.count, units.tokens, component.row_bytes)
+    return replace(made, filled=True) if component.window is not None or component.states else made
 
 
 def _joined(src: BoxSide, dst: BoxSide, heads: int, tokens: int, row_bytes: int) -> Box:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from mover_fleets import CONFIG, Bench, Pair
+from mover_fleets import CONFIG, POISON, Bench, Pair
 from progress_cases import Threads
 
 from kvmover.errors import KvmoverError, LayoutError, PeerRefused, PlanError, TransportError
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
+from kvmover.plan.cost import Route
 from kvmover.transfer import AsyncMover, Gate, Model, Mover, MoverConfig, Place, Progress, SharedMover
+from kvmover.transfer.config import Integrity
 from kvmover.transport import LoopbackNetwork, LoopbackTransport
 
 ATTENTION = Component.attention(2, 2, 8, "float32")
@@ -127,6 +131,30 @@ def test_states_and_pages_of_windows_may_repeat_in_what_is_sent():
     bench = Bench((Component.sliding(2, 2, 8, 8, "float32"), Component.state("state", 2, 2, 8, "float32", states=2)))
     source = bench.engine("prefill", Fleet(page_tokens=4)).movers[0]
     assert source.send("request", [[7, 7, 3, 4], [5, 5]]).result is None
+
+
+@pytest.mark.parametrize("integrity", list(Integrity))
+@pytest.mark.parametrize("route", list(Route))
+def test_pages_that_fill_a_window_or_a_ring_up_land_where_they_stand_again(route: Route, integrity: Integrity):
+    """A window of three pages of which an engine names the last two, and a ring of which it names one state."""
+    components = (Component.sliding(2, 2, 32, 12, "uint8"), Component.state("ring", 2, 2, 32, "uint8", states=3))
+    bench = Bench(components, replace(CONFIG, route=route, integrity=integrity))
+    src, dst = (bench.engine(name, Fleet(page_tokens=4)) for name in ("prefill", "decode"))
+    dst.connect(src)
+    bench.turn()
+    for pool in src.pools[0]:
+        for tensor in pool.tensors:
+            tensor.copy_(torch.arange(tensor.numel()) % 251)
+    (sent,) = src.send("request", [[np.array([7, 7, 3]), np.array([5, 5, 5])]])
+    (landed,) = dst.receive("request", "prefill", range(12), [[np.array([2, 2, 9]), np.array([4, 4, 4])]])
+    bench.ended([sent, landed])
+    assert landed.result
+    assert landed.result.reason is None
+    for ours, theirs, pages in zip(dst.pools[0], src.pools[0], ({2: 7, 9: 3}, {4: 5}), strict=True):
+        for layer, kv in product(range(2), range(ours.spec.component.kv)):
+            wanted = torch.full_like(ours.plane(layer, kv), POISON)
+            wanted[[*pages]] = theirs.plane(layer, kv)[[*pages.values()]]
+            assert torch.equal(ours.plane(layer, kv), wanted)
 
 
 @pytest.mark.parametrize("wanted", ["some", "nothing"])
