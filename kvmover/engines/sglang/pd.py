@@ -59,8 +59,9 @@ log = logging.getLogger(__name__)
 #: SGLang's setting of which layers a pipeline stage holds.
 _PARTITION = "SGLANG_PP_LAYER_PARTITION"
 
-#: Requests that decode ranks asked for or gave up, and that no sender was made for: more, and the oldest are forgotten.
-_MOST_ROOMS = 1 << 16
+#: Requests that decode ranks asked for or gave up, and that no sender was made for, and prefills that answered a call:
+#: more, and the oldest are forgotten.
+_MOST_KEPT = 1 << 16
 
 #: What the second request in a room is told.
 ROOM_TAKEN = "room {room} has another request in it; SGLang gives n answers to a prompt one room: ask n times"
@@ -175,7 +176,10 @@ class KvmoverManager(engine_pd.CommonKVManager):
                 self._answer(message)
             case Answer():
                 self._engines[message.key] = message.engine
-                self._refused[message.key] = message.refused
+                if message.refused:  # one rank's is enough
+                    self._refused[message.key] = message.refused
+                for known in (self._engines, self._refused):
+                    _keep_the_last(known)
             case PagesReady():
                 if self._given_up.pop(message.room, None) is not None:
                     self._asked.pop(message.room, None)  # the room is another request's
@@ -357,7 +361,9 @@ class KvmoverManager(engine_pd.CommonKVManager):
         info.required_prefill_response_num = 1
 
     def call(self, key: str) -> list[bytes]:
-        """What introduces this decode rank to a prefill rank; `key` is how it knows the prefill engine."""
+        """What introduces this decode rank to a prefill rank; `key` is how it knows the prefill engine. What that said
+        before is no matter."""
+        self._refused.pop(key, None)
         return frames(Call(self._driver.mover.card, (self.local_ip, self.rank_port), key))
 
     def build_receiver_metadata_message(
@@ -414,13 +420,17 @@ class KvmoverManager(engine_pd.CommonKVManager):
             self._handle_node_failure(key.rpartition(" ")[0])
 
     def _engine(self, room: int, key: str) -> str | None:
-        if self._refused.get(key):
-            self._driver.abort(room, self._refused[key])
-            address = key.rpartition(" ")[0]
-            if self.is_foreign(address):  # it may be another engine by the next request
-                self.prefill_info_table.pop(address, None)
-            return None
-        return self._engines.get(key)
+        refused = self._refused.get(key)
+        if not refused:
+            return self._engines.get(key)
+        self._driver.abort(room, refused)
+        address = key.rpartition(" ")[0]
+        if self.is_foreign(address):  # it may be another engine by the next request
+            self.prefill_info_table.pop(address, None)
+        with self.connection_lock:  # the next request introduces this rank anew
+            for met in [met for met in self.connection_pool if met.startswith(f"{address}_")]:
+                del self.connection_pool[met]
+        return None
 
 
 def _served_model(args: Any, is_mla_backend: Any) -> CacheTotals:
@@ -437,9 +447,9 @@ def _served_model(args: Any, is_mla_backend: Any) -> CacheTotals:
     )
 
 
-def _keep_the_last(rooms: dict[int, Any]) -> None:
-    if len(rooms) > _MOST_ROOMS:
-        del rooms[next(iter(rooms))]
+def _keep_the_last(kept: dict[Any, Any]) -> None:
+    if len(kept) > _MOST_KEPT:
+        del kept[next(iter(kept))]
 
 
 class KvmoverReceiver(engine_pd.CommonKVReceiver):

@@ -23,6 +23,8 @@ from bench import PAGE, Rank, Running, Shape, finish, pools, start
 
 from kvmover.engines.sglang import plugin
 from kvmover.engines.sglang.pd import ROOM_TAKEN
+from kvmover.engines.sglang.pd_driver import TransferDriver
+from kvmover.errors import PeerRefused
 from kvmover.transfer import Pace
 
 plugins: Any = import_module("sglang.srt.plugins.hook_registry")
@@ -261,6 +263,8 @@ def prefill(rank: Rank, port: int, case: Case) -> str:
         until(lambda: _answers(port) or None, "the bootstrap server")
         rank.kept = server
     torch.distributed.barrier()
+    if case.ending == "refused once":
+        _refuse_once()
     side = Side(rank, "prefill")
     at = places(side, rank.number, 0)
     copy = context.get_parallel().attn_cp_rank
@@ -272,6 +276,11 @@ def prefill(rank: Rank, port: int, case: Case) -> str:
         aux.view(torch.uint8)[5] = 10 + number if rank.pp == rank.shape.pp - 1 else STALE
     if case.ending == "decode leaves first":
         until(lambda: side.manager._given_up.get(ROOM), "the abort of decode")
+    if case.ending == "refused once":
+        refused = sender_of(side, port, case.asked(side))
+        assert polled(refused.poll, KVPoll.Failed) == KVPoll.Failed
+        _ended_on_both(rank, PREFILL_ENDED, GIVEN_BACK, _failed(refused))
+        refused.clear()
     sender = sender_of(side, port, case.asked(side))
     # The first stage polls for all of them, as SGLang's scheduler does.
     poll = sender.poll_pp_consensus if rank.shape.pp > 1 and rank.pp == 0 else sender.poll
@@ -307,6 +316,17 @@ def prefill(rank: Rank, port: int, case: Case) -> str:
     sender.clear()
     time.sleep(0.3 if rank.number == 0 else 0)  # the bootstrap server outlives what others ask of it
     return reason
+
+
+def _refuse_once() -> None:
+    """This process refuses the next decode rank that calls, and no other."""
+    connect = TransferDriver.connect
+
+    def refuse(driver: TransferDriver, card: bytes) -> None:
+        TransferDriver.connect = connect
+        raise PeerRefused("not for now")
+
+    TransferDriver.connect = refuse
 
 
 def sender_of(side: Side, port: int, req: Any) -> Any:
@@ -360,6 +380,12 @@ def decode(rank: Rank, port: int, case: Case) -> str:
     receiver.init(0)
     assert polled(receiver.poll, KVPoll.WaitingForInput, KVPoll.Failed) == KVPoll.WaitingForInput
     at = places(side, 50 + rank.number, prefix)
+    if case.ending == "refused once":
+        publish(side, case.asked(side), receiver, at, prefix)
+        assert polled(receiver.poll, KVPoll.Failed) == KVPoll.Failed
+        assert "for now" in _ended_on_both(rank, GIVEN_BACK, PREFILL_ENDED, _given_back(side, receiver))
+        receiver = side.classes["receiver"](side.manager, address, ROOM)
+        receiver.init(0)
     mistaken = case.ending == "decode means another prompt"
     publish(side, case.asked(side, first=int(mistaken)), receiver, at, prefix)
     if case.ending == "twice":
@@ -524,6 +550,11 @@ def test_a_decode_that_is_refused_tells_the_prefill_at_once(tmp_path: Path) -> N
     sent, received = pair(tmp_path, Shape(), Shape(), ending="decode of another model")
     assert "peer holds weights" in received[0]
     assert sent == ["decode aborted the request"]
+
+
+def test_a_decode_that_was_refused_is_introduced_anew_for_its_next_request(tmp_path: Path) -> None:
+    """What was the matter may be over: by then the prefill may have the same weights."""
+    assert pair(tmp_path, Shape(), Shape(), ending="refused once") == ([""], [""])
 
 
 @pytest.mark.parametrize(("kind", "src", "dst"), [("mha", 2, 1), ("dsa", 1, 1)], ids=str)
