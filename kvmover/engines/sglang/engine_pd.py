@@ -124,7 +124,10 @@ def _with_length(
 ) -> None:
     """`kv_indices` [token]: of what decode lacks."""
     request.kv_receiver.tokens = (named.get("decode_prefix_len") or 0) + len(kv_indices)
-    request.kv_receiver.parameters = request.req.sampling_params.custom_params
+    sampling = request.req.sampling_params
+    request.kv_receiver.parameters = sampling.custom_params
+    # The first of several, of no tokens, warms the prefix cache; those that a beam search returns are one request's.
+    request.kv_receiver.answers = sampling.n if sampling.max_new_tokens and (sampling.beam_width or 1) == 1 else 1
     request.kv_receiver.content = _reader().content(request.req)
     send(queue, request, kv_indices, *more, **named)
 

@@ -64,7 +64,10 @@ _PARTITION = "SGLANG_PP_LAYER_PARTITION"
 _MOST_KEPT = 1 << 16
 
 #: What the second request in a room is told.
-ROOM_TAKEN = "room {room} has another request in it; SGLang gives n answers to a prompt one room: ask n times"
+ROOM_TAKEN = "room {room} has another request in it: each needs a room of its own"
+
+#: What one of several answers is told whose prefill is no SGLang: that was asked once, in the room of the prompt.
+ASKED_ONCE = "the prefill at {address} computes one answer to a prompt, and {answers} were asked for: ask once for each"
 
 
 @dataclass(slots=True)
@@ -459,6 +462,8 @@ class KvmoverReceiver(engine_pd.CommonKVReceiver):
     tokens: int | None = None
     content: Content = Content(0, unknown="SGLang's queue has not said which prompt it is")
     parameters: Any = None
+    #: How many answers to the prompt SGLang asks for, each by a request like this one.
+    answers = 1
     _cleared = False
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int) -> None:
@@ -492,6 +497,10 @@ class KvmoverReceiver(engine_pd.CommonKVReceiver):
 
         `kv_indices` [page]: the pages behind the prefix that decode has, `aux_index` the row of what goes beside them.
         """
+        if self.answers > 1 and self.kv_mgr.is_foreign(self.bootstrap_addr):
+            said = ASKED_ONCE.format(address=self.bootstrap_addr, answers=self.answers)
+            self.kv_mgr.give_up(self.bootstrap_room, said)
+            return
         self.kv_mgr.asking[self.bootstrap_room] = self.content
         engine_pd.CommonKVReceiver.send_metadata(self, kv_indices, aux_index, state_indices, *more, **named)
         del self.kv_mgr.asking[self.bootstrap_room]

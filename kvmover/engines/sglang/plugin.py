@@ -16,6 +16,7 @@ from typing import Any
 from kvmover.config import load
 from kvmover.engines.common import UnknownWeights, digest_of_adapter
 from kvmover.engines.sglang import SGLANG
+from kvmover.engines.sglang.answer_rooms import in_own_room, of_several
 
 NAME = "kvmover"
 
@@ -23,6 +24,9 @@ _UTILS = "sglang.srt.disaggregation.utils"
 
 #: What SGLang calls an adapter that `--lora-paths` names.
 _ADAPTER_ID = "sglang.srt.lora.lora_registry.LoRARef.deterministic_id"
+
+#: What sends requests to SGLang's schedulers.
+_TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 
 #: What SGLang calls the parts of a backend, and what they are here, by module and name.
 _CLASSES = {
@@ -46,6 +50,8 @@ def register() -> None:
     )
     hooks.HookRegistry.register(f"{_UTILS}.get_kv_class", class_of, hooks.HookType.AROUND)
     hooks.HookRegistry.register(_ADAPTER_ID, adapter_id, hooks.HookType.AROUND)
+    hooks.HookRegistry.register(f"{_TOKENIZER}._handle_batch_request", several_answers, hooks.HookType.AROUND)
+    hooks.HookRegistry.register(f"{_TOKENIZER}._send_one_request", in_own_room, hooks.HookType.AROUND)
     register_radix_cache()
     register_event_publisher()
 
@@ -57,6 +63,12 @@ def adapter_id(known: Callable[[str, str], str], lora_name: str, lora_path: str)
         return known(lora_name, f"{lora_path}\0{digest_of_adapter(Path(lora_path))}")
     except UnknownWeights:
         return known(lora_name, lora_path)
+
+
+def several_answers(handle: Callable[..., Any], manager: Any, obj: Any, *more: Any) -> Any:
+    """What SGLang sends for a list of prompts, or for several answers to one: with our backend each has its room."""
+    backend = import_module("sglang.srt.runtime_context").get_disagg().disaggregation_transfer_backend
+    return of_several(handle, manager, obj, *more) if backend == NAME else handle(manager, obj, *more)
 
 
 def register_radix_cache() -> None:

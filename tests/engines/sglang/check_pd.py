@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 import os
 import re
 import socket
@@ -38,8 +36,6 @@ senders: Any = import_module("sglang.srt.disaggregation.prefill")
 batches: Any = import_module("sglang.srt.managers.schedule_batch")
 params: Any = import_module("sglang.srt.sampling.sampling_params")
 states: Any = import_module("sglang.srt.configs.mamba_utils")
-requests: Any = import_module("sglang.srt.managers.io_struct")
-tokenizer: Any = import_module("sglang.srt.managers.tokenizer_manager")
 
 ROOM, PAGES, ROW = 4711, 9, 3
 #: What nobody may write over, and what nobody may send.
@@ -588,23 +584,6 @@ def test_a_decode_that_leaves_before_the_prefill_has_the_request_tells_it(tmp_pa
 def test_a_second_request_in_a_room_is_turned_away_and_the_first_lands_as_if_it_were_not_there(tmp_path: Path) -> None:
     """Rooms are numbers that routers give. Of two requests with one number, both sides refuse the second."""
     assert pair(tmp_path, Shape(), Shape(), ending="twice") == ([""], [""])
-
-
-def test_answers_to_one_prompt_have_one_room_and_on_each_half_names_of_its_own() -> None:
-    """Why they are not paired. A change of SGLang's in this is news."""
-    halves = list[set[str]]()
-    for _ in range(2):
-        asked = requests.GenerateReqInput(
-            input_ids=[1, 2, 3], sampling_params={"n": 3}, bootstrap_room=ROOM, rid="same"
-        )
-        asked.normalize_batch_and_arguments()
-        children = [copy.copy(asked[0]) for _ in range(asked.parallel_sample_num)]  # as TokenizerManager makes them
-        assert [child.bootstrap_room for child in children] == [ROOM] * 3
-        halves.append({child.regenerate_rid() for child in children})
-    assert halves[0].isdisjoint(halves[1])
-    code = inspect.getsource(tokenizer.TokenizerManager._handle_batch_request)
-    assert code.count("copy.copy(objs[i])") == 2, "one prompt's warm-up and its answers are copies of one request"
-    assert code.count("regenerate_rid()") == 2
 
 
 def test_a_prefill_that_dies_fails_its_requests_on_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
