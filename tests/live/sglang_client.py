@@ -41,13 +41,17 @@ def generate(
     return [_answer(replace(reply, body=one)) for one in each]
 
 
-def split_body(prefill: Server, decode: Server, body: Mapping[str, Any]) -> list[Answer]:
-    """Return decode's answers to a request as it is, in a room for each prompt."""
+def split_body(
+    prefill: Server, decode: Server, body: Mapping[str, Any], patience_s: Sequence[float] = (120.0, 120.0)
+) -> list[Answer]:
+    """Return decode's answers to a request as it is, in a room for each prompt. After `patience_s` the clients of
+    prefill and of decode leave."""
     ids = body.get("input_ids", ())
     several = len(ids) if ids and isinstance(ids[0], list) else 0
     room = rooms_at(prefill, several) if several else room_at(prefill)
     with ThreadPoolExecutor(2) as pool:
-        halves = [pool.submit(generate, half, body, room) for half in (prefill, decode)]
+        both = zip((prefill, decode), patience_s, strict=True)
+        halves = [pool.submit(generate, half, body, room, each) for half, each in both]
         return [half.result() for half in halves][1]
 
 
@@ -63,14 +67,6 @@ def ask(
 ) -> Answer:
     """Greedy tokens and their log probabilities."""
     return _answer(post(f"{server.url}/generate", _payload(prompt, tokens, room), timeout_s))
-
-
-def ask_for(server: Server, prompt: Sequence[int], answers: int, room: Room) -> Answer:
-    """The first of several answers to one prompt."""
-    asked = _payload(prompt, 16, room)
-    asked["sampling_params"]["n"] = answers
-    reply = post(f"{server.url}/generate", asked)
-    return _answer(replace(reply, body=reply.body[0]) if reply.status == 200 else reply)
 
 
 def halves(

@@ -12,18 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from bench import Rank, Shape, finish, start
+from check_pd import PAGES, ROOM, KVPoll, Side, _failed, asked, params, places, polled, publish
 
-from kvmover.engines.sglang import plugin
+from kvmover.engines.sglang import engine_pd
 from kvmover.engines.sglang.answer_rooms import room_of
 
-plugins: Any = import_module("sglang.srt.plugins.hook_registry")
-plugin.register()
-plugins.HookRegistry.apply_hooks()
-params: Any = import_module("sglang.srt.sampling.sampling_params")
 requests: Any = import_module("sglang.srt.managers.io_struct")
 tokenizer: Any = import_module("sglang.srt.managers.tokenizer_manager")
-
-ROOM = 4711
 
 #: What is measured of a request on its way to the scheduler.
 TIMES = ("set_api_server_dispatch_time", "set_api_server_dispatch_finish_time", "set_finished_time")
@@ -51,12 +46,32 @@ def test_a_list_of_prompts_keeps_its_rooms_and_so_does_what_another_backend_move
         assert {room for _, room in sent} == {ROOM, ROOM + 1}
 
 
+def test_several_answers_of_a_prefill_that_is_asked_once_are_refused_at_once(tmp_path: Path) -> None:
+    served = {"disaggregation_transfer_backend": "kvmover", "disaggregation_mode": "decode", "port": 1}
+    (reason,) = finish(start(Shape(), tmp_path, asked_of_another_make, **served))
+    assert reason.startswith("the prefill at 127.0.0.1:9 computes one answer to a prompt, and 3 were asked for")
+
+
+def asked_of_another_make(rank: Rank) -> str:
+    side, address, info = Side(rank, "decode"), "127.0.0.1:9", engine_pd.foreign_prefill()
+    side.manager._resolve_rank_mapping(info)
+    side.manager.prefill_info_table[address], side.manager._exchange.foreign[address] = info, "another"
+    receiver = side.classes["receiver"](side.manager, address, ROOM)
+    receiver.init(0)
+    req = asked(range(PAGES * side.page))
+    req.sampling_params.n = 3
+    publish(side, req, receiver, places(side, 1, 0), 0)
+    assert polled(receiver.poll, KVPoll.Success, KVPoll.Failed) == KVPoll.Failed
+    assert not side.manager.is_moving(ROOM)
+    return _failed(receiver)
+
+
 def sent_for(rank: Rank, answers: int) -> list[tuple[str, int]]:
     """Names and rooms of what SGLang's own TokenizerManager sends for two prompts, of so many answers each."""
-    asked = requests.GenerateReqInput(
+    given = requests.GenerateReqInput(
         input_ids=[[1, 2, 3], [4, 5]], sampling_params={"n": answers}, bootstrap_room=ROOM, rid=["a", "b"]
     )
-    asked.normalize_batch_and_arguments()
+    given.normalize_batch_and_arguments()
     manager, sent = object.__new__(tokenizer.TokenizerManager), list[Any]()
     times = SimpleNamespace(**dict.fromkeys(TIMES, lambda: None))
     manager.rid_to_state = defaultdict(lambda: SimpleNamespace(time_stats=times, lora_released=False))
@@ -71,8 +86,8 @@ def sent_for(rank: Rank, answers: int) -> list[tuple[str, int]]:
     manager._dispatch_to_scheduler = sent.append
 
     async def handle() -> None:
-        states = {name: manager.rid_to_state[name] for name in asked.rid}
-        async for _ in manager._handle_batch_request(asked, None, states):
+        states = {name: manager.rid_to_state[name] for name in given.rid}
+        async for _ in manager._handle_batch_request(given, None, states):
             pass
 
     asyncio.run(handle())
@@ -83,21 +98,21 @@ async def nothing(_: Any) -> list[Any]:
     return []
 
 
-async def answer(asked: Any, _: Any) -> AsyncIterator[str]:
-    yield asked.rid
+async def answer(given: Any, _: Any) -> AsyncIterator[str]:
+    yield given.rid
 
 
-async def tokenize(asked: Any) -> Any:
+async def tokenize(given: Any) -> Any:
     absent = dict.fromkeys(("input_text", "input_embeds", "mm_inputs", "token_type_ids", "token_ids_logprob"))
     return requests.TokenizedGenerateReqInput(
-        rid=asked.rid,
-        input_ids=array("q", asked.input_ids),
-        sampling_params=params.SamplingParams(**asked.sampling_params),
+        rid=given.rid,
+        input_ids=array("q", given.input_ids),
+        sampling_params=params.SamplingParams(**given.sampling_params),
         return_logprob=False,
         logprob_start_len=-1,
         top_logprobs_num=0,
         stream=False,
-        bootstrap_room=asked.bootstrap_room,
+        bootstrap_room=given.bootstrap_room,
         time_stats=SimpleNamespace(**dict.fromkeys(TIMES, lambda: None)),
         **absent,
     )

@@ -16,7 +16,7 @@ import pytest
 from tests.live.answers import Answer, Prompt, many, prompts_of
 from tests.live.conftest import ModelMaker, Servers
 from tests.live.server import Server
-from tests.live.sglang_client import Room, ask, ask_for, counted, halves, loads, room_at, split, usage, warm
+from tests.live.sglang_client import Room, ask, counted, halves, loads, room_at, split, usage, warm
 from tests.live.sglang_servers import DECODE_WITH_PREFIXES, PREFILL, sglang
 from tests.live.table import Results
 
@@ -282,26 +282,6 @@ def test_two_requests_in_one_room(pair: Pair, results: Results) -> None:
     again = [enter(number) for number in range(0, len(prompts), 2)]
     assert not results.add("sglang", "a room that comes again", wanted[::2], again).failed
     assert pair.held() == 0
-
-
-def test_several_answers_to_a_prompt(pair: Pair, results: Results) -> None:
-    """SGLang gives them one room: both halves refuse, say what to do instead, and hold nothing."""
-    prompts = prompts_of(5, seed=69, least_tokens=100)
-    wanted, answers = pair.wanted(prompts), list[Answer]()
-    for prompt in prompts:
-        asked = prompt, 3, room_at(pair.prefill)
-        with ThreadPoolExecutor(2) as pool:
-            both = [pool.submit(ask_for, server, *asked) for server in (pair.prefill, pair.decode)]
-            answers += [half.result() for half in both]
-    slowest = max(answer.seconds for answer in answers)
-    results.add("sglang", "n = 3", wanted, answers[1::2], f"both halves told within {slowest:.1f} s")
-    assert {answer.status for answer in answers} == {500}
-    assert not [answer.error for answer in answers if "has another request in it; SGLang gives" not in answer.error]
-    assert slowest < _DEADLINE_S
-    assert pair.held() == 0
-    alone = [halves(pair.prefill, pair.decode, prompt)[1] for prompt in prompts for _ in range(3)]
-    thrice = [answer for answer in wanted for _ in range(3)]
-    assert not results.add("sglang", "one answer, three times", thrice, alone).failed
 
 
 def test_a_decode_of_another_model(pair: Pair, results: Results) -> None:

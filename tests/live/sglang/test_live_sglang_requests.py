@@ -121,6 +121,45 @@ def test_answers_are_drawn_by_their_seeds(trio: Trio, results: Results) -> None:
     assert usage(trio.first) == usage(trio.second) == 0
 
 
+#: Greedy answers, which are all alike, and some that are drawn.
+SEVERAL: Mapping[str, Mapping[str, Any]] = {
+    **{f"greedy, length {count}": _form(40, count=count, n=4) for count in (1, 17, 64, 100, 300, 600, 900)},
+    **{f"seed {seed}": _form(41, temperature=1.0, sampling_seed=seed, n=4) for seed in range(12)},
+    "two prompts": {
+        "input_ids": [tokens(count, 42 + count) for count in (90, 200)],
+        "sampling_params": {**_GREEDY, "n": 4},
+        "return_logprob": True,
+    },
+}
+
+
+def test_four_answers_to_each_prompt(trio: Trio, results: Results) -> None:
+    """20 requests, of which one has two prompts: SGLang sends five for each, all in the prompt's room."""
+    wanted, got = trio.compare(SEVERAL)
+    assert len(wanted) == 4 * (len(SEVERAL) + 1) == 84
+    assert not results.add("sglang", "n = 4: 20 requests, 84 answers", wanted, got).failed
+    assert usage(trio.first) == usage(trio.second) == 0
+
+
+def test_of_clients_that_want_four_answers_those_that_leave_take_nothing_from_those_that_stay(
+    trio: Trio, results: Results
+) -> None:
+    """Of each four one stays, one leaves its prefill, one its decode, one both; the next request of each is right."""
+    bodies = [_form(50 + number, count=200, max_new_tokens=40, n=4) for number in range(16)]
+    wanted = [answer for body in bodies[::4] for answer in generate(trio.plain, body)]
+    patience_s = ((120.0, 120.0), (0.3, 20.0), (20.0, 0.4), (0.3, 0.4))
+    with ThreadPoolExecutor(4) as pool:
+        asked = [
+            pool.submit(split_body, trio.first, trio.second, body, patience_s[number % 4])
+            for number, body in enumerate(bodies)
+        ]
+        got = [answer for each in asked[::4] for answer in each.result()]
+    assert not results.add("sglang", "n = 4, 12 of 16 clients leave", wanted, got).failed
+    assert usage(trio.first, within_s=30.0) == usage(trio.second, within_s=30.0) == 0
+    after = [answer for body in bodies[::4] for answer in split_body(trio.first, trio.second, body)]
+    assert not results.add("sglang", "n = 4, after clients that left", wanted, after).failed
+
+
 def test_clients_that_leave_in_a_storm_take_nothing_from_those_that_stay(trio: Trio, results: Results) -> None:
     """Of each four one stays, one leaves its prefill, one its decode, one both."""
     prompts = prompts_of(32, seed=64, least_tokens=20, most_tokens=1200)
