@@ -429,14 +429,15 @@ class Mover:
         """End as at `close`, and join anew over the same pools, as a process that came after: with `model`, the weights
         that the pools' KV is of from now on, under a transport that `make` gives then, and whose name nobody knows.
 
-        What is open fails with `reason` on both sides; who was connected hears it, and is connected anew. Pages that a
+        What is open fails with `reason` on both sides; who was connected hears it, and is connected anew. Who asks then
+        for what was offered before hears how that ended. Pages that a
         peer may still write stay `held` until it cannot. Configuration, counts, watchers and the holder of `asks` stay.
         Raises LayoutError for other components, and nothing has ended; what a transport raises leaves it closed.
         """
         self._check_open()
         if model.components != self._model.components:
             raise LayoutError(f"pools of {self._model.text()} cannot become those of {model.text()}")
-        core, holder, before = self._core, self.asks.holder, self._destination
+        core, holder, before, offered = self._core, self.asks.holder, self._destination, self._source
         core.copier.settle()
         while core.later:
             core.later.popleft()()
@@ -451,6 +452,7 @@ class Mover:
         self._join(model, anew, before.quarantine, before.leases)
         self._destination.claims, self.asks.holder = before.claims, holder
         self._destination.watch_quarantine()
+        self._source.go_on_from(offered)
         self._closed = None
 
     def _end(self, reason: str) -> None:

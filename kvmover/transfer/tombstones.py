@@ -159,6 +159,10 @@ class Tombstones:
         """Why a request ended, or None for one that is not known to have."""
         return self._requests.get(request)
 
+    def go_on_from(self, before: Tombstones) -> None:
+        """Know how requests ended that ended `before`."""
+        self._requests = before._requests
+
     def reopen(self, request: str) -> None:
         """Forget how a request ended: it comes again."""
         self._requests.forget(request)

@@ -149,6 +149,21 @@ def test_what_a_rank_was_asked_for_before_it_joined_again_is_not_sent_after():
     pair.dst.assert_holds(pair.before)
 
 
+def test_who_asks_anew_for_what_was_offered_before_hears_at_once_why_it_is_gone():
+    pair = Pair.of()
+    source, target = both(pair)
+    pair.send()
+    for weights in ("of version 2", "of version 3"):
+        rejoin(pair, source, weights)
+    rejoin(pair, target, "of version 3")
+    target.connect(source.card)
+    (receive,) = pair.receive()
+    pair.bench.ended([receive])
+    assert WHY in reason(receive)
+    pair.dst.assert_holds(pair.before)
+    lands(pair, "after")
+
+
 def test_a_model_of_other_components_ends_nothing():
     pair = Pair.of()
     source, _ = both(pair)

@@ -374,6 +374,10 @@ class SourceDriver:
         for request in list(self._requests.values()):
             self._fail(request, reason, Cause.ABORTED)
 
+    def go_on_from(self, before: SourceDriver) -> None:
+        """Tell who asks for what this rank offered `before` it joined anew how that ended."""
+        self._closed.go_on_from(before._closed)
+
     def drop(self) -> None:
         """End what `close` could not: the transport is closed, so nothing reads the pages."""
         for request in self._requests.values():
