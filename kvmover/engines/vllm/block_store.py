@@ -21,7 +21,7 @@ from kvmover.engines.vllm.connector_metadata import LoadSpec, SaveSpec
 from kvmover.errors import KvmoverError
 from kvmover.layout import Fleet, Pool
 from kvmover.regions import CopyStream
-from kvmover.store import HASH_BYTES, Namespace, PagePart, PageStore
+from kvmover.store import HASH_BYTES, Namespace, PagePart, PageStore, PartView
 from kvmover.transport import memory_of
 
 if TYPE_CHECKING:
@@ -100,6 +100,13 @@ class BlockStore:
         out, into = (tuple(backend(cache, memory) for cache, memory in caches) for _ in range(2))
         return cls(store, out, into)
 
+    def become(self, space: Namespace | None) -> None:
+        """Go on with pages of another namespace; None: with none. Nobody moves blocks meanwhile. Raises StoreError."""
+        self.store.become(space)
+        if space is not None:
+            self.out = tuple(backend.moved(self.store, space) for backend in self.out)
+            self.into = tuple(backend.moved(self.store, space) for backend in self.into)
+
     def put(self, spec: SaveSpec) -> list[bool]:
         """Store blocks, of every component; which need not be stored again. Raises KvmoverError, OSError."""
         pages, ids = pages_of(spec.hashes), np.asarray(spec.blocks, np.int64)
@@ -168,6 +175,12 @@ class OffloadWorker:
         """Wait until all that was ordered to be stored has been."""
         self._saver.settle()
 
+    def become(self, space: Namespace | None) -> None:
+        """Do what was ordered, and go on with pages of another namespace; None: with none."""
+        for worker in (self._saver, self._loader):
+            worker.settle()
+        self.blocks.become(space)
+
     def close(self) -> None:
         """Do what was ordered, end both threads, and close the store."""
         for worker in (self._saver, self._loader):
@@ -208,7 +221,7 @@ class StoreLookup:
     """The scheduler's eye on the store: what all ranks could load. It writes nothing."""
 
     store: PageStore
-    views: list[Callable[[Sequence[bytes]], int]]
+    views: list[PartView]
 
     @classmethod
     def open(cls, root: Path | str, space: Namespace, parts: Sequence[PagePart]) -> StoreLookup:
@@ -218,12 +231,18 @@ class StoreLookup:
         for part in parts:
             if part not in unique:
                 unique.append(part)
-        return cls(store, [store.view(space, part).leading for part in unique])
+        return cls(store, [store.view(space, part) for part in unique])
+
+    def become(self, space: Namespace | None) -> None:
+        """Look at pages of another namespace; None: at none. Raises StoreError."""
+        self.store.become(space)
+        if space is not None:
+            self.views = [self.store.view(space, view.part) for view in self.views]
 
     def leading(self, hashes: Sequence[bytes]) -> int:
         """Blocks at the beginning of `hashes` that every rank can load."""
         pages = pages_of(hashes)
-        return min((view(pages) for view in self.views), default=0)
+        return min((view.leading(pages) for view in self.views), default=0)
 
     def clear(self) -> None:
         """Delete this model's pages, and nobody else's."""

@@ -113,7 +113,7 @@ class ChunkStore:
     _reader: StoreWorker[ChunkJob] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._views = {verb: self.store.view(self.space, self.part) for verb in ("look", "store", "load")}
+        self._see()
         self._upkeep = Upkeep(self.store, self.settings, self._tell_uses)
         self._writer = StoreWorker("kvmover-tier-store", self._store)
         self._reader = StoreWorker("kvmover-tier-load", self._load)
@@ -128,6 +128,17 @@ class ChunkStore:
         store = open_store(settings, space)
         store.register(memory)
         return cls(store, settings, space, part, HostRows(memory.address, memory.nbytes // row_bytes, row_bytes))
+
+    def _see(self) -> None:
+        self._views = {verb: self.store.view(self.space, self.part) for verb in ("look", "store", "load")}
+
+    def become(self, space: Namespace | None) -> None:
+        """Do what was submitted, and go on with chunks of another namespace; None: with none. Raises StoreError."""
+        self.settle()
+        self.store.become(space)
+        if space is not None:
+            self.space = space
+            self._see()
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether a load of each would find it now. It waits for other users of the store: not for a scheduler."""

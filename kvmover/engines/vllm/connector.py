@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvmover.cache.ledger import AccountGroup
 from kvmover.config import ConfigError
 from kvmover.engines.common import (
+    UPDATED,
     CardServer,
     EngineUnsupported,
     ServedWeights,
@@ -40,6 +41,7 @@ from kvmover.engines.vllm.request_accounts import ExternalTokens, RequestAccount
 from kvmover.engines.vllm.request_hints import RequestHints
 from kvmover.engines.vllm.scheduler import ConnectorScheduler, HeldBlocks, Home, Role, token_hashes
 from kvmover.engines.vllm.transfers import RequestTransfers
+from kvmover.engines.vllm.weight_updates import follow_in_scheduler, follow_in_worker
 from kvmover.engines.vllm.worker import ConnectorWorker, Ended, FailureLog, marks
 from kvmover.layout import Fleet
 from kvmover.observe.logs import Guest
@@ -170,6 +172,8 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             self._refuse_to_store(kv_cache_config)
         self._worker: ConnectorWorker | None = None
         self._introduction: KvmoverHandshakeMetadata | None = None
+        #: Those of the start, once a rank has said which these are.
+        self._weights: ServedWeights | None = None
         self._ended = Ended()
         if role is engine.SCHEDULER:
             # Where a rank in this process has said who it is, it is heard already.
@@ -198,6 +202,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             self._tally = Tally(self._place.ranks)
             events = getattr(vllm_config, "kv_events_config", None)
             self._tells = events is not None and events.enable_kv_cache_events
+            follow_in_scheduler(transfer.engine_id, self)
 
     def _refuse_to_store(self, kv_cache_config: Any) -> None:
         block_tokens = self._groups[0].block_tokens
@@ -226,6 +231,25 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
     def _space_of(self, weights: ServedWeights) -> Namespace:
         return weights.namespace(self._groups[0].block_tokens, self._options.tenant)
 
+    def updated(self, version: str | None) -> None:
+        """Other weights are served than at the start, `version` by the caller's word: what is open ends, and others are
+        met as these weights; None: nobody is, and nothing is stored. The scheduler's half keeps to that at once."""
+        if self._weights is None:  # nobody has been met yet
+            return
+        weights = self._weights.updated(version)
+        space = self._space_of(weights) if weights.is_known else None
+        if self._role is not engine.SCHEDULER:
+            self._rejoin(weights, space)
+            return
+        self._hints.pins.forget()
+        self._events.forget()
+        if self._lookup is not None:
+            self._lookup.become(space)
+        if weights.is_known:
+            self._scheduler.join()
+        else:
+            self._scheduler.part(weights.told())
+
     # The worker's half
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -235,7 +259,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         others, StoreError, or TransportUnavailable.
         """
         place, settings = self._place, self._settings
-        weights = self._served_weights()
+        weights = self._weights = self._served_weights()
         backing = engine.backing_of(kv_caches)
         whole = engine.whole_of(self._config, kv_caches)
         held = component_caches(self._groups, engine.layer_caches_of(kv_caches), self._blocks, whole, place)
@@ -245,8 +269,9 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         stages = engine.of_all_stages(layers, place.pp_size)
         made = of_all_stages(held, layers_of(stages, "VLLM_PP_LAYER_PARTITION"))
         fleet = fleet_of(made, place, engine.run_tokens(self._config))
+        self._transport = partial(BackedTransport, f"vllm-{place.rank}", backing)
         mover = Mover(
-            BackedTransport(f"vllm-{place.rank}", backing),
+            self._transport(),
             weights.model(tuple(cache.component for cache in made)),
             Place(self._kv_transfer_config.engine_id, fleet, place.rank),
             pools_of(made, backing),
@@ -272,8 +297,18 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             bool(whole.drafts),
             FailureLog().failed if settings.logging.level is None else FailureLog().unbegun,
         )
+        follow_in_worker(self._kv_transfer_config.engine_id, self)
         log.info("%s", weights.told())
         log.info("serves %d blocks of %s", self._blocks, "; ".join(cache.component.name for cache in made))
+
+    def _rejoin(self, weights: ServedWeights, space: Namespace | None) -> None:
+        """The rank ends what is open, and joins anew, with other weights."""
+        if self._worker is None or self._introduction is None:
+            return
+        weights.log()
+        model = weights.model(tuple(cache.component for cache in self._worker.caches))
+        card = self._worker.rejoin(self._transport, model, space, UPDATED)
+        self._introduction = replace(self._introduction, card=card, weights=weights)
 
     def _exchanged(self, made: list[ComponentCache]) -> list[ComponentCache]:
         """In the words of all engines, or, where they have none for these caches, in vLLM's, which only vLLM takes."""
@@ -357,14 +392,14 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Whose blocks they are: those that may still be written are kept from others."""
         engine.KVConnectorBase.bind_kv_cache_manager(self, kv_cache_manager)
-        blocks, may = engine.KvBlocks(kv_cache_manager), self._scheduler.role
+        blocks = engine.KvBlocks(kv_cache_manager)
         self._held = HeldBlocks(blocks)
         self._hints = RequestHints(
             blocks,
             [group.block_tokens for group in self._groups],
             pin_limits(self._settings.hints),
-            lambda: self._lookup is not None and Role.TAKES in may,
-            lambda: self._lookup is not None and Role.GIVES in may,
+            lambda: self._lookup is not None and Role.TAKES in self._scheduler.may,
+            lambda: self._lookup is not None and Role.GIVES in self._scheduler.may,
             self._accounts.hinted,
         )
         self._accounts.pins = self._hints.pins
@@ -388,6 +423,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         engine_id = self._kv_transfer_config.engine_id
         self._server.lay_out(engine_id, [rank.card for rank in ranks])
         self._scheduler.home = Home(engine_id, host, self._server.port)
+        self._weights = self._weights or ranks[0].weights
         if (root := self._settings.store.root) and self._lookup is None:
             space = self._space_of(ranks[0].weights)
             self._lookup = StoreLookup.open(root, space, [part for rank in ranks for part in rank.parts])

@@ -24,6 +24,7 @@ from kvmover.engines.vllm.chunk_store import DROPPED, ChunkJob, ChunkStore, Chun
 from kvmover.engines.vllm.options import parse_tier
 from kvmover.engines.vllm.request_accounts import RequestAccounts
 from kvmover.engines.vllm.served_model import PEER_TIER, ServedModel, weights_of_tier
+from kvmover.engines.vllm.weight_updates import follow_in_scheduler
 from kvmover.observe.logs import Guest
 from kvmover.observe.observers import Observers, begin_logs
 from kvmover.store import Got, Put
@@ -148,7 +149,8 @@ class KvmoverTier(SecondaryTierManager):
         self._events: list[Any] = []
         config = offloading_spec.config
         weights = weights_of_tier(config.model.name, options.model or config.model.name, settings)
-        space = weights.namespace(chunk_tokens(config), options.tenant)
+        self._weights, self._page_tokens, self._tenant = weights, chunk_tokens(config), options.tenant
+        space = weights.namespace(self._page_tokens, self._tenant)
         what = chunk_content(offloading_spec)
         memory = memory_of_view(primary_kv_view)
         self._chunks: ChunkStore | None = ChunkStore.open(settings.store, space, what, memory, self.block_size_bytes)
@@ -157,6 +159,15 @@ class KvmoverTier(SecondaryTierManager):
         self._end_logs = begin_logs(settings.logging, guest)
         log.info("%s", weights.told())
         log.info("%d chunks of %d bytes in %s: %s", len(primary_kv_view), self.block_size_bytes, space, what)
+        follow_in_scheduler(config.engine_id, self)
+
+    def updated(self, version: str | None) -> None:
+        """Other weights are served than at the start, `version` by the caller's word: go on with chunks of these; None:
+        with none. vLLM's own memory is empty when there is a version."""
+        weights = self._weights.updated(version)
+        if self._chunks:
+            self._chunks.become(weights.namespace(self._page_tokens, self._tenant) if weights.is_known else None)
+            weights.log()
 
     # Look-ups
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from functools import partial
 from importlib import import_module
 from typing import Any, ClassVar
 from weakref import ReferenceType, ref
 
 from kvmover.config import ConfigError
-from kvmover.engines.common import EngineUnsupported, Neighbours, odd_ones, open_peer_tier
+from kvmover.engines.common import UPDATED, EngineUnsupported, Neighbours, odd_ones, open_peer_tier
 from kvmover.engines.vllm import engine
 from kvmover.engines.vllm.offloading import (
     HIT,
@@ -30,9 +31,11 @@ from kvmover.engines.vllm.offloading import (
 from kvmover.engines.vllm.options import parse_peer_tier
 from kvmover.engines.vllm.peer_chunks import ChunkLayout, PeerChunks, PeerPrompt, TokenOrder
 from kvmover.engines.vllm.served_model import ServedModel, weights_of_tier
+from kvmover.engines.vllm.weight_updates import follow_in_scheduler
 from kvmover.layout import Component, Fleet
 from kvmover.observe.logs import Guest
 from kvmover.observe.observers import begin_logs
+from kvmover.transport import NixlTransport
 
 _policies: Any = import_module("vllm.v1.kv_offload.cpu.policies.lru")
 LRUCachePolicy: Any = _policies.LRUCachePolicy
@@ -132,10 +135,10 @@ class KvmoverPeerTier(SecondaryTierManager):
         tier = open_peer_tier(settings, weights, Fleet(page_tokens=layout.tokens), 0, [pool])
         assert tier is not None
         neighbours = Neighbours([tier], settings.peers)
-        self._served, self._results = served, list[Any]()
+        self._served, self._results, self._weights = served, list[Any](), weights
         self._keys: dict[int, dict[int, bytes]] = {}
         self._chunks: PeerChunks | None = PeerChunks(tier, layout.tokens, neighbours.close)
-        self._policy = policy
+        self._policy, self._neighbours = policy, neighbours
         self._end_logs = begin_logs(settings.logging, None if log.hasHandlers() else Guest(engine.LOG, "kvmover peers"))
         try:
             neighbours.lay_out([tier.card])
@@ -145,6 +148,17 @@ class KvmoverPeerTier(SecondaryTierManager):
         policy.lender = self._chunks
         log.info("%s", weights.told())
         log.info("%s lends %d chunks of %d tokens", settings.peers.address, len(primary_kv_view), layout.tokens)
+        follow_in_scheduler(config.engine_id, self)
+
+    def updated(self, version: str | None) -> None:
+        """Other weights are served than at the start, `version` by the caller's word: lend and read chunks of these;
+        None: none. vLLM's own memory is empty when there is a version."""
+        weights = self._weights.updated(version)
+        if self._chunks:
+            weights.log()
+            tier = self._chunks.tier
+            tier.rejoin(partial(NixlTransport, f"peers-{tier.engine}"), weights.identity, UPDATED)
+            self._neighbours.lay_out([tier.card])
 
     # Look-ups
 

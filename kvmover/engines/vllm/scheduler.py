@@ -193,7 +193,7 @@ class ConnectorScheduler:
     need one position more than a prefill keeps, and a state cannot be taken back by the token that decode computes.
     `keep_s`: for how long a decode keeps a request for its next turn, of which `fewest` tokens are worth a fetch; None:
     it does not. `move_s`: for how long it keeps one that may move, after its client has left; None: none may.
-    `identity`: whether a request is fetched whose prompt one half cannot name.
+    `identity`: whether a request is fetched whose prompt one half cannot name. `alone`: why nobody is met, if so.
     """
 
     block_tokens: int
@@ -206,6 +206,7 @@ class ConnectorScheduler:
     leading: Leading | None = None
     home: Home | None = None
     identity: IdentityCheck = IdentityCheck.CHECKED
+    alone: str = ""
     readers: Readers = field(default_factory=Readers)
     families: Families = field(default_factory=Families)
     repeats: Repeats = field(default_factory=Repeats)
@@ -223,10 +224,29 @@ class ConnectorScheduler:
             request.num_prompt_tokens -= left
             request.max_tokens = 1
 
+    @property
+    def may(self) -> Role:
+        """What this engine does with KV now."""
+        return Role(0) if self.alone else self.role
+
+    def part(self, why: str) -> None:
+        """Meet nobody until `join`, for the reason `why`: of requests that have blocks nothing is given, fetched or
+        stored any more; of others, from when they have some."""
+        self.alone = why
+        for known in self.live.values():
+            if known.fetching or known.request.num_computed_tokens:
+                self._keep_here(known)
+
+    def join(self) -> None:
+        """Meet others again. No request has blocks."""
+        self.alone = ""
+
     def matched(self, request: Any, computed: int) -> int | None:
         """Returns how many tokens beyond the first `computed` come from elsewhere; None while another request fetches
         the same."""
         known = self._live(request)
+        if self.alone:
+            self._keep_here(known)
         if known.fetch and not known.begun:
             turn = self.readers.turn(known.fetch.key) if known.fetch.key else ReaderTurn.FETCH
             if turn is ReaderTurn.WAIT:
@@ -236,7 +256,7 @@ class ConnectorScheduler:
         if known.fetch and not known.begun:
             found = max(0, known.fetch.stop - computed)
             return 0 if isinstance(known.ask, Serve) and found < self.fewest else found
-        if self.leading is None or Role.TAKES not in self.role or known.looked == request.num_preemptions:
+        if self.leading is None or Role.TAKES not in self.may or known.looked == request.num_preemptions:
             return 0
         hashes = self.page_names(known, self.block_tokens)[: request.num_tokens // self.block_tokens]
         known.first = computed // self.block_tokens
@@ -266,9 +286,9 @@ class ConnectorScheduler:
 
     def build(self, output: Any) -> KvmoverConnectorMetadata:
         """The metadata of a step, which is handed out once."""
-        for name, known in self.live.items():
+        for known in self.live.values():
             if known.preemptions != known.request.num_preemptions:
-                self._preempted(name, known)
+                self._preempted(known)
         state = output.kv_connector_block_state
         for name, count in output.num_scheduled_tokens.items():
             known = self.live.get(name)
@@ -305,7 +325,7 @@ class ConnectorScheduler:
         name = request.request_id
         known = self._live(request)
         if known.preemptions != request.num_preemptions:
-            self._preempted(name, known)
+            self._preempted(known)
         if known.fetch and known.fetch.key:
             if self.readers.gone(known.fetch.key, name):
                 self._release(known)
@@ -339,7 +359,7 @@ class ConnectorScheduler:
     def _kept(self, known: Live, outcome: RequestOutcome) -> LastTurn | None:
         """What is here of a request that another engine prefilled, for its next turn: all but the last token's."""
         request, has_fetched = known.request, isinstance(known.ask, Remote | Running)
-        may = self.keep_s is not None and Role.GIVES in self.role and not self.late and not known.offered
+        may = self.keep_s is not None and Role.GIVES in self.may and not self.late and not known.offered
         if not (may and has_fetched and self.home and outcome is RequestOutcome.DELIVERED):
             return None
         tokens = min(request.num_computed_tokens, request.num_tokens - 1)
@@ -404,9 +424,14 @@ class ConnectorScheduler:
         """Returns whether the prefill's prompt is this request's. Where it is not, that is written once a minute."""
         unlike = disagreement(said, own, self.identity)
         self.counts["mistaken_requests"] += unlike is not None
-        if unlike is not None and (more := self.repeats.more(form_of(unlike), monotonic())) is not None:
-            log.warning("%s is computed here: %s%s", request.request_id, unlike, more)
+        if unlike is not None:
+            self._computed_here(request, unlike)
         return unlike is None
+
+    def _computed_here(self, request: Any, why: str) -> None:
+        """Write that no other engine has a part in a request, once a minute of those for a reason of one form."""
+        if (more := self.repeats.more(form_of(why), monotonic())) is not None:
+            log.warning("%s is computed here: %s%s", request.request_id, why, more)
 
     def _ask(self, request: Any) -> RequestAsk:
         try:
@@ -443,6 +468,20 @@ class ConnectorScheduler:
         if self.readers.gone(known.fetch.key, known.request.request_id):
             self._release(known)
         known.fetch = None
+
+    def _keep_here(self, known: Live) -> None:
+        """What there is of a request, and what comes, is for this engine alone."""
+        if known.family or known.movable or known.fetch:
+            self._computed_here(known.request, self.alone)
+        self._withdraw(known, self.alone)
+        if self._leads(known):
+            assert known.family is not None
+            known.family.first = ""  # nor does another one of it lead
+        if known.fetch and not known.begun:
+            if known.fetch.key:
+                self.readers.gone(known.fetch.key, known.request.request_id)
+            known.fetch = None
+        known.family = known.movable = None
 
     def _leads(self, known: Live) -> bool:
         """Returns whether a request is the one of its family that is offered."""
@@ -500,7 +539,7 @@ class ConnectorScheduler:
 
     def _saves(self, known: Live, after: int) -> range:
         """Blocks that are whole after this step and were not ordered to be stored."""
-        if self.leading is None or Role.GIVES not in self.role:
+        if self.leading is None or Role.GIVES not in self.may:
             return range(0)
         named = len(self.page_names(known, self.block_tokens))
         return range(known.saved, min(after // self.block_tokens, named))
@@ -529,14 +568,19 @@ class ConnectorScheduler:
             self.metadata.attaches.append(AttachSpec(name, FirstToken(sampled[0]).encode()))
         return True
 
-    def _preempted(self, name: str, known: Live) -> None:
+    def _preempted(self, known: Live) -> None:
         """Its pages are somebody else's. What was stored of it stays; what was offered is computed again."""
+        self._withdraw(known, "it was preempted" if known.movable else "the prefill was preempted")
+        known.preemptions = known.request.num_preemptions
+
+    def _withdraw(self, known: Live, reason: str) -> None:
+        """Offer and store its pages no more: nothing reads them when the next step begins."""
+        name = known.request.request_id
         if known.offered:
-            reason = "it was preempted" if known.movable else "the prefill was preempted"
             self.metadata.aborts.append(AbortSpec(name, reason))
         if known.offered or known.saved:
             self.metadata.preempted.add(name)
-        known.preemptions, known.offered, known.saved = known.request.num_preemptions, 0, 0
+        known.offered = known.saved = 0
 
 
 def _copied(tables: Tables) -> Tables:

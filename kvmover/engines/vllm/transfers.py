@@ -17,10 +17,11 @@ from kvmover.engines.common import Cards
 from kvmover.engines.vllm.connector_metadata import ReceiveSpec, ReleaseSpec, SendSpec
 from kvmover.engines.vllm.handshake import Remote
 from kvmover.errors import KvmoverError, PeerUnknown, TransportError
-from kvmover.transfer import Mover, Progress, Result, Transfer
+from kvmover.transfer import Model, Mover, Progress, Result, Transfer
 from kvmover.transfer.arguments import page_tables
 from kvmover.transfer.protocol.content import Content
 from kvmover.transfer.result import Gate
+from kvmover.transport import Transport
 
 log = logging.getLogger(__name__)
 
@@ -166,6 +167,12 @@ class RequestTransfers:
                 self.progress.ended(begun.result()).result()
         over += self.sent()
         return over
+
+    def rejoin(self, make: Callable[[], Transport], model: Model, reason: str) -> None:
+        """End what is open for `reason`, and meet others anew, as `model`: see Progress.rejoin."""
+        with self._lock:
+            self._meetings.clear()
+        self.progress.rejoin(make, model, reason)
 
     def close(self) -> None:
         """Call nobody any more, and close the mover and its thread."""

@@ -15,8 +15,11 @@ from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, Ra
 from kvmover.engines.vllm.transfers import Over, RequestTransfers
 from kvmover.layout import Fleet
 from kvmover.repeats import Repeats, form_of
+from kvmover.store import Namespace
+from kvmover.transfer import Model
 from kvmover.transfer.protocol.content import Content
 from kvmover.transfer.result import ALL, Cause, Gate
+from kvmover.transport import Transport
 
 if TYPE_CHECKING:
     import torch
@@ -191,6 +194,14 @@ class ConnectorWorker:
         """What was counted since the last call: bytes and blocks."""
         taken, self.counts = self.counts, Counter[str]()
         return taken + self.offload.take_counts() if self.offload else taken
+
+    def rejoin(self, make: Callable[[], Transport], model: Model, space: Namespace | None, reason: str) -> bytes:
+        """End what is open for `reason`, and go on as `model`, with pages of `space` in the store; None: with none.
+        Returns the card by which the rank is met then."""
+        self.transfers.rejoin(make, model, reason)
+        if self.offload:
+            self.offload.become(space)
+        return self.transfers.progress.card
 
     def close(self) -> None:
         """End the transfers, then the store."""

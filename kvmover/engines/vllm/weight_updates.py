@@ -1,0 +1,202 @@
+"""Weight updates in a running vLLM: who serves KV of the weights hears of each, and what the caller calls them then.
+
+vLLM has no hook for that. All that reaches its workers from outside goes through EngineCore.collective_rpc, in the
+process of the scheduler: three methods of EngineCore are wrapped, and in each worker those that change weights.
+
+From the first change on nobody is met. What the caller calls the weights counts as soon as no block is in use: then the
+prefix cache is emptied, and there is no KV of weights before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, wraps
+from importlib import import_module
+from typing import Any, Protocol
+from weakref import WeakSet
+
+log = logging.getLogger(__name__)
+
+#: Methods of vLLM's worker that change weights; of its models, the one by which a trainer's own extension does.
+_OF_WORKER = (
+    *("reload_weights", "reset_weights", "update_weights"),
+    *("start_weight_update", "start_draft_weight_update", "finish_weight_update"),
+)
+_OF_MODEL = "load_weights"
+
+
+class ServesWeights(Protocol):
+    """A half of a connector, or a tier, which shares KV of the weights with others."""
+
+    def updated(self, version: str | None) -> None:
+        """Go on with other weights than those of the start, which the caller calls `version`; None: meet nobody."""
+        ...
+
+
+@dataclass(slots=True)
+class WeightUpdate:
+    """The last update of an engine's weights. `version`: what the caller calls them; "": it has not said. `served`: the
+    version that others are met as; "": nobody is met.
+
+    >>> update = WeightUpdate()
+    >>> update.version = "7"
+    >>> update.is_due
+    True
+    """
+
+    version: str = ""
+    served: str = ""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether others are to be met as another version."""
+        return self.version != self.served
+
+
+#: Who serves an engine's weights, by the engine's id: in the process of its scheduler, and in those of its workers.
+_beside_scheduler: defaultdict[str, WeakSet[ServesWeights]] = defaultdict(WeakSet)
+_beside_worker: defaultdict[str, WeakSet[ServesWeights]] = defaultdict(WeakSet)
+
+#: By engine, where the weights are not those of the start any more.
+_updates: dict[str, WeightUpdate] = {}
+
+#: Workers of vLLM whose methods are wrapped, and those whose weights have changed since somebody asked.
+_watched: WeakSet[Any] = WeakSet()
+_changed: WeakSet[Any] = WeakSet()
+
+
+def follow_in_scheduler(engine_id: str, half: ServesWeights) -> None:
+    """Tell `half`, in the process of an engine's scheduler, of each update."""
+    _beside_scheduler[engine_id].add(half)
+    _wrap_engine_core()
+
+
+def follow_in_worker(engine_id: str, half: ServesWeights) -> None:
+    """Tell `half`, in the process of a worker, of each update."""
+    _beside_worker[engine_id].add(half)
+
+
+# In the process of the scheduler
+
+
+@cache
+def _wrap_engine_core() -> None:
+    """Have all engine cores of this process tell of changes and versions, and meet others when that can be."""
+    core: Any = import_module("vllm.v1.engine.core").EngineCore
+    rpc, name, after_step = core.collective_rpc, core.set_weight_version, core.post_step
+
+    @wraps(rpc)
+    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _beside_scheduler.get(_engine(self)):
+            return rpc(self, method, *args, **kwargs)
+        self.model_executor.collective_rpc(watch)
+        try:
+            return rpc(self, method, *args, **kwargs)
+        finally:
+            if any(self.model_executor.collective_rpc(take_changed)):
+                _change(self)
+
+    @wraps(name)
+    def set_weight_version(self: Any, weight_version: str) -> None:
+        name(self, weight_version)
+        update = _updates.get(_engine(self))
+        if update is not None:  # else the checkpoint says which weights these are
+            update.version = weight_version
+            if not _meet(self):
+                log.info("the weights are version %s as soon as no block is in use", weight_version)
+
+    @wraps(after_step)
+    def post_step(self: Any, *args: Any, **kwargs: Any) -> None:
+        after_step(self, *args, **kwargs)
+        _meet(self)
+
+    core.collective_rpc, core.set_weight_version, core.post_step = collective_rpc, set_weight_version, post_step
+
+
+def _engine(core: Any) -> str:
+    transfer = core.vllm_config.kv_transfer_config
+    return "" if transfer is None else transfer.engine_id
+
+
+def _change(core: Any) -> None:
+    """Meet nobody, until the caller says which weights these are."""
+    known = _updates.get(_engine(core))
+    _updates[_engine(core)] = WeightUpdate()
+    if known is None or known.served:
+        _tell(core, None)
+
+
+def _meet(core: Any) -> bool:
+    """Meet others as the version that is due, once nothing is left of KV from before. Returns whether none is due."""
+    update = _updates.get(_engine(core))
+    if update is None or not update.is_due:
+        return True
+    pool = core.scheduler.kv_cache_manager.block_pool
+    if pool.get_num_free_blocks() < pool.num_gpu_blocks - 1:  # one stands for no block
+        return False
+    if not update.served:
+        core.scheduler.reset_prefix_cache(reset_connector=True)
+    _tell(core, update.version or None)
+    update.served = update.version
+    return True
+
+
+def _tell(core: Any, version: str | None) -> None:
+    """Tell who serves the weights, in all processes, and have the new cards laid out."""
+    engine_id = _engine(core)
+    for half in list(_beside_scheduler[engine_id]):
+        half.updated(version)
+    core.model_executor.collective_rpc(tell, args=(engine_id, version))
+    core._set_kv_connector_handshake_metadata()
+
+
+# In the process of a worker: vLLM calls these there, with what it wraps its worker in
+
+
+def watch(wrapper: Any) -> None:
+    """Note from now on what changes the weights of a worker."""
+    worker = _worker(wrapper)
+    if worker in _watched:
+        return
+    _watched.add(worker)
+    for owner, name in _changing(worker):
+        if (method := getattr(owner, name, None)) is not None:
+            setattr(owner, name, _noting(worker, method))
+
+
+def take_changed(wrapper: Any) -> bool:
+    """Returns whether a worker's weights have changed since the last call, or may have."""
+    worker = _worker(wrapper)
+    changed = worker in _changed
+    _changed.discard(worker)
+    return changed
+
+
+def tell(wrapper: Any, engine_id: str, version: str | None) -> None:
+    """Tell who serves the weights of an engine in this process."""
+    for half in list(_beside_worker[engine_id]):
+        half.updated(version)
+
+
+def _worker(wrapper: Any) -> Any:
+    return getattr(wrapper, "worker", wrapper)
+
+
+def _changing(worker: Any) -> Iterator[tuple[Any, str]]:
+    """All that changes a worker's weights: owners and names of methods."""
+    for name in _OF_WORKER:
+        yield worker, name
+    for model in (worker.get_model(), getattr(worker, "get_draft_model", lambda: None)()):
+        yield model, _OF_MODEL
+
+
+def _noting(worker: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        _changed.add(worker)
+        return method(*args, **kwargs)
+
+    return noted
