@@ -18,7 +18,7 @@ from kvmover.config.settings import StoreSettings
 from kvmover.engines.common import BounceBuffer, PackedBackend, StoreWorker, Upkeep, election, of_all, open_store
 from kvmover.engines.vllm.caches import ComponentCache
 from kvmover.engines.vllm.connector_metadata import LoadSpec, SaveSpec
-from kvmover.errors import KvmoverError
+from kvmover.errors import KvmoverError, StoreError
 from kvmover.layout import Fleet, Pool
 from kvmover.regions import CopyStream
 from kvmover.store import HASH_BYTES, Namespace, PagePart, PageStore, PartView
@@ -56,6 +56,18 @@ def page_of(block_hash: bytes) -> bytes:
 def pages_of(hashes: Sequence[bytes]) -> list[bytes]:
     """The pages of blocks, in order: see `page_of`."""
     return [page_of(block_hash) for block_hash in hashes]
+
+
+def has_become(store: PageStore, space: Namespace | None) -> bool:
+    """Returns whether a store has become that of another namespace. One that cannot be opened there costs its hits, as
+    any that fails: why is written.
+    """
+    try:
+        store.become(space)
+    except StoreError as error:
+        log.error("nothing is stored or found from now on: %s", error)
+        return False
+    return True
 
 
 @dataclass(slots=True)
@@ -101,9 +113,8 @@ class BlockStore:
         return cls(store, out, into)
 
     def become(self, space: Namespace | None) -> None:
-        """Go on with pages of another namespace; None: with none. Nobody moves blocks meanwhile. Raises StoreError."""
-        self.store.become(space)
-        if space is not None:
+        """Go on with pages of another namespace; None: with none. Nobody moves blocks meanwhile."""
+        if has_become(self.store, space) and space is not None:
             self.out = tuple(backend.moved(self.store, space) for backend in self.out)
             self.into = tuple(backend.moved(self.store, space) for backend in self.into)
 
@@ -234,9 +245,8 @@ class StoreLookup:
         return cls(store, [store.view(space, part) for part in unique])
 
     def become(self, space: Namespace | None) -> None:
-        """Look at pages of another namespace; None: at none. Raises StoreError."""
-        self.store.become(space)
-        if space is not None:
+        """Look at pages of another namespace; None: at none."""
+        if has_become(self.store, space) and space is not None:
             self.views = [self.store.view(space, view.part) for view in self.views]
 
     def leading(self, hashes: Sequence[bytes]) -> int:

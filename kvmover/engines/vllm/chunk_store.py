@@ -17,7 +17,7 @@ from typing import Protocol
 
 from kvmover.config.settings import StoreSettings
 from kvmover.engines.common import StoreWorker, Upkeep, open_store
-from kvmover.engines.vllm.block_store import page_of, pages_of
+from kvmover.engines.vllm.block_store import has_become, page_of, pages_of
 from kvmover.errors import KvmoverError
 from kvmover.layout import Component
 from kvmover.store import Got, Namespace, PagePart, PageStore, PartView, Put
@@ -133,10 +133,9 @@ class ChunkStore:
         self._views = {verb: self.store.view(self.space, self.part) for verb in ("look", "store", "load")}
 
     def become(self, space: Namespace | None) -> None:
-        """Do what was submitted, and go on with chunks of another namespace; None: with none. Raises StoreError."""
+        """Do what was submitted, and go on with chunks of another namespace; None: with none."""
         self.settle()
-        self.store.become(space)
-        if space is not None:
+        if has_become(self.store, space) and space is not None:
             self.space = space
             self._see()
 

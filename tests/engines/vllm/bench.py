@@ -247,9 +247,11 @@ class Rank:
         return range(first, first + max(1, KV_HEADS // self.shape.tp))
 
 
-def truth(tokens: Sequence[int], positions: range, number: int, heads: range, nbytes: int) -> torch.Tensor:
-    """The KV of a layer: rows [position, head, bytes]."""
-    prefix = blake2b()
+def truth(
+    tokens: Sequence[int], positions: range, number: int, heads: range, nbytes: int, version: bytes = b""
+) -> torch.Tensor:
+    """The KV of a layer, by weights of a version: rows [position, head, bytes]."""
+    prefix = blake2b(version)
     rows: list[bytes] = []
     for position, token in enumerate(tokens[: positions.stop]):
         prefix.update(token.to_bytes(4, "little"))
@@ -265,7 +267,7 @@ def truth(tokens: Sequence[int], positions: range, number: int, heads: range, nb
 class Engine:
     """A scheduler and its ranks. By request: `said` its output, `ended` how, `answers` what is for its other half.
     `computed`: (request, first position, one past the last) of each step. `before_layer`: called in a forward pass.
-    `lost`: requests whose recurrent state was not that of the tokens before a step."""
+    `lost`: requests whose recurrent state was not that of the tokens before a step. `version`: of its weights."""
 
     shape: Shape
     folder: Path
@@ -278,6 +280,7 @@ class Engine:
     before_layer: Callable[[Rank, int], None] | None = None
     lost: set[str] = field(default_factory=set)
     guessed: dict[str, list[int]] = field(default_factory=dict)
+    version: bytes = b""
 
     def __post_init__(self) -> None:
         self.config = config = config_of(self.shape, self.folder)
@@ -387,7 +390,7 @@ class Engine:
             self.computed.append((name, positions.start, positions.stop))
         layer = layer_name(number)
         nbytes = rank.caches[layer].view(torch.uint8).shape[3]
-        rows = truth(self._tokens(request), positions, number, rank.heads, nbytes)
+        rows = truth(self._tokens(request), positions, number, rank.heads, nbytes, self.version)
         rank.write(layer, self.tables(name), positions, rows)
 
     def _tokens(self, request: Any) -> list[int]:
@@ -433,7 +436,7 @@ class Engine:
             layer = layer_name(number)
             start = max(0, stop - self.shape.window) if self.shape.window and number % 2 else 0
             held = rank.rows(layer, self.tables(name), range(start, stop))
-            wanted = truth(self._tokens(request), range(start, stop), number, rank.heads, held.shape[2])
+            wanted = truth(self._tokens(request), range(start, stop), number, rank.heads, held.shape[2], self.version)
             if not torch.equal(held, wanted):
                 return 500 + number
         return 1

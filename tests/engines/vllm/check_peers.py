@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_core import by_a_trainers_extension, core_of_manager
 from offload_manager import Managed
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
 from vllm.v1.kv_offload.config import (
@@ -178,6 +179,10 @@ class Offload(Managed):
     def close(self) -> None:
         self.manager.shutdown()
 
+    def core(self) -> Any:
+        """The engine's, by which its weights are updated."""
+        return core_of_manager(self.spec.config.engine_id, self.manager)
+
 
 def meant(tokens: Sequence[int]) -> torch.Tensor:
     """[layer, kv, token, head, dim] of KV that says which token, layer, side and head it is of."""
@@ -302,3 +307,21 @@ def test_an_engine_that_cannot_lend_says_so(start: Callable[..., Offload]) -> No
         start(16, "BLHNC", tier)
     with pytest.raises(ConfigError, match="unknown"):
         start(16, "LBHNC", {**tier, "unknown": 1})
+
+
+def test_an_engine_whose_weights_are_updated_shares_chunks_of_its_version_alone(start: Callable[..., Offload]) -> None:
+    first, second = pair(start, (16, "LBHNC"), (32, "LBNHC"))
+    first.compute(PROMPT)
+    own = first.tier._chunks.tier.engine, second.tier._chunks.tier.engine
+    first.core().collective_rpc(by_a_trainers_extension)
+    assert second.ask(PROMPT) == 0
+    assert not second.tier._chunks.tier.ranks(own[0])
+    second.core().collective_rpc(by_a_trainers_extension)
+    for engine in (first, second):
+        engine.core().set_weight_version("7")
+    first.met(own[1])
+    second.met(own[0])
+    assert second.ask(PROMPT) == 0  # what the first had was of weights before
+    first.compute(PROMPT)
+    assert second.ask(PROMPT) == 128
+    assert second.counts == {"read": 4}

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from engine_core import by_a_trainers_extension, core_of_manager
 from offload_manager import Managed
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext, make_offload_key
 from vllm.v1.kv_offload.config import (
@@ -188,6 +189,27 @@ def test_what_is_stored_is_not_written_again(offload: Callable[..., Offload]) ->
     first.compute(PROMPT)
     second.compute(PROMPT)
     assert second.counts == {("stores", "present"): 6}
+
+
+def test_chunks_are_shared_by_the_version_of_weights_that_were_updated_and_by_nobody_without_one(
+    offload: Callable[..., Offload],
+) -> None:
+    first, second, other = offload(), offload(), offload()
+    first.compute(PROMPT)
+    cores = [core_of_manager(engine.config.engine_id, engine.manager) for engine in (first, second)]
+    cores[0].collective_rpc(by_a_trainers_extension)
+    first.forget()
+    assert first.ask(PROMPT) == [None] * 6
+    first.compute(PROMPT)
+    assert first.counts == {("stores", "written"): 6, ("stores", "failed"): 6}
+    cores[0].set_weight_version("7")
+    assert first.ask(PROMPT) == [None] * 6
+    first.compute(PROMPT)
+    assert first.counts["stores", "written"] == 12
+    cores[1].collective_rpc(by_a_trainers_extension)
+    cores[1].set_weight_version("7")
+    assert second.ask(PROMPT) == WHOLE
+    assert other.ask(PROMPT) == WHOLE  # of the start
 
 
 def test_groups_of_a_hybrid_keep_their_chunks_of_one_hash_apart(offload: Callable[..., Offload]) -> None:

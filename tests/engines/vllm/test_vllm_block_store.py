@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -188,3 +189,39 @@ def test_a_block_is_told_of_when_each_rank_has_stored_it_and_not_when_one_has_tw
     events.expect(HASHES[0], lambda: "stored anew")
     events.heard({HASHES[0]: frozenset((0, 1))})
     assert events.take() == ["stored anew"]
+
+
+def test_blocks_go_to_the_namespace_that_the_store_has_become_and_to_none_without_one(
+    make: Callable[..., Rank], tmp_path: Path
+) -> None:
+    later = Namespace("model", "version 7", TOKENS)
+    writer, reader, truth = make(), make("LBHNC"), of_model()
+    writer.fill(truth)
+    with (
+        closing(StoreLookup.open(tmp_path, SPACE, [writer.part])) as lookup,
+        closing(StoreLookup.open(tmp_path, SPACE, [writer.part])) as before,
+    ):
+        for space, here, there in ((None, 0, 0), (later, 4, 0)):
+            writer.offload.become(space)
+            lookup.become(space)
+            writer.offload.save(SAVE, Passed())
+            writer.offload.settle()
+            assert (lookup.leading(HASHES), before.leading(HASHES)) == (here, there)
+    load = LoadSpec("r", HASHES, (2, 3, 4, 5))
+    assert reader.load(load) == [False] * 4
+    reader.offload.become(later)
+    assert reader.load(load) == [True] * 4
+    assert torch.equal(reader.cache[:, 2:], truth)
+    assert (reader.cache[:, :2] == POISON).all()
+
+
+def test_a_store_that_is_gone_when_the_weights_change_costs_its_hits_and_says_so(
+    make: Callable[..., Rank], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = make()
+    shutil.rmtree(tmp_path)
+    rank.offload.become(Namespace("model", "version 7", TOKENS))
+    assert "nothing is stored or found from now on" in caplog.text
+    rank.offload.save(SAVE, Passed())
+    rank.offload.settle()
+    assert rank.load(LoadSpec("r", HASHES, (0, 1, 2, 3))) == [False] * 4

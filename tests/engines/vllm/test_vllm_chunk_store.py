@@ -137,3 +137,19 @@ def test_all_that_was_submitted_is_stored_before_the_end(tmp_path: Path, host: C
     first.chunks.submit_store(ChunkJob(1, KEYS[:2], (0, 1)))
     first.chunks.close()
     assert host().chunks.exists(KEYS[:3]) == [True, True, False]
+
+
+def test_chunks_go_to_the_namespace_that_the_store_has_become_and_to_none_without_one(
+    host: Callable[..., Host],
+) -> None:
+    first, second = host(), host()
+    first.fill(0, 1)
+    first.chunks.become(None)
+    assert first.store(0).done == (False,)
+    first.chunks.become(Namespace("model", "version 7", 16))
+    assert first.store(0, 1).ok
+    assert second.load((0, 1), (5, 6)).done == (False, False)
+    assert (second.rows == POISON).all()
+    second.chunks.become(Namespace("model", "version 7", 16))
+    assert second.load((0, 1), (5, 6)).ok
+    assert np.array_equal(second.rows[5:7], first.rows[:2])

@@ -538,3 +538,42 @@ def test_blocks_that_nobody_may_write_by_the_time_vllm_takes_them_are_left_alone
     held.heard({"a": -1}, [])
     held.heard({}, ["a"])
     assert (len(held), pool.references) == (0, {"x": 1})
+
+
+def test_an_engine_that_parts_from_others_gives_nothing_more_of_requests_that_have_blocks() -> None:
+    """The weights have changed: what is computed from now on is neither of the old ones nor of the new."""
+    scheduler, request = served()
+    step(scheduler, (request, 40))
+    scheduler.part("the weights have changed")
+    withdrawn = step(scheduler, (request, 60))
+    assert withdrawn == KvmoverConnectorMetadata(
+        aborts=[AbortSpec("p-1", "the weights have changed")], preempted={"p-1"}
+    )
+    assert scheduler.finished(request, tables(), RequestOutcome.DELIVERED) == (False, None)
+    assert step(scheduler) == KvmoverConnectorMetadata()
+
+
+def test_an_engine_that_has_parted_computes_and_stores_nothing_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    scheduler = ConnectorScheduler(TOKENS, home=Home("prefill", "10.0.0.1", 5600), leading=len)
+    scheduler.part("the weights have changed")
+    _, asked = fetched(scheduler)
+    assert scheduler.matched(asked, 0) == 0
+    assert "d-1 is computed here: the weights have changed" in caplog.text
+    scheduler.allocated(asked, tables(), 0)
+    _, request = served(scheduler)
+    assert step(scheduler, (asked, 100), (request, 100)) == KvmoverConnectorMetadata()
+    for each in (asked, request):
+        assert scheduler.finished(each, tables(), RequestOutcome.DELIVERED) == (False, None)
+
+
+def test_requests_without_blocks_are_served_and_fetched_once_an_engine_meets_others_again() -> None:
+    scheduler, asked = fetched(ConnectorScheduler(TOKENS, home=Home("prefill", "10.0.0.1", 5600)))
+    other = Request("p-1", kv_transfer_params={"do_remote_decode": True})
+    scheduler.new(other)
+    scheduler.part("the weights have changed")
+    scheduler.join()
+    assert scheduler.matched(asked, 0) == 100
+    assert scheduler.matched(other, 0) == 0
+    scheduler.allocated(other, tables(), 0)
+    (send,) = step(scheduler, (other, 100)).sends
+    assert send.transfer == "p-1"
