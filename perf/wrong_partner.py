@@ -66,6 +66,8 @@ def _name(scenario: str) -> str:
 
 def _told(row: Mapping[str, str]) -> str:
     """Returns what an engine's own connector answered, in words: `NixlConnector: 4 wrong; then 4 of 4 wrong`."""
+    if row["requests"] == "0":
+        return f"{row['connector']}: {row['said']}"
     words = {"same": "right", "wrong": "wrong", "refused": "refused", "unanswered": "without an answer"}
     told = [f"{row[name]} {word}" for name, word in words.items() if int(row[name])]
     if int(row["unanswered"]):

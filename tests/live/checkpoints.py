@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 #: Bytes of the length before a header.
@@ -60,6 +61,14 @@ def in_files(source: Path, folder: Path, count: int) -> Path:
     single.unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
     return folder
+
+
+def copied_adapters(folder: Path, third: str, model: Callable[[str, str], Path], engine: str) -> list[str]:
+    """Adapters as `NAME=PATH`: `A` and `B`, copied into `folder`, and `C`, which is `third` of them. Returns these."""
+    folders = {"A": folder / "A", "B": folder / "B"}
+    for seed, where in enumerate(folders.values(), 1):
+        shutil.copytree(model(f"adapter-{seed}", engine), where)
+    return [f"{adapter}={where}" for adapter, where in {**folders, "C": folders[third]}.items()]
 
 
 def _copy(source: Path, folder: Path) -> None:

@@ -47,6 +47,18 @@ MIX_UPS: Mapping[str, Callable[[list[int], list[int]], Mixed]] = {
     "KV without a salt for a prompt with one": lambda one, _: (Asked(one), Asked(one, {"cache_salt": "a"})),
 }
 
+#: Adapters that are mixed up, by the name of the mistake: prefill's and decode's, each by its name there or "".
+ADAPTERS: Mapping[str, tuple[str, str]] = {
+    "prefilled with adapter A, decoded with B": ("A", "B"),
+    "prefilled without an adapter, decoded with one": ("", "A"),
+    "prefilled with an adapter, decoded without": ("A", ""),
+    "an adapter of one name and two contents": ("C", "C"),
+}
+
+#: Mistakes that only who has such a thing can make.
+OTHER_KEY = "a prefill without the decode's key"
+DROPPED = "KV of another prompt, from a router that drops what it does not know"
+
 #: Lengths of the prompts that are mixed up.
 _LENGTHS = (500, 300, 64, 17)
 
@@ -60,6 +72,13 @@ def mixed_up(mistake: str, seed: int) -> list[Mixed]:
 def not_mixed_up(seed: int) -> list[Mixed]:
     """Returns the same requests for both halves: what is wrong is who they are sent to."""
     return [(asked, asked) for asked in map(Asked, prompts_of(4, seed, least_tokens=100, most_tokens=500))]
+
+
+def adapters_mixed_up(mistake: str, said: Callable[[str], Mapping[str, Any]]) -> list[Mixed]:
+    """Returns the same prompts for both halves, by a mistake of ADAPTERS. `said`: of a request for an adapter."""
+    one, other = map(said, ADAPTERS[mistake])
+    drawn = prompts_of(4, 170 + len(mistake), least_tokens=100, most_tokens=300)
+    return [(Asked(prompt, one), Asked(prompt, other)) for prompt in drawn]
 
 
 def exchanged(seed: int) -> list[Mixed]:
@@ -141,5 +160,25 @@ def theirs(
         "then_wrong": len(then.wrong),
         "then_failed": len(then.failed),
     }
-    record.replace("live_partners", [row], ("engine", "mistake"))
+    record.replace("live_partners", [{**row, "said": ""}], ("engine", "mistake"))
     return all(answer.ok for answer in after)
+
+
+def has_none(engine: str, connector: str, mistakes: Sequence[str], why: str) -> None:
+    """Keep a row for each of these mistakes that cannot be made with an engine's own connector: it lacks the thing."""
+    counts = (
+        "requests",
+        "same",
+        "wrong",
+        "refused",
+        "unanswered",
+        "within_s",
+        "then_requests",
+        "then_wrong",
+        "then_failed",
+    )
+    rows = [
+        {"engine": engine, "connector": connector, "mistake": what, **dict.fromkeys(counts, 0), "said": why}
+        for what in mistakes
+    ]
+    record.replace("live_partners", rows, ("engine", "mistake"))

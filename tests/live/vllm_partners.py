@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.live.answers import Answer, many, post
-from tests.live.checkpoints import other_weights
+from tests.live.checkpoints import copied_adapters, other_weights
 from tests.live.conftest import ModelMaker
-from tests.live.partners import MIX_UPS, Asked, Mixed, mixed_up, not_mixed_up
+from tests.live.partners import MIX_UPS, Asked, Mixed, adapters_mixed_up, mixed_up, not_mixed_up
 from tests.live.server import Command, Server
 from tests.live.vllm_client import FOR_ANOTHER, ask, ask_several
 from tests.live.vllm_servers import vllm
@@ -109,30 +109,15 @@ MISTAKES: Mapping[str, tuple[Callable[[int], list[Mixed]], Way]] = {
     "KV of another prefill than computed the prompt": (not_mixed_up, from_another_prefill),
 }
 
-#: By name: the adapter at prefill and at decode; "m" is the model without any.
-ADAPTERS: Mapping[str, tuple[str, str]] = {
-    "prefilled with adapter A, decoded with B": ("A", "B"),
-    "prefilled without an adapter, decoded with one": ("m", "A"),
-    "prefilled with an adapter, decoded without": ("A", "m"),
-    "an adapter of one name and two contents": ("C", "C"),
-}
-
 
 def of_adapters(what: str) -> list[Mixed]:
     """Returns requests for a mistake of ADAPTERS."""
-    one, other = ADAPTERS[what]
-    asked = not_mixed_up(170 + len(what))
-    return [(Asked(each.prompt, {"model": one}), Asked(each.prompt, {"model": other})) for each, _ in asked]
+    return adapters_mixed_up(what, lambda name: {"model": name or "m"})
 
 
 def with_adapters(folder: Path, third: str, model: ModelMaker) -> tuple[str, ...]:
-    """Returns the arguments of a server of adapters `A` and `B`, from copies in `folder`, and of `C`, which is
-    `third` of them."""
-    folders = {"A": folder / "A", "B": folder / "B"}
-    for seed, where in enumerate(folders.values(), 1):
-        shutil.copytree(model(f"adapter-{seed}", "vllm"), where)
-    modules = [f"{adapter}={where}" for adapter, where in {**folders, "C": folders[third]}.items()]
-    return "--enable-lora", "--max-lora-rank", "8", "--lora-modules", *modules
+    """Returns the arguments of a server of the adapters of `copied_adapters`."""
+    return "--enable-lora", "--max-lora-rank", "8", "--lora-modules", *copied_adapters(folder, third, model, "vllm")
 
 
 def decodes_of_other_models(name: str, folder: Path, model: ModelMaker, **named: Any) -> Mapping[str, Command]:

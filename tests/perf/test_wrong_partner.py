@@ -72,6 +72,10 @@ def test_wrong_answers_of_the_engines_own_connector_stand_beside_it_and_fail_not
     first, _, other = rows()
     assert first[8] == "NixlConnector: 1 right; then all right"
     assert other[8] == "nixl: 1 right; then 1 of 1 failed"
+    partners.has_none("sglang", "nixl", [WHAT], "it has no keys")
+    first, _, other = rows()
+    assert first[8] == "NixlConnector: 1 right; then all right"
+    assert other[8] == "nixl: it has no keys"
 
 
 def test_a_run_without_mistakes_has_no_such_table(folder: Path) -> None:

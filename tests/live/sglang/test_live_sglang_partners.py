@@ -6,15 +6,12 @@ from pathlib import Path
 
 from tests.live.checkpoints import in_files
 from tests.live.conftest import ModelMaker, Servers
-from tests.live.partners import mistake, not_mixed_up, sentence, tells_weights_apart
+from tests.live.partners import OTHER_KEY, mistake, not_mixed_up, sentence, tells_weights_apart
 from tests.live.server import Server
 from tests.live.sglang_client import usage, warm
 from tests.live.sglang_partners import PATIENCE, PATIENCE_S, Halves, Lab, decodes_of_other_models, one_for_another
 from tests.live.sglang_servers import DECODE, PREFILL, sglang
 from tests.live.table import Results
-
-#: A mistake that is told by another sentence than that of both models.
-_KEY = "a prefill without the decode's key"
 
 
 def test_halves_of_other_models_refuse_each_other_and_of_the_same_meet_anywhere(
@@ -27,7 +24,7 @@ def test_halves_of_other_models_refuse_each_other_and_of_the_same_meet_anywhere(
     sealed = {**PATIENCE, "KVMOVER_SECURITY_SHARED_KEY_FILE": str(keys)}
     others = {
         **decodes_of_other_models("sglang-partners", folder, model),
-        _KEY: sglang("sglang-partners-key", source, mode=DECODE, environment=sealed),
+        OTHER_KEY: sglang("sglang-partners-key", source, mode=DECODE, environment=sealed),
     }
     elsewhere = in_files(source, tmp_path / "same", 3)
     same, *decodes = servers.start(
@@ -44,7 +41,7 @@ def test_halves_of_other_models_refuse_each_other_and_of_the_same_meet_anywhere(
         made = not_mixed_up(93 + number)
         asked = [each for each, _ in made]
         got = one_for_another(Halves(first, decode, first), made, 60.0)
-        said = sentence(decode, "the peer's card" if what == _KEY else "peer holds weights")
+        said = sentence(decode, "the peer's card" if what == OTHER_KEY else "peer holds weights")
         assert tells_weights_apart(said) or "weights" not in what
         wanted = right.alone(asked)
         assert mistake(results, "sglang", what, wanted, got, lambda asked=asked: right.through(asked), said) == len(got)

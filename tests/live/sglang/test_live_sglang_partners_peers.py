@@ -8,7 +8,7 @@ import pytest
 
 from tests.live.checkpoints import in_files
 from tests.live.conftest import ModelMaker, Servers
-from tests.live.partners import not_mixed_up, theirs
+from tests.live.partners import OTHER_KEY, has_none, not_mixed_up, theirs
 from tests.live.server import Command, Server
 from tests.live.sglang_client import warm
 from tests.live.sglang_partners import MISTAKES, PATIENCE, Halves, Lab, decodes_of_other_models, one_for_another
@@ -66,3 +66,7 @@ def test_halves_of_other_models(plain: Server, servers: Servers, model: ModelMak
         ):
             servers.stop([first, same])
             first, same = servers.start(_half("again", source, PREFILL), same.command)
+
+
+def test_mistakes_that_it_has_nothing_for() -> None:
+    has_none("sglang", "nixl", [OTHER_KEY], "it has no keys")

@@ -14,11 +14,11 @@ import pytest
 
 from tests.live.answers import Answer, Prompt, prompts_of
 from tests.live.conftest import ModelMaker, Servers
-from tests.live.partners import mistake, sentence
+from tests.live.partners import ADAPTERS, mistake, sentence
 from tests.live.server import Server
 from tests.live.table import Results
 from tests.live.vllm_client import FOR_ANOTHER, ask_several, usage, warm
-from tests.live.vllm_partners import ADAPTERS, Halves, alone, of_adapters, one_for_another, with_adapters
+from tests.live.vllm_partners import Halves, alone, of_adapters, one_for_another, with_adapters
 from tests.live.vllm_servers import kvmover, vllm
 
 _ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}

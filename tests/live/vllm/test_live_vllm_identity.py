@@ -12,7 +12,7 @@ import pytest
 from tests.live.answers import Answer, many, prompts_of
 from tests.live.checkpoints import other_tokenizer
 from tests.live.conftest import ModelMaker, Servers
-from tests.live.partners import MIX_UPS, mistake, mixed_up, sentence
+from tests.live.partners import DROPPED, MIX_UPS, mistake, mixed_up, sentence
 from tests.live.server import Server
 from tests.live.table import Results
 from tests.live.vllm_client import FOR_ANOTHER, ask, ask_several, prefill, split, usage, warm
@@ -90,7 +90,7 @@ def test_parameters_of_another_prompt_that_a_router_has_cut_are_refused_by_the_p
     refused = mistake(
         results,
         "vllm",
-        f"KV of another prompt, from a router that drops what it does not know, policy {policy}",
+        f"{DROPPED}, policy {policy}",
         alone(plain, asked),
         got,
         lambda: alone(decode, asked),

@@ -6,15 +6,12 @@ from pathlib import Path
 
 from tests.live.checkpoints import in_files
 from tests.live.conftest import ModelMaker, Servers
-from tests.live.partners import mistake, not_mixed_up, sentence, tells_weights_apart
+from tests.live.partners import OTHER_KEY, mistake, not_mixed_up, sentence, tells_weights_apart
 from tests.live.server import Server
 from tests.live.table import Results
 from tests.live.vllm_client import usage, warm
 from tests.live.vllm_partners import RESETS, Halves, alone, decodes_of_other_models, forget, one_for_another
 from tests.live.vllm_servers import kvmover, vllm
-
-#: A mistake that is told by another sentence than that of both models.
-_KEY = "a prefill without the decode's key"
 
 
 def test_halves_of_other_models_take_nothing_of_each_other_and_of_the_same_meet_anywhere(
@@ -27,7 +24,7 @@ def test_halves_of_other_models_take_nothing_of_each_other_and_of_the_same_meet_
     sealed = {**RESETS, "KVMOVER_SECURITY_SHARED_KEY_FILE": str(key)}
     others = {
         **decodes_of_other_models("vllm-partners", folder, model, kv=kvmover(), environment=RESETS),
-        _KEY: vllm("vllm-partners-key", source, kv=kvmover(), environment=sealed),
+        OTHER_KEY: vllm("vllm-partners-key", source, kv=kvmover(), environment=sealed),
     }
     elsewhere = in_files(source, tmp_path / "same", 3)
     same, *decodes = servers.start(vllm("vllm-partners-same", elsewhere, kv=kvmover(policy="fail")), *others.values())
@@ -43,7 +40,7 @@ def test_halves_of_other_models_take_nothing_of_each_other_and_of_the_same_meet_
         wanted = alone(decode, asked)  # before it has met anybody
         forget(decode)
         got = one_for_another(Halves(first, decode, first), made, 60.0)
-        said = sentence(decode, "the peer's card" if what == _KEY else "peer holds weights")
+        said = sentence(decode, "the peer's card" if what == OTHER_KEY else "peer holds weights")
         assert tells_weights_apart(said) or "weights" not in what
         assert mistake(results, "vllm", what, wanted, got, lambda: alone(decode, asked), said) == 0  # noqa: B023
         assert not any(decode.metrics("vllm:kvmover_received_bytes").values())

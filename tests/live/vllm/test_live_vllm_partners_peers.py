@@ -8,11 +8,10 @@ import pytest
 
 from tests.live.checkpoints import in_files
 from tests.live.conftest import ModelMaker, Servers
-from tests.live.partners import not_mixed_up, theirs
+from tests.live.partners import ADAPTERS, DROPPED, OTHER_KEY, has_none, not_mixed_up, theirs
 from tests.live.server import Command, free_port
 from tests.live.vllm_client import warm
 from tests.live.vllm_partners import (
-    ADAPTERS,
     MISTAKES,
     RESETS,
     Halves,
@@ -90,3 +89,8 @@ def test_halves_of_other_models(servers: Servers, model: ModelMaker, tmp_path: P
         if first.ended():
             servers.stop([first])
             (first,) = servers.start(_half("again", source))
+
+
+def test_mistakes_that_it_has_nothing_for() -> None:
+    has_none(*_ENGINE, [OTHER_KEY], "it has no keys")
+    has_none(*_ENGINE, [DROPPED], "its parameters name no prompt")
