@@ -68,6 +68,8 @@ def test_card_and_namespace_go_by_the_weights_and_not_by_what_they_are_called() 
 def test_updated_weights_are_those_of_the_start_in_the_callers_version_and_nobodys_without_one(caplog: Any) -> None:
     started = ServedWeights("/models/llama", "7" * 64)
     assert started.updated("2").identity == f"{'7' * 64}, version 2"
+    assert started.updated("1").updated(None).updated("2") == started.updated("2")
+    assert started.of_tenant("blue").updated("2") == started.updated("2").of_tenant("blue")
     assert started.updated("2").namespace(16, "").digest != started.namespace(16, "").digest
     for version in (None, ""):
         nobodys = [started.updated(version) for _ in range(2)]

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
 from types import MappingProxyType
@@ -64,6 +64,11 @@ class StoredPool:
         hashes, ids = _apart(pages)
         return self.bounce.get(hashes, ids) if self.bounce else self.view.get(hashes, self._addresses(ids))
 
+    def moved(self, store: PageStore, namespace: Namespace) -> StoredPool:
+        """Returns the same pool in another namespace."""
+        view = store.view(namespace, self.view.part, self.view.writes)
+        return StoredPool(self.tiered_pool, view, self.bounce and replace(self.bounce, view=view))
+
     def _addresses(self, ids: Sequence[int]) -> list[int]:
         return [self.tiered_pool.address(page) for page in ids]
 
@@ -111,6 +116,10 @@ class Storage:
             view = store.view(namespace, tiered_pool.part, partial(_both, own, writes) if writes else own)
             bounce = None if packed is None else PageBounce(host, packed, view, cpu.move)
             self.stored_pools.append(StoredPool(tiered_pool, view, bounce))
+
+    def moved(self, namespace: Namespace) -> None:
+        """Go on in `namespace`, which the store has become. Jobs that were begun find and write nothing any more."""
+        self.stored_pools = [each.moved(self.store, namespace) for each in self.stored_pools]
 
     def whole(self, hashes: Sequence[bytes]) -> list[bool]:
         """Whether storage has all that this rank's part of each page consists of."""
@@ -176,10 +185,8 @@ class StorageRead:
         self._at += len(batch)
         self.good = batch[0][1].place
         watch, nbytes = Stopwatch(), 0
-        for stored_pool in self.storage.stored_pools:
+        for stored_pool in dict.fromkeys(each for each, _ in batch):
             pages = [page for each, page in batch if each is stored_pool]
-            if not pages:
-                continue
             results = stored_pool.get(pages)
             nbytes += stored_pool.tiered_pool.part.nbytes * sum(result.ok for result in results)
             self.pages += sum(result.ok for result in results)
@@ -214,14 +221,13 @@ class StorageWrite:
         """One batch, of all pools."""
         batch = self.given[self._at : self._at + self.storage.batch_pages]
         self._at += len(batch)
-        for stored_pool in self.storage.stored_pools:
+        for stored_pool in dict.fromkeys(each for each, _ in batch):
             pages = [page for each, page in batch if each is stored_pool]
-            if pages:
-                good = stored_pool.put(pages)
-                self.stored += stored_pool.written
-                self.nbytes += stored_pool.written * stored_pool.tiered_pool.part.nbytes
-                if not all(good):
-                    self.failed["write failed"] += len(good) - sum(good)
+            good = stored_pool.put(pages)
+            self.stored += stored_pool.written
+            self.nbytes += stored_pool.written * stored_pool.tiered_pool.part.nbytes
+            if not all(good):
+                self.failed["write failed"] += len(good) - sum(good)
         return self._at >= len(self.given)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvmover.engines.common.exchange import EXCHANGED_DTYPES, exchanged
     from kvmover.engines.common.first_token import FirstToken, ToldLogprobs, told_logprobs
     from kvmover.engines.common.hinted_requests import HINTS_KEY, HintedRequests, outcome_of, pin_limits
-    from kvmover.engines.common.neighbours import Neighbours, open_peer_tier
+    from kvmover.engines.common.neighbours import Neighbours, open_peer_tier, peer_wire
     from kvmover.engines.common.options import STORE_KEYS, WEIGHT_KEYS, ContentOptions, read_options
     from kvmover.engines.common.pages import (
         BounceBuffer,
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from kvmover.engines.common.routing_hints import RoutingHints, TenantGroups, hints_of
     from kvmover.engines.common.store import StoreWorker, Upkeep, open_store
     from kvmover.engines.common.weights import (
+        NO_VERSION,
         UPDATED,
         RankGroup,
         ServedWeights,
@@ -92,6 +93,7 @@ _HOMES = {
     "neighbours": (
         "Neighbours",
         "open_peer_tier",
+        "peer_wire",
     ),
     "options": (
         "STORE_KEYS",
@@ -141,6 +143,7 @@ _HOMES = {
         "open_store",
     ),
     "weights": (
+        "NO_VERSION",
         "UPDATED",
         "RankGroup",
         "ServedWeights",
@@ -156,6 +159,7 @@ __all__ = [
     "CARDS_PATH",
     "EXCHANGED_DTYPES",
     "HINTS_KEY",
+    "NO_VERSION",
     "STORE_KEYS",
     "TOKENS_ALONE",
     "UPDATED",
@@ -214,6 +218,7 @@ __all__ = [
     "open_store",
     "outcome_of",
     "page_ids",
+    "peer_wire",
     "pin_limits",
     "read_options",
     "told_logprobs",

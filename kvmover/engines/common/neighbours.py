@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from threading import Event, Thread
 
 from kvmover.cache.peers import PeerTerms, PeerTier
@@ -51,13 +52,18 @@ def open_peer_tier(
     silence_s = peers.silence_s
     ping_s, drain_s = min(config.ping_s, silence_s), min(config.drain_s, _DRAIN_S)
     config = replace(config, silence_s=silence_s, ping_s=ping_s, drain_s=drain_s)
-    wire = transport or NixlTransport(f"peers-{peers.address}-{rank}")
+    wire = transport or peer_wire(peers.address, rank)()
     try:
         place = Place(peers.address, fleet, rank)
         return PeerTier(wire, weights.name, place, pools, terms, config, weights.identity)
     except KvmoverError:
         wire.close()
         raise
+
+
+def peer_wire(address: str, rank: int) -> Callable[[], Transport]:
+    """Returns what makes the transport of a rank's tier, also for `PeerTier.rejoin`. It raises TransportUnavailable."""
+    return partial(NixlTransport, f"peers-{address}-{rank}")
 
 
 class Neighbours:
@@ -85,8 +91,7 @@ class Neighbours:
         """Serve the cards of all ranks at this engine's address, from now on in place of those before. Raises
         ConfigError for an address that cannot be had.
         """
-        address = self._settings.address
-        assert address is not None, "a tier of peers was made, so there is one"
+        address = self.address
         host, port = host_and_port(address)
         if self._desk is None:
             try:
@@ -94,6 +99,13 @@ class Neighbours:
             except OSError as error:
                 raise ConfigError(f"peers.address = {address!r} cannot be listened at: {error}") from error
         self._desk.lay_out(address, cards)
+
+    @property
+    def address(self) -> str:
+        """This engine's, which is its name."""
+        address = self._settings.address
+        assert address is not None, "a tier of peers was made, so there is one"
+        return address
 
     def connected(self) -> frozenset[str]:
         """Engines of which every rank that was found is connected to all ranks in this process."""

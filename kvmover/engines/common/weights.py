@@ -22,6 +22,12 @@ log = logging.getLogger(__name__)
 #: Why transfers end when an engine's weights change: on both sides.
 UPDATED = "the weights of this engine were updated"
 
+#: Why nobody has the weights that an engine has now.
+NO_VERSION = (
+    "no version of them is known: KV is shared with no engine and no store until the caller gives one, alike in all"
+    " engines with these weights"
+)
+
 #: How engines call it when they load safetensors as these are.
 _AS_THEY_ARE = frozenset(
     {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "runai_streamer", "layered"}
@@ -58,24 +64,35 @@ def digest_of_sources(sources: Sequence[WeightSource]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ServedWeights:
-    """`identity` is what is compared, in the card of every rank and in every namespace. `name`: for people.
+    """`started`: what they were when the engine started. `name`: for people. `tenant`: who shares them alone, if any.
 
-    `computed`: where the identity is the operator's word, what the files say, or why they say nothing. `is_known`:
-    whether anybody else can have these weights; else no engine is met, nothing is stored and nothing is found.
+    `computed`: where `started` is the operator's word, what the files say, or why they say nothing. `version`: the
+    caller's word for those that came in their place. `unknown`: why nobody else can have these weights; then no engine
+    is met, nothing is stored and nothing is found.
     """
 
     name: str
-    identity: str
+    started: str
     computed: str = field(default="", compare=False)
-    is_known: bool = True
+    version: str = ""
+    unknown: str = ""
+    tenant: str = ""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anybody else can have these weights."""
+        return not self.unknown
+
+    @property
+    def identity(self) -> str:
+        """What is compared, in the card of every rank and in every namespace."""
+        called = ("changed as" if self.unknown else "version") + f" {self.version}"
+        return self.started + (f", {called}" if self.version else "") + (f" of {self.tenant}" if self.tenant else "")
 
     def told(self) -> str:
         """Returns a line for the log."""
-        if not self.is_known:
-            return (
-                f"the weights of {self.name} were changed while it runs, and no version of them is known: KV is shared"
-                " with no engine and no store until the caller gives one, alike in all engines with these weights"
-            )
+        if self.unknown:
+            return f"the weights of {self.name} were changed while it runs, and {self.unknown}"
         beside = f" by exchange.weights; computed: {self.computed}" if self.computed else ""
         return f"the weights of {self.name} are {self.identity}{beside}"
 
@@ -89,18 +106,18 @@ class ServedWeights:
 
     def of_tenant(self, tenant: str) -> ServedWeights:
         """Returns the same for peers that share with one tenant alone; "": with those that name none."""
-        return replace(self, identity=f"{self.identity} of {tenant}") if tenant else self
+        return replace(self, tenant=tenant)
 
-    def updated(self, version: str | None) -> ServedWeights:
-        """Returns the weights that the engine serves once its caller has put others in the place of these, with which
-        it started, and calls them `version`; without one, weights that nobody else has.
+    def updated(self, version: str | None, unknown: str = NO_VERSION) -> ServedWeights:
+        """Returns the weights that the engine serves once its caller has put others in the place of those with which
+        it started, and calls them `version`; without one, weights that nobody else has, for the reason `unknown`.
 
-        >>> ServedWeights("llama", "ab").updated("7").identity
-        'ab, version 7'
+        >>> ServedWeights("llama", "ab").updated("7").updated("8").identity
+        'ab, version 8'
         """
         if version:
-            return replace(self, identity=f"{self.identity}, version {version}")
-        return replace(self, identity=f"{self.identity}, changed as {token_hex(16)}", is_known=False)
+            return replace(self, version=version, unknown="")
+        return replace(self, version=token_hex(16), unknown=unknown)
 
     def log(self) -> None:
         """Write which weights these are; a warning, of those of which nobody knows."""

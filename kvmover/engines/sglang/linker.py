@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import Queue
 from typing import Any
 
@@ -25,6 +25,7 @@ from kvmover.engines.sglang.options import parse, said, served, served_weights
 from kvmover.engines.sglang.page_parts import ALL_PAGES, MAIN, TpPlacement, hits
 from kvmover.engines.sglang.storage import page_of
 from kvmover.engines.sglang.store_adapter import ServedRank, StoreAdapter
+from kvmover.engines.sglang.weight_updates import UPDATES
 from kvmover.errors import StoreError
 from kvmover.regions import CopyStream
 from kvmover.store import PagePart
@@ -93,6 +94,7 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
             StoreWorker("kvmover-load", self._load),
             StoreWorker("kvmover-offload", self._offload),
         )
+        UPDATES.follow(self)
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """Every prefix of the pages that this rank can restore, in pages."""
@@ -161,8 +163,21 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
             self._done.get_nowait()
         self.layer_done_counter.reset()
 
+    def reweigh(self) -> None:
+        """Store and load pages of the weights that the engine has now, once what was queued has ended."""
+        self._loads.settle()
+        self._offloads.settle()
+        self._adapter.reweigh()
+        self._whole = self._moved(self._whole)
+        self._steps = [replace(step, backends=self._moved(step.backends)) for step in self._steps]
+
+    def _moved(self, backends: dict[str, tuple[PackedBackend, ...]]) -> dict[str, tuple[PackedBackend, ...]]:
+        store, space = self._adapter.store, self._adapter.space
+        return {name: tuple(each.moved(store, space) for each in of) for name, of in backends.items()}
+
     def close(self) -> None:
         """Wait for what is under way, end both threads, and close the store."""
+        UPDATES.leave(self)
         self.reset()
         for worker in (self._loads, self._offloads):
             worker.close()

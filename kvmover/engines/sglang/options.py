@@ -24,6 +24,7 @@ from kvmover.engines.common import (
     identified,
     read_options,
 )
+from kvmover.engines.sglang.weight_updates import UPDATES
 from kvmover.transfer.config import MoverConfig
 
 #: Keys of the same JSON that are SGLang's own.
@@ -119,7 +120,7 @@ def served_weights(settings: Settings, called: str) -> ServedWeights:
 
     found = identified(settings.exchange.model or called, settings.exchange, engine.weights_digest)
     version = engine.weight_version()
-    return found.updated(version) if version else found
+    return UPDATES.current(found.updated(version) if version else found)
 
 
 #: What `--hicache-storage-backend dynamic` has to name.

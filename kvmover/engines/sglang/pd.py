@@ -8,13 +8,14 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, count
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvmover.engines.common import EngineUnsupported, ParallelRank, ToldLogprobs, layers_of, told_logprobs
+from kvmover.engines.common import UPDATED, EngineUnsupported, ParallelRank, ToldLogprobs, layers_of, told_logprobs
 from kvmover.engines.sglang import engine, engine_pd
 from kvmover.engines.sglang.engine_pd import BOOTSTRAPPING, FAILED, SUCCESS, TRANSFERRING, WAITING
 from kvmover.engines.sglang.options import served_weights, transfer_settings
@@ -40,6 +41,7 @@ from kvmover.engines.sglang.pd_driver import (
     read,
 )
 from kvmover.engines.sglang.pd_exchange import Exchange, RankCard, lay_card
+from kvmover.engines.sglang.weight_updates import UPDATES
 from kvmover.errors import PeerRefused, PlanError, ProtocolError, RefusedFor, TransportError
 from kvmover.layout import Fleet
 from kvmover.layout.fleet import Coordinate
@@ -107,16 +109,16 @@ class KvmoverManager(engine_pd.CommonKVManager):
         whole = _served_model(args, is_mla_backend)
         self._caches = self._exchange.described(caches_of(args, whole, place), engine.cache_dtype(args))
         layers = layers_of(engine_pd.of_all_stages({cache.name: cache.layers for cache in self._caches}), _PARTITION)
-        components = tuple(cache.component(layers[cache.name]) for cache in self._caches)
-        device, each = engine_pd.device(args.gpu_id), zip(self._caches, components, strict=True)
+        self._components = tuple(cache.component(layers[cache.name]) for cache in self._caches)
+        device, each = engine_pd.device(args.gpu_id), zip(self._caches, self._components, strict=True)
         pools = [pool_of(cache, component, args.page_size, device) for cache, component in each]
         self._name, self._patience_s = engine_pd.name_of_this_engine(), settings.mover.deadline_s
         self._identity = settings.mover.identity
-        weights = served_weights(settings, engine.model_path())
-        transport = NixlTransport(f"sglang-{disaggregation_mode.value}-{self._rank}")
+        self._weights = served_weights(settings, engine.model_path())
+        self._wire = partial(NixlTransport, f"sglang-{disaggregation_mode.value}-{self._rank}")
         mover = Mover(
-            transport,
-            weights.model(components),
+            self._wire(),
+            self._weights.model(self._components),
             Place(self._name, self._fleet, self._rank),
             pools,
             settings.mover_config(),
@@ -126,7 +128,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self._observers = Observers(settings, self._name, self._rank, Guest(logging.getLogger(), who))
         self._observers.watch(mover)
         self._observers.serve(MoverCollector([self._driver]))
-        log.info("%s", weights.told())
+        self._weights.log()
         self._outgoing: dict[int, Outgoing] = {}
         #: Prompts of requests that a receiver tells prefill ranks of at the moment.
         self.asking: dict[int, Content] = {}
@@ -146,9 +148,11 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self._thread.start()
         if disaggregation_mode is not engine_pd.PREFILL:
             self._start_heartbeat_checker_thread()
+        UPDATES.follow(self)
 
     def close(self) -> None:
         """End the thread, then the mover. Requests that are under way end in no state."""
+        UPDATES.leave(self)
         self._closing.set()
         self._bell.ring()
         self._thread.join()
@@ -240,11 +244,27 @@ class KvmoverManager(engine_pd.CommonKVManager):
         size = self.kv_args.page_size
         return [page_table(cache, prefix_tokens // size, pages, states or (), size) for cache in self._caches]
 
+    def reweigh(self) -> None:
+        """End what is open, and meet engines with the weights that this one has now. Raises KvmoverError."""
+        self._weights = UPDATES.current(self._weights)
+        self._weights.log()
+        self._driver.rejoin(self._wire, self._weights.model(self._components), UPDATED)
+        if self.disaggregation_mode is engine_pd.PREFILL:
+            self._lay_card()
+            return
+        for address in {key.rpartition(" ")[0] for key in [*self._engines, *self._refused]}:
+            self._handle_node_failure(address)
+        self._engines.clear()
+        self._refused.clear()
+
     # Prefill
 
     def register_to_bootstrap(self) -> None:
         """SGLang's own, and this rank's card, by which engines of another make find it."""
         engine_pd.CommonKVManager.register_to_bootstrap(self)
+        self._lay_card()
+
+    def _lay_card(self) -> None:
         if self._exchange.model and engine_pd.parallel().attn_cp_rank == 0:
             laid = RankCard(self._name, self._rank, self._fleet.size, self._driver.mover.card)
             lay_card(engine_pd.bootstrap_url(self), laid, engine_pd.put)

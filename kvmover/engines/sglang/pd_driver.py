@@ -20,8 +20,9 @@ from kvmover.transfer.config import Pace
 from kvmover.transfer.meter import Snapshot
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.protocol.content import Content
-from kvmover.transfer.protocol.handshake import Place
+from kvmover.transfer.protocol.handshake import Model, Place
 from kvmover.transfer.result import Gate, Transfer
+from kvmover.transport import Transport
 
 if TYPE_CHECKING:
     import numpy as np
@@ -227,6 +228,23 @@ class TransferDriver:
                 return 0.0
             under_way = len(self._sends) + len(self._receives) + len(self._held) + len(self._wanted)
             return self.pace.nap_s(now - self._busy, under_way)
+
+    def rejoin(self, make: Callable[[], Transport], model: Model, reason: str) -> None:
+        """Give up all requests, wait until peers have let go of their pages or their time is up, and join anew: see
+        Mover.rejoin, whose errors this raises. Blocks the caller, who begins nothing meanwhile.
+        """
+        with self._lock:
+            for room in list(self._wanted):
+                self._unbegun(room, reason)
+            open_ones = [*self._sends.values(), *self._receives.values()]
+            for transfer in open_ones:
+                self.mover.abort(transfer, reason)
+        while not all(transfer.ended for transfer in open_ones):
+            time.sleep(min(self.turn(), self.pace.idle_s))
+        with self._lock:
+            self.mover.rejoin(make, model, reason)
+            self._tell_of_the_lost()
+            self._called()
 
     def close(self) -> None:
         """Close the mover: see `Mover.close`."""

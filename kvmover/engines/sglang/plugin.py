@@ -7,6 +7,7 @@ imports them; the built-in backends stay what they are. Radix caches and publish
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from enum import Enum
 from importlib import import_module
@@ -54,6 +55,7 @@ def register() -> None:
     hooks.HookRegistry.register(f"{_TOKENIZER}._send_one_request", in_own_room, hooks.HookType.AROUND)
     register_radix_cache()
     register_event_publisher()
+    register_weight_updates()
 
 
 def adapter_id(known: Callable[[str, str], str], lora_name: str, lora_path: str) -> str:
@@ -83,6 +85,15 @@ def register_event_publisher() -> None:
     factory: Any = import_module("sglang.srt.disaggregation.kv_events").EventPublisherFactory
     if NAME not in factory._registry:
         factory.register_publisher(NAME, event_publisher)
+
+
+def register_weight_updates() -> None:
+    """Hear of updates in a process with a scheduler, and in one that starts those; others need not import it."""
+    hooks: Any = import_module("sglang.srt.plugins.hook_registry")
+    if "sglang.srt.managers.scheduler" in sys.modules:
+        updates = _module("weight_updates")
+        for name, around in updates.UpdateHooks(updates.UPDATES).around().items():
+            hooks.HookRegistry.register(name, around, hooks.HookType.AROUND)
 
 
 def event_publisher(**options: Any) -> Any:

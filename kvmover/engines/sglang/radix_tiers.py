@@ -40,6 +40,7 @@ from kvmover.engines.sglang.radix_cache import KvmoverRadixCache
 from kvmover.engines.sglang.radix_components import STATE, WINDOW
 from kvmover.engines.sglang.radix_hints import HintTerms
 from kvmover.engines.sglang.tier_pools import EnginePages, EngineTiers, EngineWindows, LayerGates, open_tiers
+from kvmover.engines.sglang.weight_updates import UPDATES
 
 #: How old the tiers' counts may be that a scrape is answered with.
 _SNAPSHOT_S = 0.5
@@ -98,6 +99,7 @@ class TieredRadixCache(KvmoverRadixCache):
         self._snapshot_s = time.monotonic()
         if accounts is not None:
             accounts.show(TierCollector(lambda: self._snapshot))
+        UPDATES.follow(self)
 
     # Requests
 
@@ -213,6 +215,10 @@ class TieredRadixCache(KvmoverRadixCache):
         self._hints.pins.forget()
         self._controller.reset()
 
+    def reweigh(self) -> None:
+        """Share KV of the weights that the engine has now. What is in the tree may be of those before until a reset."""
+        self._tiers.reweigh()
+
     def clear_storage_backend(self) -> bool:
         """Delete the pages of this model, page size and tenant from storage; whether there is one."""
         if self._tiers.store is not None:
@@ -229,6 +235,7 @@ class TieredRadixCache(KvmoverRadixCache):
 
     def release_host_resources(self) -> None:
         """End the storage's thread, close the store and part from peers. What waits to be written is not."""
+        UPDATES.leave(self)
         self._controller.close()
         self._tiers.close()
 

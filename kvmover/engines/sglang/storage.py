@@ -15,6 +15,7 @@ from kvmover.engines.sglang.engine import PoolTransfer
 from kvmover.engines.sglang.options import parse, said, served, served_weights
 from kvmover.engines.sglang.page_parts import ALL_PAGES, MAIN, TpPlacement, hits
 from kvmover.engines.sglang.store_adapter import Batches, ServedRank, StoreAdapter
+from kvmover.engines.sglang.weight_updates import UPDATES
 from kvmover.errors import StoreError
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class KvmoverStore(engine.HiCacheStorage):
         engine.HiCacheStorage.register_mem_pool_host(self, mem_pool_host)
         self._adapter = StoreAdapter(self._options, self._settings.store, self._rank, mem_pool_host.page_size)
         self._upkeep = Upkeep(self._adapter.store, self._settings.store)
+        UPDATES.follow(self)
         self._backends[MAIN] = self._adapter.backend(mem_pool_host, MAIN)
         self._page_tokens[MAIN] = mem_pool_host.page_size
 
@@ -71,8 +73,15 @@ class KvmoverStore(engine.HiCacheStorage):
         """Delete the pages of this model, page size and tenant, and nothing else."""
         self._adapter.store.clear()
 
+    def reweigh(self) -> None:
+        """Store and find pages of the weights that the engine has now. What SGLang is at ends with those before."""
+        adapter = self._adapter
+        adapter.reweigh()
+        self._backends = {name: backend.moved(adapter.store, adapter.space) for name, backend in self._backends.items()}
+
     def close(self) -> None:
         """Flush the store and give it back. The pools stay the engine's."""
+        UPDATES.leave(self)
         self._upkeep.close()
         self._adapter.store.close()
 

@@ -27,6 +27,7 @@ from kvmover.engines.common import (
 from kvmover.engines.sglang import hostpool
 from kvmover.engines.sglang.options import ModelFacts, ObjectKind, StoreOptions
 from kvmover.engines.sglang.page_parts import MAIN, TpPlacement, native_part, part_of_rows
+from kvmover.engines.sglang.weight_updates import UPDATES
 from kvmover.layout import Component, Pool
 from kvmover.store import Namespace, PagePart, PageStore, PartView
 from kvmover.transport import Memory, memory_of
@@ -62,9 +63,21 @@ class StoreAdapter:
 
     def __post_init__(self) -> None:
         """Raises ConfigError without a root, StoreError for one that is not there or a store that cannot be opened."""
-        self.space = self.rank.weights.namespace(self.page_tokens, self.options.tenant)
-        self.store = open_store(self.settings, self.space)
-        log.info("%s", self.rank.weights.told())
+        self.space = self._space(self.rank.weights)
+        self.store = open_store(self.settings, self.space if self.rank.weights.is_known else None)
+        self.rank.weights.log()
+
+    def reweigh(self) -> None:
+        """Go on in the namespace of the weights that the engine has now, or in none: views and backends are made anew,
+        by `view` and `PoolBackend.moved`. Raises StoreError for one that cannot be opened; nothing is stored then.
+        """
+        weights = UPDATES.current(self.rank.weights)
+        self.rank, self.space = replace(self.rank, weights=weights), self._space(weights)
+        weights.log()
+        self.store.become(self.space if weights.is_known else None)
+
+    def _space(self, weights: ServedWeights) -> Namespace:
+        return weights.namespace(self.page_tokens, self.options.tenant)
 
     def backend(self, pool: Any, name: str) -> PoolBackend:
         """The backend of a host pool. Raises EngineUnsupported or LayoutError for one that cannot be stored."""

@@ -14,25 +14,55 @@ from kvmover.cache.prefix import FULL as ATTENTION
 from kvmover.cache.tiers import TieredPool
 from kvmover.config import Settings
 from kvmover.engines.common import (
+    UPDATED,
     EngineUnsupported,
     Neighbours,
     ParallelRank,
     ServedWeights,
     odd_ones,
     open_peer_tier,
+    peer_wire,
 )
 from kvmover.engines.sglang import engine_radix
+from kvmover.engines.sglang.weight_updates import UPDATES
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-@dataclass(frozen=True, slots=True)
+#: Why an engine shares nothing after an update that its stages hear of one after the other.
+IN_STAGES = "pipeline stages (--pp-size) do not hear of it together: peers share nothing until a restart"
+
+
+@dataclass(slots=True)
 class EnginePeers:
-    """`tier`: of this rank, which lends its host pools. `neighbours`: how it meets the others."""
+    """`tier`: of this rank, which lends its host pools. `neighbours`: how it meets the others. `place`, `group`: among
+    the ranks whose cards are laid out together.
+    """
 
     tier: PeerTier
     neighbours: Neighbours
+    weights: ServedWeights
+    place: ParallelRank
+    group: dist.ProcessGroup | None
+
+    def lay_out(self) -> None:
+        """Lay out the cards of all ranks, which call this together. Raises ConfigError for the address."""
+        cards = _of_all(self.tier.card, self.place, self.group)
+        if self.place.number == 0:
+            self.neighbours.lay_out(cards)
+
+    def reweigh(self) -> None:
+        """Lend nothing of what has come so far, and meet engines with the weights that this one has now. All ranks call
+        this together. Raises TransportError.
+        """
+        self.weights = UPDATES.current(self.weights)
+        if self.place.pp_size > 1:
+            self.weights = self.weights.updated(None, IN_STAGES)
+        self.weights.log()
+        self.tier.rejoin(peer_wire(self.neighbours.address, self.place.rank), self.weights.identity, UPDATED)
+        if self.place.pp_size == 1:
+            self.lay_out()
 
     def close(self) -> None:
         """Lend nothing any more, and ask nobody. The pools outlive it."""
@@ -58,15 +88,12 @@ def open_peers(
     fleet, pools = place.fleet(page_tokens // place.cp_size), [each.host for each in tiered_pools]
     tier = open_peer_tier(settings, weights, fleet, place.rank, pools)
     assert tier is not None
-    cards = _of_all(tier.card, place, group)
-    neighbours = Neighbours([tier], settings.peers)
-    peers = EnginePeers(tier, neighbours)
-    if place.number == 0:
-        try:
-            neighbours.lay_out(cards)
-        except BaseException:
-            peers.close()
-            raise
+    peers = EnginePeers(tier, Neighbours([tier], settings.peers), weights, place, group)
+    try:
+        peers.lay_out()
+    except BaseException:
+        peers.close()
+        raise
     return peers
 
 

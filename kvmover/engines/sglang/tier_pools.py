@@ -62,9 +62,22 @@ class EngineTiers:
     depths: Mapping[int, int]
     config: ControllerConfig
     storage: Storage | None = None
-    store: PageStore | None = None
+    adapter: StoreAdapter | None = None
     upkeep: Upkeep | None = None
     peers: EnginePeers | None = None
+
+    @property
+    def store(self) -> PageStore | None:
+        """The store, if there is one."""
+        return self.adapter and self.adapter.store
+
+    def reweigh(self) -> None:
+        """Share KV of the weights that the engine has now, with peers and the store. Raises KvmoverError."""
+        if self.peers is not None:
+            self.peers.reweigh()
+        if self.adapter is not None and self.storage is not None:
+            self.adapter.reweigh()
+            self.storage.moved(self.adapter.space)
 
     def close(self) -> None:
         """End what looks after the store and after peers, and close both."""
@@ -139,10 +152,11 @@ def _behind(
     rank, shared = ServedRank(weights, facts, place, placement), weights.of_tenant(options.tenant)
     tiers = replace(tiers, peers=open_peers(settings, shared, tiers.tiered_pools, place, page_tokens, group))
     if settings.store.root is None:
-        log.info("%s", weights.told())
+        weights.log()
         return tiers
-    storage_of, store, upkeep = _stored(tiers.tiered_pools, StoreAdapter(options, settings.store, rank, page_tokens))
-    return replace(tiers, storage=storage_of, store=store, upkeep=upkeep)
+    adapter = StoreAdapter(options, settings.store, rank, page_tokens)
+    storage_of = _stored(tiers.tiered_pools, adapter)
+    return replace(tiers, storage=storage_of, adapter=adapter, upkeep=Upkeep(adapter.store, adapter.settings))
 
 
 def _consensus(place: ParallelRank, group: dist.ProcessGroup | None) -> Consensus:
@@ -183,11 +197,10 @@ def _sizes(found: Sequence[_PoolPart], params: Any) -> dict[str, PoolSize]:
     return sizes
 
 
-def _stored(tiered_pools: tuple[TieredPool, ...], adapter: StoreAdapter) -> tuple[Storage, PageStore, Upkeep]:
+def _stored(tiered_pools: tuple[TieredPool, ...], adapter: StoreAdapter) -> Storage:
     own = adapter.rank.place.in_stage
     fleet = own.fleet(adapter.page_tokens // own.cp_size)
-    storage = Storage(adapter.store, adapter.space, tiered_pools, fleet, own.rank, own.writes)
-    return storage, adapter.store, Upkeep(adapter.store, adapter.settings)
+    return Storage(adapter.store, adapter.space, tiered_pools, fleet, own.rank, own.writes)
 
 
 class EnginePages:

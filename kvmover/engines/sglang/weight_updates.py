@@ -1,0 +1,208 @@
+"""Weights that SGLang puts in the place of others while it runs: who goes by them hears which they are now.
+
+An update names a version or does not, and may leave KV of the weights before in SGLang's cache. Until that is flushed,
+and while a session of updates is open, nobody can say of which weights KV is, so nothing is shared. SGLang is not
+imported here: its plug-in puts the hooks around its methods, all of which run in the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvmover.engines.common import NO_VERSION, ServedWeights
+from kvmover.errors import KvmoverError
+
+log = logging.getLogger(__name__)
+
+#: Why nobody has the weights that an engine has, beside NO_VERSION.
+UNFLUSHED = "SGLang's cache may hold KV of those before: KV is shared with no engine and no store until /flush_cache"
+BEING_UPDATED = "an update of them is under way: KV is shared with no engine and no store until /end_weight_update"
+
+
+class WeightFollower(Protocol):
+    """What goes by the weights: a rank of prefill or decode, a store, tiers."""
+
+    def reweigh(self) -> None:
+        """Go on with what `WeightUpdates.current` says now. Raises KvmoverError where it shares nothing then."""
+        ...
+
+
+@dataclass(slots=True)
+class WeightUpdates:
+    """What one process knows of its weights since it started. For the scheduler's thread."""
+
+    #: What the caller called the last update; None where it did not.
+    version: str | None = None
+    is_changed: bool = False
+    #: Whether the cache may hold KV of other weights.
+    is_stale: bool = False
+    #: Whether a session is open, in which weights are put in place bit by bit.
+    is_open: bool = False
+    #: Whether SGLang is in a method that puts weights in place, and how often it has.
+    is_loading: bool = False
+    loads: int = 0
+    _is_due: bool = False
+    _depth: int = 0
+    _followers: list[WeightFollower] = field(default_factory=list[WeightFollower])
+
+    def follow(self, follower: WeightFollower) -> None:
+        """Have `follower` told of every change until it leaves."""
+        self._followers.append(follower)
+
+    def leave(self, follower: WeightFollower) -> None:
+        """Tell `follower` nothing more."""
+        if follower in self._followers:
+            self._followers.remove(follower)
+
+    def current(self, weights: ServedWeights) -> ServedWeights:
+        """Returns what the engine has now, whose weights were `weights` once."""
+        if not self.is_changed:
+            return weights
+        if self.is_open:
+            return weights.updated(None, BEING_UPDATED)
+        if self.version is None:
+            return weights.updated(None, NO_VERSION)
+        return weights.updated(None, UNFLUSHED) if self.is_stale else weights.updated(self.version)
+
+    # What SGLang does
+
+    @contextmanager
+    def step(self) -> Generator[None]:
+        """Have what changes within one call of SGLang's told once, at its end."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth and self._is_due:
+                self._is_due = False
+                self._tell()
+
+    def loaded(self, version: str | None) -> None:
+        """Hear that weights were put in place. In a session, a call without a version leaves the one before."""
+        self._changed()
+        self.loads += 1
+        self.is_stale = True
+        self.version = version or (self.version if self.is_open else None)
+
+    def named(self, version: str) -> None:
+        """Hear what the weights that are in place are called."""
+        if not self.is_changed or self.version != version:
+            self._changed()
+            self.version = version
+
+    def flushed(self) -> None:
+        """Hear that the cache is empty."""
+        if self.is_stale:
+            self._changed()
+            self.is_stale = False
+
+    def opened(self) -> None:
+        """Hear that a session begins."""
+        self._changed()
+        self.is_open, self.is_stale, self.version = True, True, None
+
+    def closed(self) -> None:
+        """Hear that the session is over."""
+        self._changed()
+        self.is_open = False
+
+    def _changed(self) -> None:
+        self.is_changed = self._is_due = True
+
+    def _tell(self) -> None:
+        """Each of them, whatever befalls another: one that cannot go on shares nothing, and the engine serves."""
+        for follower in list(self._followers):
+            try:
+                follower.reweigh()
+            except KvmoverError:
+                log.exception("%s shares nothing since the weights were updated", type(follower).__name__)
+
+
+#: Those of this process.
+UPDATES = WeightUpdates()
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateHooks:
+    """What is put around methods of SGLang, by name: `around` has what goes around each."""
+
+    updates: WeightUpdates
+
+    def around(self) -> dict[str, Callable[..., Any]]:
+        """Returns the hooks by the full name of the method."""
+        updater = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+        scheduler = "sglang.srt.managers.scheduler.Scheduler"
+        return {
+            f"{updater}.update_weights_from_disk": self.from_disk,
+            f"{updater}.update_weights_from_ipc": self.in_place,
+            f"{updater}.update_weights_from_tensor": self.in_session,
+            f"{updater}.update_weights_from_distributed": self.in_session,
+            f"{updater}.begin_weight_update": self.begin,
+            f"{updater}.end_weight_update": self.end,
+            f"{scheduler}.record_weight_version_change": self.record,
+            f"{scheduler}.flush_cache": self.flush,
+        }
+
+    def from_disk(self, update: Callable[[Any, Any], Any], manager: Any, request: Any) -> Any:
+        """SGLang rolls one model back whose files cannot be loaded; a draft's may fail after its model's were."""
+        return self._updating(update, manager, request, is_rolled_back=manager.draft_worker is None)
+
+    def in_place(self, update: Callable[[Any, Any], Any], manager: Any, request: Any) -> Any:
+        """Of weights that come in one call."""
+        return self._updating(update, manager, request, is_rolled_back=False)
+
+    def in_session(self, update: Callable[[Any, Any], Any], manager: Any, request: Any) -> Any:
+        """Of weights that come bit by bit; SGLang refuses them without a session."""
+        return self._updating(update, manager, request, is_rolled_back=manager._session is None)
+
+    def begin(self, begin: Callable[[Any, Any], Any], manager: Any, request: Any) -> Any:
+        """The weights are nobody's from here on, also those that others write into this process's memory."""
+        with self.updates.step():
+            answer = begin(manager, request)
+            if answer.success:
+                self.updates.opened()
+            return answer
+
+    def end(self, end: Callable[[Any, Any], Any], manager: Any, request: Any) -> Any:
+        """All weights of the session are in place."""
+        with self.updates.step():
+            answer = end(manager, request)
+            if answer.success:
+                self.updates.closed()
+            return answer
+
+    def _updating(self, update: Callable[[Any, Any], Any], manager: Any, request: Any, is_rolled_back: bool) -> Any:
+        """An update that fails has no version, unless the weights are then what they were: `is_rolled_back`."""
+        updates, is_over = self.updates, False
+        with updates.step():
+            before, updates.is_loading = updates.loads, True
+            try:
+                answer = update(manager, request)
+                is_over = answer.success or is_rolled_back
+                return answer
+            finally:
+                updates.is_loading = False
+                if not is_over and updates.loads == before:
+                    updates.loaded(None)
+
+    def record(self, record: Callable[..., None], scheduler: Any, new_version: str | None) -> None:
+        """SGLang records the version of each update that succeeds, also none, and one that is named later."""
+        with self.updates.step():
+            record(scheduler, new_version=new_version)
+            if self.updates.is_loading:
+                self.updates.loaded(new_version)
+            elif new_version:
+                self.updates.named(new_version)
+
+    def flush(self, flush: Callable[..., bool], scheduler: Any, *given: Any, **options: Any) -> bool:
+        """A flush that SGLang refuses, as requests run, leaves what is there."""
+        with self.updates.step():
+            is_flushed = flush(scheduler, *given, **options)
+            if is_flushed:
+                self.updates.flushed()
+            return is_flushed
