@@ -24,6 +24,10 @@ install "setuptools>=77"
 install torch --constraint "$root/constraints-cpu.txt"
 install --no-deps --requirement "$lists/alone.txt"
 install --requirement "$lists/needs.txt"
+# For servers that take images alone: its operators are of a CUDA build. Nothing calls them, but what tells torch their
+# shapes asks for them as it is imported.
+[[ -d $home/apart/torchvision ]] || install --no-deps --target "$home/apart" torchvision==0.28.0
+: > "$home/apart/torchvision/_meta_registrations.py"
 install rich typer xxhash pytest pytest-timeout
 # kvmover as it stands in this checkout, and what lets the engine run without a GPU.
 install --no-deps --no-build-isolation --editable "$root"

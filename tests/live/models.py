@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 #: Tokens: 256 bytes, three special ones, and names for the rest.
 VOCABULARY = 512
@@ -67,6 +67,50 @@ _WINDOWS = {
     "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
 }
 
+#: Tokens of images: a prompt has the last one of them where an image is, as often as its pixels fill squares of 28.
+_VISION_IDS = {name: 259 + at for at, name in enumerate(("vision_start", "vision_end", "video_pad", "image_pad"))}
+
+#: Names of them in a text.
+_VISION = {f"<|{name}|>": number for name, number in _VISION_IDS.items()}
+
+_IMAGES = {
+    "text_config": {**_ALL, "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}, "rope_theta": 10000.0},
+    "vision_config": {
+        "depth": 2,
+        "in_channels": 3,
+        "in_chans": 3,
+        "embed_dim": 64,
+        "hidden_size": _ALL["hidden_size"],
+        "num_heads": 4,
+        "mlp_ratio": 2,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+    **{f"{name.replace('_pad', '')}_token_id": number for name, number in _VISION_IDS.items()},
+    "tie_word_embeddings": False,
+}
+
+#: As an engine reads it. Its own class, which would write it, imports torchvision.
+_PIXELS = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "processor_class": "Qwen2VLProcessor",
+    "min_pixels": 4 * 28 * 28,
+    "max_pixels": 64 * 28 * 28,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+
+#: A message is a text, and where there are images a list of texts and images.
+_CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}"
+_CHAT_OF_IMAGES = (
+    "{% for message in messages %}{% for part in message.content %}{{ part.text if part.type == 'text' else"
+    " '<|vision_start|><|image_pad|><|vision_end|>' }}{% endfor %}{% endfor %}"
+)
+
 #: By name: the family as transformers calls it, what is its own, and the dtype of its weights.
 MODELS: Mapping[str, tuple[str, Mapping[str, Any], torch.dtype]] = {
     "qwen3": ("qwen3", {"head_dim": 32}, torch.float32),
@@ -84,6 +128,7 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any], torch.dtype]] = {
     "llama-doubled": ("llama", {"head_dim": 32, "num_key_value_heads": 8}, torch.float32),
     "llama-other": ("llama", {"head_dim": 32, "num_hidden_layers": 6}, torch.float32),
     "llama-bf16": ("llama", {"head_dim": 32}, torch.bfloat16),
+    "images": ("qwen2_vl", _IMAGES, torch.float32),
     "latent": ("deepseek_v2", _LATENT, torch.float32),
     "latent-yarn": ("deepseek_v2", {**_LATENT, "rope_parameters": _YARN}, torch.float32),
     "windows": ("gemma3_text", _WINDOWS, torch.float32),
@@ -99,7 +144,11 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any], torch.dtype]] = {
 def make(name: str, folder: Path) -> None:
     """Write a model folder as the engines load it. The same name gives the same weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    _tokenizer().save_pretrained(folder)
+    if MODELS[name][1] is _IMAGES:
+        _tokenizer(_VISION, _CHAT_OF_IMAGES).save_pretrained(folder)
+        (folder / "preprocessor_config.json").write_text(json.dumps(_PIXELS))
+    else:
+        _tokenizer({}, _CHAT).save_pretrained(folder)
     model = _model(name)
     if name.endswith("-doubled"):
         model.load_state_dict(_doubled(_model(name.removesuffix("-doubled")).state_dict()))
@@ -123,9 +172,10 @@ def make_adapter(name: str, folder: Path) -> None:
 
 def _model(name: str) -> Any:
     family, own, dtype = MODELS[name]
-    config = AutoConfig.for_model(family, **{**_ALL, **own, "dtype": dtype})
+    of_text = own is not _IMAGES
+    config = AutoConfig.for_model(family, **{**(_ALL if of_text else {}), **own, "dtype": dtype})
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = (AutoModelForCausalLM if of_text else AutoModelForImageTextToText).from_config(config, dtype=dtype)
     # Gemma multiplies its embeddings by 16 and has them as its head, too: with wide ones the last token is the next.
     embedding = 1 / 64 if family.startswith("gemma") else 1.0
     with torch.no_grad():
@@ -144,10 +194,11 @@ def _doubled(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def _tokenizer(special: Mapping[str, int], chat: str) -> PreTrainedTokenizerFast:
+    names = {number: name for name, number in special.items()}
     words = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     words |= {"<s>": 256, "</s>": 257, "<pad>": 258}
-    words |= {f"<x{number}>": number for number in range(259, VOCABULARY)}
+    words |= {names.get(number, f"<x{number}>"): number for number in range(259, VOCABULARY)}
     tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -156,7 +207,8 @@ def _tokenizer() -> PreTrainedTokenizerFast:
         bos_token="<s>",
         eos_token="</s>",
         pad_token="<pad>",
-        chat_template="{% for message in messages %}{{ message.content }}{% endfor %}",
+        additional_special_tokens=[*special],
+        chat_template=chat,
     )
 
 

@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
@@ -64,6 +64,14 @@ class Command:
     port: int
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     bootstrap_port: int = 0
+
+
+def taking_images(command: Command) -> Command:
+    """Returns the same server with torchvision, which lies apart: all others run without."""
+    ground = command.ground
+    path = ground.environment.get("PYTHONPATH") or os.environ.get("PYTHONPATH", "")
+    environment = {**ground.environment, "PYTHONPATH": f"{ENVIRONMENTS / ground.engine / 'apart'}{os.pathsep}{path}"}
+    return replace(command, ground=Ground(ground.engine, ("torchvision", *ground.modules), environment))
 
 
 _forkservers: dict[str, Forkserver] = {}
