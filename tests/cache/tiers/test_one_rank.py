@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from rig import HYBRID, LATENT, PLAIN, SPARSE, Rank
 
 from kvmover.cache.ledger import Loss
 from kvmover.cache.prefix import FULL, Tier
+from kvmover.cache.tiers.storage import PageRef, StorageRead, StorageWrite
 
 PROMPT = list(range(33))
 
@@ -36,6 +39,31 @@ def test_what_was_computed_comes_back_from_storage(rank):
     rank.poison_free()
     restore = rank.serve(PROMPT)
     assert (restore.tokens, restore.credit.storage_tokens, restore.lost) == (32, 32, {})
+    rank.controller.wait()
+    rank.conserved()
+
+
+def test_a_store_that_becomes_another_namespace_has_nothing_of_the_one_before_and_jobs_under_way_write_nothing(rank):
+    rank.serve(PROMPT)
+    rank.controller.wait()
+    rank.forget()
+    storage = rank.controller._backups.storage
+    refs = [(pool, PageRef(0, rank.hashes(PROMPT)[0], 0)) for pool in storage.stored_pools]
+    read, write = StorageRead(storage, refs, 1, lambda: False), StorageWrite(storage, refs)
+    other = replace(rank.space, weights="rev-2")
+    rank.store.become(other)
+    storage.moved(other)
+    while not (read.step() and write.step()):
+        pass
+    assert (read.good, read.pages, write.stored) == (0, 0, 0)
+    assert sum(write.failed.values()) == len(refs)
+    assert rank.store.stat().pages == 0
+    rank.poison_free()
+    assert rank.serve(PROMPT).tokens == 0
+    rank.controller.wait()
+    rank.forget()
+    rank.poison_free()
+    assert rank.serve(PROMPT).credit.storage_tokens == 32
     rank.controller.wait()
     rank.conserved()
 

@@ -16,8 +16,9 @@ from check_tiers import KINDS, TieredServer, served, serving, with_accounts
 from check_tiers import run as run_request
 from scheduling import publish
 
-from kvmover.engines.common import EngineUnsupported
+from kvmover.engines.common import NO_VERSION, EngineUnsupported
 from kvmover.engines.sglang import engine_radix, plugin
+from kvmover.engines.sglang.weight_updates import UPDATES
 
 #: Instead of the root of a page store.
 NO_STORE = Path("none")
@@ -94,6 +95,39 @@ def test_what_a_peer_has_is_read_from_it_and_the_ledger_says_so(
     # It lends in its turn what it has read.
     assert peers(second).tier.counts().pages >= 40 // borrower
     accounts.close()
+
+
+def test_what_a_peer_had_before_an_update_is_not_lent_and_peers_of_one_version_meet_again(
+    start: Callable[..., TieredServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = start(4), start(4)
+    met(first, second)
+    served(first, list(range(40)), answer=0)
+    first.settle()
+    for name, value in {"is_changed": True, "version": "2"}.items():
+        monkeypatch.setattr(UPDATES, name, value)
+    first.cache.reset()
+    first.cache.reweigh()
+    stop = time.monotonic() + 20
+    while peers(second).neighbours.connected():
+        assert time.monotonic() < stop
+        time.sleep(0.01)
+    assert second.fetch([*range(40), 7]).storage_hit_length == 0
+    second.cache.reset()
+    second.cache.reweigh()
+    met(first, second)
+    assert second.fetch([*range(40), 7]).storage_hit_length == 0
+    served(first, list(range(40)), answer=0)
+    first.settle()
+    second.poison()
+    req = second.fetch([*range(40), 8])
+    assert req.storage_hit_length == 40
+    run_request(second, req)
+    second.settle()
+    monkeypatch.setattr(UPDATES, "version", None)
+    second.cache.reweigh()
+    assert peers(second).weights.unknown == NO_VERSION
+    assert not peers(second).neighbours.connected()
 
 
 def test_beside_what_is_here_the_rest_alone_is_a_peers(start: Callable[..., TieredServer]) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from bench import PAGE, Rank, Shape, content, keys_of, load, logical, ranks, save, storage
 
+from kvmover.engines.sglang.weight_updates import UPDATES
 from kvmover.store.deletion import DeletionOrder
 from tests.safetensors_files import tiny, write_checkpoint
 from tests.store.segments import segments_of
@@ -102,6 +103,26 @@ def same_through_both(rank: Rank, options: dict[str, Any]) -> None:
     old, new = (read(rank, {**options, "interface_v1": version}) for version in (0, 1))
     assert len(new) == 5
     assert same(old, new)
+
+
+def test_pages_of_the_weights_before_an_update_are_not_found_and_those_of_one_version_are(tmp_path: Path) -> None:
+    ranks(LAYOUTS[1], tmp_path, updated)
+
+
+def updated(rank: Rank) -> None:
+    controller, updates = rank.controller(), UPDATES
+    indices, keys = filled(controller, 1), keys_of(TOKENS)
+    found = [controller.storage_backend.batch_exists(keys)]
+    for version in (None, "2", "3", None, "2"):
+        with updates.step():
+            if version is not None or len(found) > 1:
+                updates.loaded(version)
+                updates.flushed()
+        found.append(controller.storage_backend.batch_exists(keys))
+        assert save(controller, indices, TOKENS, keys) == (0 if updates.is_changed and version is None else len(TOKENS))
+        found.append(controller.storage_backend.batch_exists(keys))
+    assert found == [0, 0, 5, 0, 5, 0, 5, 0, 0, 5, 5]
+    controller.storage_backend.close()
 
 
 @pytest.mark.parametrize("kind", ["mha", "mla"])
