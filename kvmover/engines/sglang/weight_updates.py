@@ -27,7 +27,9 @@ class WeightFollower(Protocol):
     """What goes by the weights: a rank of prefill or decode, a store, tiers."""
 
     def reweigh(self) -> None:
-        """Go on with what `WeightUpdates.current` says now. Raises KvmoverError where it shares nothing then."""
+        """Go on with what `WeightUpdates.current` says now. Raises KvmoverError or OSError where it shares
+        nothing then.
+        """
         ...
 
 
@@ -119,7 +121,7 @@ class WeightUpdates:
         for follower in list(self._followers):
             try:
                 follower.reweigh()
-            except KvmoverError:
+            except (KvmoverError, OSError):
                 log.exception("%s shares nothing since the weights were updated", type(follower).__name__)
 
 

@@ -140,10 +140,11 @@ def test_an_update_that_raises_leaves_nobodys_weights() -> None:
     assert engine.told == [NO_VERSION]
 
 
-def test_who_cannot_go_on_keeps_nobody_from_it(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [StoreError("no room"), OSError("no way to the bootstrap server")], ids=repr)
+def test_who_cannot_go_on_keeps_nobody_from_it(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
         def reweigh(self) -> None:
-            raise StoreError("no room")
+            raise error
 
     engine = Engine()
     engine.updates._followers.insert(0, Broken())
