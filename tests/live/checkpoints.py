@@ -65,10 +65,10 @@ def in_files(source: Path, folder: Path, count: int) -> Path:
 
 def copied_adapters(folder: Path, third: str, model: Callable[[str, str], Path], engine: str) -> list[str]:
     """Adapters as `NAME=PATH`: `A` and `B`, copied into `folder`, and `C`, which is `third` of them. Returns these."""
-    folders = {"A": folder / "A", "B": folder / "B"}
-    for seed, where in enumerate(folders.values(), 1):
-        shutil.copytree(model(f"adapter-{seed}", engine), where)
-    return [f"{adapter}={where}" for adapter, where in {**folders, "C": folders[third]}.items()]
+    seeds = {"A": 1, "B": 2}
+    for name, seed in {**seeds, "C": seeds[third]}.items():
+        shutil.copytree(model(f"adapter-{seed}", engine), folder / name)
+    return [f"{name}={folder / name}" for name in (*seeds, "C")]
 
 
 def _copy(source: Path, folder: Path) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.live.answers import Answer, many
-from tests.live.checkpoints import other_weights
+from tests.live.checkpoints import copied_adapters, other_weights
 from tests.live.conftest import ModelMaker
-from tests.live.partners import MIX_UPS, Asked, Mixed, exchanged, mixed_up, not_mixed_up
+from tests.live.partners import MIX_UPS, Asked, Mixed, adapters_mixed_up, exchanged, mixed_up, not_mixed_up
 from tests.live.server import Command, Server
 from tests.live.sglang_client import Room, ask, generate, room_at, rooms_at
 from tests.live.sglang_servers import DECODE, sglang
@@ -138,6 +138,22 @@ MISTAKES: Mapping[str, tuple[Callable[[int], list[Mixed]], Way]] = {
     "a list of prompts in another order": (exchanged, in_another_order),
     "KV of another prefill than computed the prompt": (not_mixed_up, from_another_prefill),
 }
+
+
+def of_adapters(what: str) -> list[Mixed]:
+    """Returns requests for a mistake of ADAPTERS."""
+    return adapters_mixed_up(what, lambda name: {"lora_path": name} if name else {})
+
+
+def meant(asked: Sequence[Asked]) -> list[Asked]:
+    """Returns requests that mean the same at every server: what decode calls `C` is `B` everywhere."""
+    return [Asked(each.prompt, {"lora_path": "B"}) if each.said == {"lora_path": "C"} else each for each in asked]
+
+
+def with_adapters(folder: Path, third: str, model: ModelMaker) -> tuple[str, ...]:
+    """Returns the arguments of a server of the adapters of `copied_adapters`."""
+    arguments = "--enable-lora", "--lora-backend", "torch_native", "--max-lora-rank", "8", "--max-loras-per-batch", "4"
+    return *arguments, "--lora-paths", *copied_adapters(folder, third, model, "sglang")
 
 
 def decodes_of_other_models(name: str, folder: Path, model: ModelMaker, **named: Any) -> Mapping[str, Command]:
