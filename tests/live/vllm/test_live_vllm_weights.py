@@ -70,7 +70,7 @@ def test_weights_that_are_updated_in_running_servers_meet_by_their_version_alone
     old = model("qwen3", "vllm")
     new = other_weights(old, tmp_path / "new")
     prefill, decode, alone = servers.start(
-        vllm("vllm-updated-prefill", old, kv=kvmover(), environment=_TRAINED),
+        vllm("vllm-updated-prefill", old, kv=kvmover(), tp=2, environment=_TRAINED),
         vllm("vllm-updated-decode", old, kv=kvmover(), environment=_TRAINED),
         vllm("vllm-updated-alone", new),
     )
