@@ -134,14 +134,21 @@ def _meet(core: Any) -> bool:
     update = _updates.get(_engine(core))
     if update is None or not update.is_due:
         return True
-    pool = core.scheduler.kv_cache_manager.block_pool
-    if pool.get_num_free_blocks() < pool.num_gpu_blocks - 1:  # one stands for no block
+    if _holds_kv(core.scheduler):
         return False
     if not update.served:
         core.scheduler.reset_prefix_cache(reset_connector=True)
     _tell(core, update.version or None)
     update.served = update.version
     return True
+
+
+def _holds_kv(scheduler: Any) -> bool:
+    """Returns whether a block is in use, or a connector is not done with what it took out of blocks."""
+    pool, connector = scheduler.kv_cache_manager.block_pool, scheduler.get_kv_connector()
+    if pool.get_num_free_blocks() < pool.num_gpu_blocks - 1:  # one stands for no block
+        return True
+    return connector is not None and connector.has_pending_push_work()
 
 
 def _tell(core: Any, version: str | None) -> None:

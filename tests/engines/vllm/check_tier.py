@@ -212,6 +212,24 @@ def test_chunks_are_shared_by_the_version_of_weights_that_were_updated_and_by_no
     assert other.ask(PROMPT) == WHOLE  # of the start
 
 
+def test_a_version_of_the_weights_counts_when_no_chunk_of_before_is_under_way(offload: Callable[..., Offload]) -> None:
+    engine = offload()
+    (tier,) = engine.manager.secondary_tiers
+    core, start = core_of_manager(engine.config.engine_id, engine.manager), tier._chunks.space
+    core.collective_rpc(by_a_trainers_extension)
+    context = ReqContext("before")
+    engine.manager.on_new_request(context)
+    placed = engine.manager.prepare_store(PROMPT, context)
+    engine.manager.complete_store(placed.keys_to_store, context)
+    core.set_weight_version("7")
+    assert tier._chunks.space == start
+    engine.manager.on_request_finished(context)
+    engine.finish()
+    core.post_step(True)
+    assert tier._chunks.space != start
+    assert engine.ask(PROMPT) == [None] * 6
+
+
 def test_groups_of_a_hybrid_keep_their_chunks_of_one_hash_apart(offload: Callable[..., Offload]) -> None:
     first, second = offload(groups=2), offload(groups=2)
     keys = [make_offload_key(bytes([number]) * 32, group) for group, number in ((0, 1), (1, 1), (1, 2))]

@@ -92,7 +92,9 @@ def core_of_manager(engine_id: str, manager: Any) -> Any:
 
     pool = SimpleNamespace(num_gpu_blocks=1, get_num_free_blocks=lambda: 0)
     scheduler = SimpleNamespace(
-        kv_cache_manager=SimpleNamespace(block_pool=pool), reset_prefix_cache=reset, get_kv_connector=lambda: None
+        kv_cache_manager=SimpleNamespace(block_pool=pool),
+        reset_prefix_cache=reset,
+        get_kv_connector=lambda: SimpleNamespace(has_pending_push_work=manager.has_pending_work),
     )
     config = SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id=engine_id))
     return core_of(config, scheduler, list)

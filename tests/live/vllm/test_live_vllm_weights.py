@@ -9,10 +9,10 @@ from pathlib import Path
 from tests.live.answers import many, post, prompts_of
 from tests.live.checkpoints import in_files, other_weights
 from tests.live.conftest import ModelMaker, Servers
-from tests.live.server import Server
+from tests.live.server import Server, labelled
 from tests.live.table import Results
 from tests.live.vllm_client import ask, split, usage, warm
-from tests.live.vllm_servers import kvmover, vllm
+from tests.live.vllm_servers import DRAINED, OFFLOADING, kvmover, tiered, vllm
 
 
 def test_a_checkpoint_that_was_replaced_is_no_longer_the_one_before(
@@ -103,3 +103,31 @@ def test_weights_that_are_updated_in_running_servers_meet_by_their_version_alone
     assert post(f"{prefill.url}/update_weight_version", {"new_version": "8"}).status == 200
     halves("both, the version of one told later", plain, known, 6)
     assert usage(prefill, 40) == usage(decode) == 0
+
+
+def test_chunks_of_weights_that_are_updated_are_found_by_their_version_alone(
+    plain: Server, servers: Servers, model: ModelMaker, results: Results, tmp_path: Path
+) -> None:
+    """One server offloads, is updated and offloads again; another finds what is of its own weights, both times."""
+    old, root = model("qwen3", "vllm"), tmp_path / "store"
+    root.mkdir()
+    new, both = other_weights(old, tmp_path / "new"), {**OFFLOADING, **_TRAINED}
+    first, second, alone = servers.start(
+        vllm("vllm-updated-tier", old, *DRAINED, kv=tiered(root), environment=both),
+        vllm("vllm-updated-tier-later", old, *DRAINED, kv=tiered(root), environment=both),
+        vllm("vllm-updated-tier-alone", new),
+    )
+    warm(plain.ready(), first, second, alone)
+    prompts = prompts_of(6, seed=96, least_tokens=100, most_tokens=900)
+    for like, when in ((plain, "before"), (alone, "after")):
+        wanted = many(lambda prompt, like=like: ask(like, prompt), prompts)
+        read = [labelled(server, "vllm:kvmover_tier_loads_total", "read") for server in (first, second)]
+        for server, title in ((first, "written"), (second, "read")):
+            if when == "after":
+                updated(server, new, "7")
+            got = many(lambda prompt, server=server: ask(server, prompt), prompts)
+            assert not results.add("vllm", f"tier, weights that are updated: {title} {when}", wanted, got).failed
+            assert usage(server) == 0
+        now = [labelled(server, "vllm:kvmover_tier_loads_total", "read") for server in (first, second)]
+        assert now[0] == read[0]
+        assert now[1] - read[1] >= sum(len(prompt) // 16 - 1 for prompt in prompts)
