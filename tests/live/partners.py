@@ -19,7 +19,7 @@ _DIGEST = re.compile(r"\b([0-9a-f]{6})[0-9a-f]{26,58}\b")
 _FOLDERS = re.compile(r"(?<![\w:/.])/(?:[\w.-]+/)+(?=[\w.-])")
 
 #: What engines write before kvmover's own words: time and rank, or the exception that SGLang has made of them.
-_BEFORE = re.compile(r"^.*?\] |^.*?KVTransferError\(bootstrap_room=\d+\): ")
+_BEFORE = re.compile(r"^.*?\] |^.*?KVTransferError\(bootstrap_room=-?\d+\): ")
 
 
 @dataclass(frozen=True, slots=True)
