@@ -65,7 +65,7 @@ def post(url: str, payload: Mapping[str, Any], timeout_s: float = 120.0) -> Repl
         connection.close()
     took = time.monotonic() - began
     if answer.status != 200:
-        return Reply(answer.status, took, error=text[:300])
+        return Reply(answer.status, took, error=text[:600])
     return Reply(200, took, json.loads(text))
 
 
