@@ -117,12 +117,12 @@ class PageStore:
 
     @property
     def objects(self) -> Objects[Any]:
-        """What keeps the objects of the namespace that the store is in now."""
+        """The objects of the namespace that the store is in now."""
         return self._tenure.objects
 
     @property
     def counters(self) -> Counters:
-        """What was done by this process since it opened the store, or the store went on to another namespace."""
+        """The counts of this process since it opened the store, or the store went on to another namespace."""
         return self.objects.counters
 
     @property

@@ -80,12 +80,12 @@ class ServedWeights:
 
     @property
     def is_known(self) -> bool:
-        """Whether anybody else can have these weights."""
+        """Returns whether anybody else can have these weights."""
         return not self.unknown
 
     @property
     def identity(self) -> str:
-        """What is compared, in the card of every rank and in every namespace."""
+        """Returns the text that is compared, in the card of every rank and in every namespace."""
         called = ("changed as" if self.unknown else "version") + f" {self.version}"
         return self.started + (f", {called}" if self.version else "") + (f" of {self.tenant}" if self.tenant else "")
 

@@ -68,7 +68,7 @@ def adapter_id(known: Callable[[str, str], str], lora_name: str, lora_path: str)
 
 
 def several_answers(handle: Callable[..., Any], manager: Any, obj: Any, *more: Any) -> Any:
-    """What SGLang sends for a list of prompts, or for several answers to one: with our backend each has its room."""
+    """Have each request that SGLang sends for one with several answers in a room of its own, with our backend."""
     backend = import_module("sglang.srt.runtime_context").get_disagg().disaggregation_transfer_backend
     return of_several(handle, manager, obj, *more) if backend == NAME else handle(manager, obj, *more)
 

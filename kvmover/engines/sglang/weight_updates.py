@@ -24,7 +24,7 @@ BEING_UPDATED = "an update of them is under way: KV is shared with no engine and
 
 
 class WeightFollower(Protocol):
-    """What goes by the weights: a rank of prefill or decode, a store, tiers."""
+    """A part that goes by the weights: a rank of prefill or decode, a store, tiers."""
 
     def reweigh(self) -> None:
         """Go on with what `WeightUpdates.current` says now. Raises KvmoverError or OSError where it shares
@@ -35,7 +35,7 @@ class WeightFollower(Protocol):
 
 @dataclass(slots=True)
 class WeightUpdates:
-    """What one process knows of its weights since it started. For the scheduler's thread."""
+    """The changes of weights that one process knows of since it started. For the scheduler's thread."""
 
     #: What the caller called the last update; None where it did not.
     version: str | None = None
@@ -131,7 +131,7 @@ UPDATES = WeightUpdates()
 
 @dataclass(frozen=True, slots=True)
 class UpdateHooks:
-    """What is put around methods of SGLang, by name: `around` has what goes around each."""
+    """The hooks around methods of SGLang: `around` has them by name."""
 
     updates: WeightUpdates
 
@@ -155,11 +155,11 @@ class UpdateHooks:
         return self._updating(update, manager, request, is_rolled_back=manager.draft_worker is None)
 
     def in_place(self, update: Callable[[Any, Any], Any], manager: Any, request: Any) -> Any:
-        """Of weights that come in one call."""
+        """Take weights that come in one call."""
         return self._updating(update, manager, request, is_rolled_back=False)
 
     def in_session(self, update: Callable[[Any, Any], Any], manager: Any, request: Any) -> Any:
-        """Of weights that come bit by bit; SGLang refuses them without a session."""
+        """Take weights that come bit by bit; SGLang refuses them without a session."""
         return self._updating(update, manager, request, is_rolled_back=manager._session is None)
 
     def begin(self, begin: Callable[[Any, Any], Any], manager: Any, request: Any) -> Any:

@@ -52,7 +52,7 @@ class WeightUpdate:
 
     @property
     def is_due(self) -> bool:
-        """Whether others are to be met as another version."""
+        """Returns whether others are to be met as another version."""
         return self.version != self.served
 
 
