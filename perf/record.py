@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import os
 import platform
 import subprocess
@@ -75,13 +76,16 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """As git says; where the tree came without its history, as KVMOVER_COMMIT says."""
+    """Returns the commit by git, with "-dirty" for a tree that differs in more than results; or KVMOVER_COMMIT, for a
+    tree that came without its history."""
     if told := os.environ.get("KVMOVER_COMMIT"):
         return told
-    got = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude", "*"], capture_output=True, text=True, check=False
-    )
-    return got.stdout.strip() or "unknown"
+    commit = _git("describe", "--always", "--exclude", "*") or "unknown"
+    return commit + "-dirty" * bool(_git("status", "--porcelain", "-uno", "--", ".", ":!perf/results"))
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
 
 
 def write(name: str, rows: Sequence[Mapping[str, object]], folder: Path = RESULTS) -> Path:
@@ -97,10 +101,18 @@ def write(name: str, rows: Sequence[Mapping[str, object]], folder: Path = RESULT
 
 
 def replace(name: str, rows: Sequence[Mapping[str, object]], keys: Sequence[str], folder: Path = RESULTS) -> Path:
-    """Write `rows` in the place of those of `<name>.csv` that have the same values in the columns `keys`."""
+    """Write `rows` in the place of those of `<name>.csv` that have the same values in the columns `keys`.
+
+    Several processes may do so at once: each holds a lock on the folder meanwhile.
+    """
     new = {tuple(str(row[key]) for key in keys) for row in rows}
-    before = read(name, folder) if (folder / f"{name}.csv").exists() else []
-    return write(name, [*rows, *(row for row in before if tuple(row[key] for key in keys) not in new)], folder)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        before = read(name, folder) if (folder / f"{name}.csv").exists() else []
+        return write(name, [*rows, *(row for row in before if tuple(row[key] for key in keys) not in new)], folder)
+    finally:
+        os.close(lock)
 
 
 def read(name: str, folder: Path = RESULTS) -> list[dict[str, str]]:

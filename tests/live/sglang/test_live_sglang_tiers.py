@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
@@ -12,12 +11,12 @@ from tests.live.answers import many
 from tests.live.conftest import ModelMaker, Servers
 from tests.live.server import Command, Server, free_port
 from tests.live.sglang.test_live_sglang_radix import conversations, told
-from tests.live.sglang_client import ask, counted, split, usage, warm
-from tests.live.sglang_servers import DECODE_WITH_PREFIXES, PREFILL, hicache, sglang
+from tests.live.sglang_client import ask, counted, usage, warm
+from tests.live.sglang_servers import hicache, sglang
 from tests.live.table import Results
 
 #: Room on the device for three prompts of the longest, of 24 conversations; long prompts come in chunks.
-_LITTLE = ("--max-total-tokens", "2048", "--chunked-prefill-size", "256")
+LITTLE = ("--max-total-tokens", "2048", "--chunked-prefill-size", "256")
 _TIERS = ("device", "host", "storage", "computed")
 
 
@@ -26,7 +25,7 @@ def tiered(name: str, model: Path, root: Path, tp: int = 1, pp: int = 1, cp: int
     return sglang(
         name,
         model,
-        *(*_LITTLE, "--attn-cp-size", str(cp), "--radix-cache-backend", "kvmover", *hicache(root, "page_first_direct")),
+        *(*LITTLE, "--attn-cp-size", str(cp), "--radix-cache-backend", "kvmover", *hicache(root, "page_first_direct")),
         tp=tp,
         pp=pp,
         environment={"KVMOVER_METRICS_PORT": str(free_port())},
@@ -51,21 +50,21 @@ _GRIDS = {"TP1": (1, 1, 1), "TP2": (2, 1, 1), "TP1 PP2": (1, 2, 1), "TP2 PP2": (
 
 
 @pytest.mark.parametrize(
-    ("kind", "grid"),
+    ("kind", "grid", "count"),
     [
-        *(("llama", grid) for grid in ("TP1", "TP2", "TP1 PP2", "TP2 PP2")),
-        *(("latent-yarn", "TP2"), ("latent-yarn", "TP2 CP2"), ("windows", "TP1")),
+        *(("llama", "TP1", 200), ("llama", "TP2", 100), ("llama", "TP1 PP2", 100), ("llama", "TP2 PP2", 100)),
+        *(("latent-yarn", "TP2", 100), ("latent-yarn", "TP2 CP2", 100), ("windows", "TP1", 200)),
     ],
 )
-def test_200_requests_get_the_same_tokens_from_the_host_and_after_a_restart_from_storage(
-    kind: str, grid: str, servers: Servers, model: ModelMaker, results: Results, tmp_path: Path
+def test_requests_get_the_same_tokens_from_the_host_and_after_a_restart_from_storage(
+    kind: str, grid: str, count: int, servers: Servers, model: ModelMaker, results: Results, tmp_path: Path
 ) -> None:
     weights, name = model(kind, "sglang"), f"sglang-tiers-{kind}-{grid.replace(' ', '-')}"
     plain, first = servers.start(
         sglang(f"sglang-plain-{kind}", weights), tiered(name, weights, tmp_path, *_GRIDS[grid])
     )
     warm(plain, first)
-    prompts = conversations(200, seed=95)
+    prompts, least_found = conversations(count, seed=95), {100: 500, 200: 5_000}[count]
     before = hits(first)
     wanted = [ask(plain, prompt, 4) for prompt in prompts]
     got = [ask(first, prompt, 4) for prompt in prompts]
@@ -73,7 +72,7 @@ def test_200_requests_get_the_same_tokens_from_the_host_and_after_a_restart_from
     said = ", ".join(f"{tokens:,.0f} {source}" for source, tokens in found.items())
     title = f"tiers under the radix cache, {kind}, {grid}"
     assert not results.add("sglang", title, wanted, got, said).failed
-    assert min(found["host"], found["storage"]) > 5_000
+    assert min(found["host"], found["storage"]) > least_found
     assert sum(found.values()) - found["computed"] == sum(answer.cached_tokens for answer in got)
     assert sum(found.values()) == sum(map(len, prompts))
     assert usage(first) == 0
@@ -93,7 +92,7 @@ def test_200_requests_get_the_same_tokens_from_the_host_and_after_a_restart_from
     found = {source: tokens - before[source] for source, tokens in hits(again).items()}
     said = ", ".join(f"{tokens:,.0f} {source}" for source, tokens in found.items())
     assert not results.add("sglang", f"{title}, after a restart", wanted, got, said).failed
-    assert min(found["storage"], found["host"]) > 5_000
+    assert min(found["storage"], found["host"]) > least_found
     # All was stored; the last token of a prompt is computed, and the rest of its page.
     assert found["computed"] <= 16 * len(prompts)
     assert sum(found.values()) == sum(map(len, prompts))
@@ -108,7 +107,7 @@ def test_no_fewer_tokens_are_found_than_by_sglangs_own_tiers_on_the_same_schedul
     for name in ("own", "ours"):
         (tmp_path / name).mkdir()
     own, ours = servers.start(
-        sglang(f"sglang-own-tiers-{kind}", weights, *_LITTLE, *hicache(tmp_path / "own", "page_first_direct")),
+        sglang(f"sglang-own-tiers-{kind}", weights, *LITTLE, *hicache(tmp_path / "own", "page_first_direct")),
         tiered(f"sglang-tiers-beside-{kind}", weights, tmp_path / "ours"),
     )
     warm(own, ours)
@@ -120,63 +119,3 @@ def test_no_fewer_tokens_are_found_than_by_sglangs_own_tiers_on_the_same_schedul
     assert not results.add("sglang", f"tiers beside SGLang's own, {kind}", wanted, got, said).failed
     assert hits[1] >= hits[0] > 20_000
     servers.stop([own, ours])
-
-
-@pytest.mark.parametrize("pp", [1, 2])
-def test_prefill_and_decode_keep_their_tiers_and_share_a_store(
-    pp: int, plain: Server, servers: Servers, model: ModelMaker, results: Results, tmp_path: Path
-) -> None:
-    weights, ours = model("llama", "sglang"), ("--radix-cache-backend", "kvmover", *hicache(tmp_path, "page_first"))
-    commands = [
-        sglang(f"sglang-tiers-prefill-{pp}", weights, *_LITTLE, *ours, mode=PREFILL, pp=pp),
-        sglang("sglang-tiers-decode", weights, *_LITTLE, *ours, mode=DECODE_WITH_PREFIXES),
-    ]
-    first, second = servers.start(*commands)
-    warm(plain.ready())
-    prompts = conversations(100, seed=99)
-    wanted = [ask(plain, prompt, 4) for prompt in prompts]
-    for when in ("", ", after a restart"):
-        got = [split(first, second, prompt, 4) for prompt in prompts]
-        found = {tier: cached(first, tier) for tier in ("device", "host", "storage")}
-        said = ", ".join(f"{tokens:,.0f} {tier}" for tier, tokens in found.items())
-        title = "tiers of prefill and decode" + f", prefill PP{pp}" * (pp > 1)
-        assert not results.add("sglang", title + when, wanted, got, said).failed
-        assert usage(first) == usage(second) == 0
-        assert found["host"] > 2_000
-        time.sleep(2.0)  # the last pages are on their way to storage
-        servers.stop([first, second])
-        if not when:
-            first, second = servers.start(*commands)
-    assert found["storage"] > 5_000
-
-
-def cached(server: Server, source: str) -> float:
-    """Prompt tokens that SGLang itself says were cached there."""
-    text = server.get("/metrics")[1]
-    lines = [line for line in text.splitlines() if line.startswith("sglang:cached_tokens_total")]
-    return sum(float(line.rpartition(" ")[2]) for line in lines if f'cache_source="{source}"' in line)
-
-
-def test_a_server_that_is_killed_while_it_writes_costs_its_successor_misses_alone(
-    plain: Server, servers: Servers, model: ModelMaker, results: Results, tmp_path: Path
-) -> None:
-    weights = model("llama", "sglang")
-    command = tiered("sglang-tiers-killed", weights, tmp_path)
-    (first,) = servers.start(command)
-    warm(plain.ready(), first)
-    prompts = conversations(60, seed=97)
-    wanted = [ask(plain, prompt, 4) for prompt in prompts]
-    asking = Thread(target=lambda: many(lambda prompt: ask(first, prompt, 4), prompts))
-    asking.start()
-    while counted(first, "kvmover_tier_stored_pages_total") < 50:
-        time.sleep(0.01)
-    first.kill()
-    asking.join()
-    (second,) = servers.start(command)
-    warm(second)
-    got = [ask(second, prompt, 4) for prompt in prompts]
-    stored = told(second, "storage")
-    said = f"{stored:,.0f} tokens from storage"
-    assert not results.add("sglang", "tiers under the radix cache, killed while it writes", wanted, got, said).failed
-    assert stored >= 256
-    assert usage(second) == 0
