@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from kvmover import deprecated
 from kvmover.vocabulary import HOME
 
 if TYPE_CHECKING:
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from kvmover.transport import LoopbackNetwork, LoopbackTransport, NixlTransport, Transport
 
 __version__ = "0.1.0"
-
-deprecated.install()
 
 __all__ = [
     "Component",

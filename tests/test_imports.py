@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "kvmover"
 
-PURE = {"c_core", "deprecated", "errors", "exposition", "faces", "fields", "repeats", "shared_memory", "vocabulary"}
+PURE = {"c_core", "errors", "exposition", "faces", "fields", "repeats", "shared_memory", "vocabulary"}
 PLANNING = PURE | {"layout", "plan"}
 MOVING = PLANNING | {"kernels", "regions", "transfer", "transport"}
 KEEPING = PURE | {"cache.hints", "cache.ledger", "cache.prefix"}
@@ -24,7 +24,6 @@ SERVING = MOVING | KEEPING | {"bounce", "store", "cache.peers", "cache.tiers"}
 #: What each part may import of the others.
 MAY_IMPORT = {
     "c_core": {"errors"},
-    "deprecated": set(),
     "errors": set(),
     "exposition": set(),
     "faces": set(),

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -157,3 +158,9 @@ def test_public_names_are_found_where_the_package_says() -> None:
         assert getattr(kvmover, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = kvmover.nonsense
+
+
+@pytest.mark.parametrize("package", ["store", "transfer", "transport", "migrate"])
+def test_a_package_refuses_a_name_that_it_does_not_have(package: str) -> None:
+    with pytest.raises(AttributeError, match=f"module 'kvmover.{package}' has no attribute 'nonsense'"):
+        _ = import_module(f"kvmover.{package}").nonsense

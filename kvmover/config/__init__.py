@@ -7,10 +7,5 @@
 
 from kvmover.config.load import Loaded, Option, load
 from kvmover.config.settings import ConfigError, SettingKey, Settings, keys
-from kvmover.deprecated import renamed
 
 __all__ = ["ConfigError", "Loaded", "Option", "SettingKey", "Settings", "keys", "load"]
-
-
-def __getattr__(name: str) -> object:
-    return renamed(__name__, name, {"Key": "SettingKey"})

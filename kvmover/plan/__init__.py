@@ -1,6 +1,5 @@
 """A plan says who sends what to whom, as boxes, runs and descriptors, and by which route. Integers in, integers out."""
 
-from kvmover.deprecated import renamed
 from kvmover.plan.calibration import Calibration, Measurements, Probe, Sample, probes
 from kvmover.plan.cost import HOST, RDMA, Choice, Costs, Posting, Route
 from kvmover.plan.legs import Leg, Plan, Replicas
@@ -30,7 +29,3 @@ __all__ = [
     "page_box",
     "probes",
 ]
-
-
-def __getattr__(name: str) -> object:
-    return renamed(__name__, name, {"Place": "BoxSide"})

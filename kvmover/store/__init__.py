@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvmover.deprecated import renamed
 from kvmover.faces import public
 
 if TYPE_CHECKING:
@@ -117,6 +116,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        return renamed(__name__, name, {"Box": "PageBox", "Part": "PagePart"})
     return public(__name__, _HOME, name)

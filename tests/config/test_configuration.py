@@ -342,7 +342,7 @@ def test_the_command_says_what_is_wrong_in_one_line(tmp_path: Path, capsys: pyte
 def test_reading_a_configuration_loads_the_values_of_its_sections_and_none_of_the_parts_behind_them() -> None:
     """Every process of an engine reads one: it has no use for torch, nor for a store, a tree or tiers it never opens.
 
-    Besides the configuration, errors and old names that leaves what a MoverConfig is made of, of the store its policy,
+    Besides the configuration and errors that leaves what a MoverConfig is made of, of the store its policy,
     and layouts and plans, which the words of the wire are made of, of the transport its interface, and of the kernels
     the names of engines.
     """
@@ -351,7 +351,7 @@ def test_reading_a_configuration_loads_the_values_of_its_sections_and_none_of_th
     loaded = done.stdout.split()
     assert not {name.split(".")[0] for name in loaded} & {"torch", "triton", "nixl", "cupy"}
     ours = [name for name in loaded if name.startswith("kvmover.")]
-    parts = {"config", "deprecated", "errors", "faces", "fields", "layout", "plan", "store", "transfer"}
+    parts = {"config", "errors", "faces", "fields", "layout", "plan", "store", "transfer"}
     parts |= {"kernels", "shared_memory", "transport", "vocabulary"}
     assert {name.split(".")[1] for name in ours} == parts
     assert [name for name in ours if name.startswith("kvmover.kernels.")] == ["kvmover.kernels.copy_engine"]
