@@ -30,13 +30,13 @@ from kvmover.transfer.result import Cause, Ending
 log = logging.getLogger(__name__)
 
 
-class Line(msgspec.Struct, frozen=True, tag_field="type", tag=str.lower, omit_defaults=True):
+class Line(msgspec.Struct, frozen=True, tag_field="type", omit_defaults=True):
     """Base of all lines."""
 
     time_s: float
 
 
-class Run(Line, frozen=True):
+class Run(Line, frozen=True, tag="run"):
     """A rank begins to write."""
 
     engine: str

@@ -39,11 +39,11 @@ class Medium(StrEnum):
     EXTERNAL = "EXTERNAL"
 
 
-class _Event(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag=True):
+class _Event(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Values: equal events are equal, and none is changed after it was made."""
 
 
-class BlockStored(_Event, frozen=True):
+class BlockStored(_Event, frozen=True, tag="BlockStored"):
     """Pages that can now be read from `medium`, in order of position and each after the one before.
 
     "Block" is the routers' word for a page. `block_hashes` are `hashes.as_int64` of page hashes, `token_ids` the tokens
@@ -62,14 +62,14 @@ class BlockStored(_Event, frozen=True):
     session_id: str | None = None
 
 
-class BlockRemoved(_Event, frozen=True):
+class BlockRemoved(_Event, frozen=True, tag="BlockRemoved"):
     """Pages that can no longer be read from `medium`; other media may still have them."""
 
     block_hashes: tuple[int, ...]
     medium: Medium | None
 
 
-class AllBlocksCleared(_Event, frozen=True):
+class AllBlocksCleared(_Event, frozen=True, tag="AllBlocksCleared"):
     """Nothing is cached any more, on any medium."""
 
 

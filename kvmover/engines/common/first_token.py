@@ -16,7 +16,7 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _MOST_TOP = 1024
 
 
-class FirstToken(msgspec.Struct, frozen=True, tag=True):
+class FirstToken(msgspec.Struct, frozen=True, tag="FirstToken"):
     """The token behind the prompt. `cached_tokens`: of the prompt, not computed by the prefill.
 
     `logprob`: natural logarithm of its probability; None where the engine tells its transfer none. `top`: token and the

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 TAG = b"KVMOVER"
 
 
-class Call(msgspec.Struct, frozen=True, tag=True):
+class Call(msgspec.Struct, frozen=True, tag="Call"):
     """A decode rank introduces itself. `answer_to`: host and port; `key`: how it knows the prefill engine."""
 
     card: bytes
@@ -40,7 +40,7 @@ class Call(msgspec.Struct, frozen=True, tag=True):
     key: str
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True):
+class Answer(msgspec.Struct, frozen=True, tag="Answer"):
     """A prefill rank says what its engine is called, or why it does not serve the caller."""
 
     key: str

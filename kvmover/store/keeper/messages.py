@@ -42,11 +42,11 @@ class KeeperRefusal(StrEnum):
     INVALID = "invalid"
 
 
-class KeeperPacket(msgspec.Struct, frozen=True, gc=False, tag=True, array_like=True, forbid_unknown_fields=True):
+class KeeperPacket(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
     """Base of all that is said."""
 
 
-class Attach(KeeperPacket, frozen=True):
+class Attach(KeeperPacket, frozen=True, tag="Attach"):
     """The first question but ListNamespaces: who asks, and of which namespace.
 
     `manifest`: what the namespace says of itself. `fleet` and `generation` say who owns what is written; "" and 0
@@ -60,7 +60,7 @@ class Attach(KeeperPacket, frozen=True):
     generation: Number = 0
 
 
-class AllocateSlab(KeeperPacket, frozen=True):
+class AllocateSlab(KeeperPacket, frozen=True, tag="AllocateSlab"):
     """A slab to fill, in place of the one before: for `nbytes` bytes at least, `slab_bytes` where there is room.
 
     Others are evicted for it, but none of `keep`. `quota_bytes`: what the namespace may hold.
@@ -72,7 +72,7 @@ class AllocateSlab(KeeperPacket, frozen=True):
     keep: list[Number]
 
 
-class CommittedObject(KeeperPacket, frozen=True):
+class CommittedObject(KeeperPacket, frozen=True, tag="CommittedObject"):
     """An object that lies in a slab, whole: its place, page and part as records have them, and its cells' digests."""
 
     offset: Bytes
@@ -82,37 +82,37 @@ class CommittedObject(KeeperPacket, frozen=True):
     digests: bytes
 
 
-class CommitObjects(KeeperPacket, frozen=True):
+class CommitObjects(KeeperPacket, frozen=True, tag="CommitObjects"):
     """Objects are whole in the slab that this client fills, in the order of their offsets: others may read them."""
 
     slab: Number
     objects: list[CommittedObject]
 
 
-class OpenSlabs(KeeperPacket, frozen=True):
+class OpenSlabs(KeeperPacket, frozen=True, tag="OpenSlabs"):
     """Slabs to read."""
 
     slabs: Annotated[list[Number], Meta(max_length=OPENED)]
 
 
-class FollowJournal(KeeperPacket, frozen=True):
+class FollowJournal(KeeperPacket, frozen=True, tag="FollowJournal"):
     """The journal that is written now: the one before has ended."""
 
 
-class RemoveObjects(KeeperPacket, frozen=True):
+class RemoveObjects(KeeperPacket, frozen=True, tag="RemoveObjects"):
     """Objects that are bad, by the places of their records: nobody is to read them."""
 
     slab: Number
     records: list[Number]
 
 
-class NoteUses(KeeperPacket, frozen=True):
+class NoteUses(KeeperPacket, frozen=True, tag="NoteUses"):
     """Pages were read, in this order. Nothing is answered."""
 
     pages: list[PageHash]
 
 
-class TrimNamespace(KeeperPacket, frozen=True):
+class TrimNamespace(KeeperPacket, frozen=True, tag="TrimNamespace"):
     """Delete what nobody used since second `before`, then evict until `free_bytes` are free, and the namespace holds no
     more than `quota_bytes`.
     """
@@ -122,47 +122,47 @@ class TrimNamespace(KeeperPacket, frozen=True):
     free_bytes: Bytes
 
 
-class ClearNamespace(KeeperPacket, frozen=True):
+class ClearNamespace(KeeperPacket, frozen=True, tag="ClearNamespace"):
     """Delete every page of the namespace."""
 
 
-class ListNamespaces(KeeperPacket, frozen=True):
+class ListNamespaces(KeeperPacket, frozen=True, tag="ListNamespaces"):
     """Manifests of namespaces, LISTED of them from number `first` on."""
 
     first: Number
 
 
-class Welcome(KeeperPacket, frozen=True):
+class Welcome(KeeperPacket, frozen=True, tag="Welcome"):
     """With the journal, whose first byte has place `base`. `slab_bytes`: of a slab, where nobody asks for less."""
 
     base: Number
     slab_bytes: Bytes
 
 
-class SlabToFill(KeeperPacket, frozen=True):
+class SlabToFill(KeeperPacket, frozen=True, tag="SlabToFill"):
     """With the slab, to write: `nbytes` bytes from the first on."""
 
     slab: Number
     nbytes: Bytes
 
 
-class SlabsToRead(KeeperPacket, frozen=True):
+class SlabsToRead(KeeperPacket, frozen=True, tag="SlabsToRead"):
     """With those of the slabs that are there, in this order, to read."""
 
     slabs: list[Number]
 
 
-class JournalToFollow(KeeperPacket, frozen=True):
+class JournalToFollow(KeeperPacket, frozen=True, tag="JournalToFollow"):
     """With the journal."""
 
     base: Number
 
 
-class Agreed(KeeperPacket, frozen=True):
+class Agreed(KeeperPacket, frozen=True, tag="Agreed"):
     """Nothing is to be said of it."""
 
 
-class Trimmed(KeeperPacket, frozen=True):
+class Trimmed(KeeperPacket, frozen=True, tag="Trimmed"):
     """What went."""
 
     expired_pages: int
@@ -170,19 +170,19 @@ class Trimmed(KeeperPacket, frozen=True):
     freed_bytes: int
 
 
-class Cleared(KeeperPacket, frozen=True):
+class Cleared(KeeperPacket, frozen=True, tag="Cleared"):
     """What went."""
 
     pages: int
 
 
-class Listed(KeeperPacket, frozen=True):
+class Listed(KeeperPacket, frozen=True, tag="Listed"):
     """In no order; fewer than LISTED are the last ones."""
 
     manifests: list[bytes]
 
 
-class Refused(KeeperPacket, frozen=True):
+class Refused(KeeperPacket, frozen=True, tag="Refused"):
     """Nothing was done. `words`: for people."""
 
     refusal: KeeperRefusal

@@ -67,7 +67,7 @@ class Verb(StrEnum):
     PULL = "pull"
 
 
-class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """Base of all control messages. Unknown fields are ignored, so a newer peer may add some.
 
     What is decoded is within the bounds of its fields; what is made here is held to them where it is made.
@@ -91,7 +91,7 @@ class WriteLease(msgspec.Struct, frozen=True, array_like=True):
         return self.echo_us + self.span_us
 
 
-class Hello(Message, frozen=True):
+class Hello(Message, frozen=True, tag="Hello"):
     """The sender's card (see `handshake`), so that a peer that was not told of us can answer.
 
     `stamp_us`, here and elsewhere: the sender's clock, which a WriteLease echoes.
@@ -101,19 +101,19 @@ class Hello(Message, frozen=True):
     stamp_us: Natural = 0
 
 
-class Ping(Message, frozen=True):
+class Ping(Message, frozen=True, tag="Ping"):
     """Are you there? Sending it fails when the peer is gone, and a live one answers with Pong."""
 
     lease: WriteLease = WriteLease()
 
 
-class Pong(Message, frozen=True):
+class Pong(Message, frozen=True, tag="Pong"):
     """Here."""
 
     stamp_us: Natural = 0
 
 
-class NoSeat(Message, frozen=True):
+class NoSeat(Message, frozen=True, tag="NoSeat"):
     """You have no seat here, and why: your Hello was turned away. A longer reason is cut."""
 
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARACTERS)]
@@ -122,7 +122,7 @@ class NoSeat(Message, frozen=True):
         _cut_reason(self)
 
 
-class Registered(Message, frozen=True):
+class Registered(Message, frozen=True, tag="Registered"):
     """Destination to source: memory of mine was registered anew, for the `registration`-th time. `transport` is what my
     card would say now; with what you know of me writes to it fail.
     """
@@ -131,7 +131,7 @@ class Registered(Message, frozen=True):
     registration: Natural
 
 
-class Query(Message, frozen=True):
+class Query(Message, frozen=True, tag="Query"):
     """Which pages do you hold? `hashes`: of pages one after the other, 32 bytes each, of the asked side's page size,
     the first of them number `first` of a prompt. What is held may be received as `request`.
     """
@@ -141,7 +141,7 @@ class Query(Message, frozen=True):
     first: Natural = 0
 
 
-class Holding(Message, frozen=True):
+class Holding(Message, frozen=True, tag="Holding"):
     """The prompt's pages before number `pages` are held, as far as they were asked for, and `request` is offered."""
 
     request: Annotated[str, msgspec.Meta(max_length=MAX_REQUEST_CHARACTERS)]
@@ -163,7 +163,7 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
     round: Natural = 0
 
 
-class Want(About, frozen=True):
+class Want(About, frozen=True, tag="Want"):
     """Destination to source: send me tokens [start, stop). Both sides derive the chunks from it; said again, it asks
     for what was said in answer.
 
@@ -190,7 +190,7 @@ class Want(About, frozen=True):
     content: Content | None = None
 
 
-class Noted(About, frozen=True):
+class Noted(About, frozen=True, tag="Noted"):
     """Source to destination: I know this Want and will answer it when there is something to move. Until `keeps_ms`
     milliseconds from now it need not be said again, unless with more than the first `named` pages of each page table.
     """
@@ -199,7 +199,7 @@ class Noted(About, frozen=True):
     named: Annotated[tuple[Natural, ...], msgspec.Meta(max_length=MAX_COMPONENTS)] = ()
 
 
-class Offered(About, frozen=True):
+class Offered(About, frozen=True, tag="Offered"):
     """Source to destination: chunks in the ranges `ready` [first, stop) may be moved, so regions will be used at once.
 
     Said again of chunks whose lease was over before they could be written. `pages`: for the direct route of a pull, of
@@ -214,7 +214,7 @@ class Offered(About, frozen=True):
     registration: Natural = 0
 
 
-class Granted(About, frozen=True):
+class Granted(About, frozen=True, tag="Granted"):
     """Destination to source: arena regions for some chunks, until `lease` is over. Said again, it asks for what became
     of them. `registration`: what the source must know to reach them."""
 
@@ -223,7 +223,7 @@ class Granted(About, frozen=True):
     registration: Natural = 0
 
 
-class Chunk(About, frozen=True):
+class Chunk(About, frozen=True, tag="Chunk"):
     """Source to destination, arriving after the chunk's bytes. The writer is the peer it came from.
 
     `digest`: of the chunk's rows as they were in the source's pool (see `kernels.digest_reference`).
@@ -234,7 +234,7 @@ class Chunk(About, frozen=True):
     digest: int | None = None
 
 
-class Staged(About, frozen=True):
+class Staged(About, frozen=True, tag="Staged"):
     """Source to destination, in a pull: the chunk lies at `offset` of the source's arena, or in its pages; read it."""
 
     chunk: Natural
@@ -243,28 +243,28 @@ class Staged(About, frozen=True):
     digest: int | None = None
 
 
-class Taken(About, frozen=True):
+class Taken(About, frozen=True, tag="Taken"):
     """Destination to source, in a pull: the chunk was read, its staging memory is free."""
 
     chunk: Natural
     round: Natural = 0
 
 
-class Aux(About, frozen=True):
+class Aux(About, frozen=True, tag="Aux"):
     """Source to destination: what the engine hands over beside the cache."""
 
     payload: Annotated[bytes, msgspec.Meta(max_length=MAX_AUX_BYTES)]
 
 
-class Done(About, frozen=True):
+class Done(About, frozen=True, tag="Done"):
     """Destination to source: everything landed, you may forget the request."""
 
 
-class Kept(About, frozen=True):
+class Kept(About, frozen=True, tag="Kept"):
     """Source to destination, in a pull, after Done: nothing of it was reused while you read it."""
 
 
-class Abort(About, frozen=True):
+class Abort(About, frozen=True, tag="Abort"):
     """Either way: this attempt is over, and why. A longer reason is cut."""
 
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARACTERS)]
@@ -273,7 +273,7 @@ class Abort(About, frozen=True):
         _cut_reason(self)
 
 
-class Drained(About, frozen=True):
+class Drained(About, frozen=True, tag="Drained"):
     """Source to destination: no write of this attempt is in flight and none will be posted."""
 
 
