@@ -107,11 +107,6 @@ class Result:
         """Whether all bytes are in the pages (a receive), or all destinations have them (a send)."""
         return self.reason is None
 
-    @property
-    def ok(self) -> bool:
-        """As `landed`."""
-        return self.landed
-
     def __str__(self) -> str:
         """`landed: 40,960 bytes in 8.1 ms`, or `failed (deadline) after 5000.0 ms: ...`, whatever else is known."""
         took = f"{self.seconds * 1e3:.1f} ms"
