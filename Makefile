@@ -97,7 +97,7 @@ PYTHON_CHECK = import sys; v = "%d.%d" % sys.version_info[:2]; \
 	"kvmover needs Python $(OLDEST_PYTHON) or newer, and " + sys.executable + " is " + v + "$(1)")
 
 # torch comes first, so that nothing else chooses its build. NIXL's wheels want a torch of their own choice: no dependencies.
-$(READY): pyproject.toml constraints-cpu.txt $(wildcard setup.py core/*)
+$(READY): pyproject.toml constraints-cpu.txt $(wildcard setup.py core/* core/vendored/*)
 	@[ -n "$(PYTHON)" ] || { echo "kvmover needs Python $(OLDEST_PYTHON) or newer, and there is no python3" >&2; exit 1; }
 	@if [ -x $(BIN)/python ]; then $(BIN)/python -c '$(call PYTHON_CHECK,: remove .venv$(comma) or move it away)'; \
 	else $(PYTHON) -c '$(call PYTHON_CHECK,: say PYTHON=python3.12 or another)'; fi

@@ -11,7 +11,7 @@ compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").spli
 core = Extension(
     "kvmover._core",
     sources=sorted(map(str, Path("core").glob("*.c"))),
-    depends=sorted(map(str, Path("core").glob("*.h"))),
+    depends=sorted(map(str, Path("core").rglob("*.h"))),
     extra_compile_args=["-std=c11", "-O3", "-g0", "-pthread"],
     extra_link_args=["-pthread"],
     py_limited_api=True,

@@ -55,6 +55,12 @@ def test_the_device_code_is_a_link_so_that_the_name_kernels_is_never_taken() -> 
     assert os.readlink(ROOT / "kvmover" / "kernels") == "../kernels"
 
 
+def test_each_vendored_file_comes_with_its_licence() -> None:
+    licences = {f"core/vendored/{header.stem}.LICENSE" for header in (ROOT / "core" / "vendored").glob("*.h")}
+    assert {"LICENSE", *licences} == set(PROJECT["license-files"])
+    assert all((ROOT / licence).read_text() for licence in licences)
+
+
 def test_base_dependencies_are_light() -> None:
     names = {re.split(r"[<>=\[ ]", line)[0] for line in PROJECT["dependencies"]}
     assert names == {"msgspec", "numpy", "rich", "typer", "xxhash"}

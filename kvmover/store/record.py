@@ -44,10 +44,6 @@ from kvmover.store.part import PageBox, PartKey, part_key
 #: adversary who can write to the store.
 DIGEST_BYTES = 8
 
-#: The C core takes the digests of all cells of a payload in one call, without Python's lock where that pays; the xxhash
-#: package takes a call a cell, which costs more than the hashing below 4 KiB. Cells up to this long are the package's.
-SHORT_CELL_BYTES = 240
-
 MAGIC = int.from_bytes(b"KVRC", "little")
 LIVE, DEAD = int.from_bytes(b"LIVE", "little"), 0
 #: Where state and stamp are in a record.
@@ -360,7 +356,8 @@ def _parts_of(raw: npt.NDArray[np.uint64]) -> tuple[tuple[PartKey, ...], Column,
 
 def table(payload: memoryview, cells: int) -> bytes:
     """The digests of `cells` equal cells of `payload`, 8 bytes each, little endian."""
-    if NATIVE is not None and len(payload) > SHORT_CELL_BYTES * cells:
+    # The xxhash package takes a call a cell, which costs more than the hashing below 4 KiB.
+    if NATIVE is not None:
         return NATIVE.cell_digests(payload, cells)
     if cells == 1:
         return xxh3_64_intdigest(payload).to_bytes(8, "little")

@@ -263,7 +263,7 @@ for round in range(400):
         assert bytes(ends[0][0][source:][:row_bytes]) == bytes(ends[1][0][target:][:row_bytes])
     keyed = ((counts[0], tables[0], 7), *((count, step, 2**63 + 11) for count, step, _ in loops[1:]))
     assert len({made.digest_rows(keyed, row_bytes, threads, each) for each in made.vectors()}) == 1
-for length in [*range(241, 2200, 3), 100_001]:
+for length in [*range(0, 2200, 3), 100_001]:
     cell = bytearray(rng.randbytes(length))
     found = {made.cell_digests(cell, 1, each) for each in made.vectors()}
     assert found == {xxh3_64_intdigest(cell).to_bytes(8, "little")}

@@ -21,13 +21,13 @@ def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def lengths() -> list[int]:
-    return [*range(1, 2200), *np.random.default_rng(1).integers(2200, 1 << 20, 40).tolist(), 1 << 20]
+    return [*range(2200), *np.random.default_rng(1).integers(2200, 1 << 20, 40).tolist(), 1 << 20]
 
 
 @pytest.mark.usefixtures("core")
 def test_a_cell_of_any_length_has_its_digest() -> None:
     for length in lengths():
-        cell = memoryview(BYTES)[-length:]  # starts at any address
+        cell = memoryview(BYTES)[len(BYTES) - length :]  # starts at any address
         assert record.table(cell, 1) == xxh3_64_intdigest(cell).to_bytes(8, "little"), length
 
 
@@ -46,15 +46,15 @@ def test_a_table_has_the_digest_of_each_cell(cell_bytes: int) -> None:
 @pytest.mark.skipif(NATIVE is None, reason="the C core was not built")
 def test_every_kind_of_vectors_has_the_digest() -> None:
     assert NATIVE is not None
-    for length in lengths()[240::7]:
-        cell = memoryview(BYTES)[-length:]
+    for length in lengths()[::7]:
+        cell = memoryview(BYTES)[len(BYTES) - length :]
         found = {NATIVE.cell_digests(cell, 1, vectors) for vectors in NATIVE.vectors()}
         assert found == {xxh3_64_intdigest(cell).to_bytes(8, "little")}
 
 
 @pytest.mark.skipif(NATIVE is None, reason="the C core was not built")
-@pytest.mark.parametrize(("nbytes", "cells"), [(240, 1), (482, 2 * 2), (1000, 3), (1000, 0)])
-def test_c_refuses_cells_that_are_short_or_unequal(nbytes: int, cells: int) -> None:
+@pytest.mark.parametrize(("nbytes", "cells"), [(482, 2 * 2), (1000, 3), (1000, 0)])
+def test_c_refuses_cells_that_are_none_or_unequal(nbytes: int, cells: int) -> None:
     assert NATIVE is not None
     with pytest.raises(ValueError, match="cells"):
         NATIVE.cell_digests(BYTES[:nbytes], cells)
