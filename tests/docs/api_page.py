@@ -26,7 +26,6 @@ PACKAGES = (
     "kvmover.plan",
     "kvmover.transport",
     "kvmover.transfer",
-    "kvmover.transfer.rendezvous",
     "kvmover.migrate",
     "kvmover.store",
     "kvmover.cache.prefix",
@@ -42,6 +41,7 @@ PACKAGES = (
 #: Modules without an `__all__`, of which every public class and function is promised.
 WHOLE = (
     "kvmover.errors",
+    "kvmover.transfer.rendezvous",
     "kvmover.observe.observers",
     "kvmover.observe.metrics",
     "kvmover.plan.calibration",
@@ -94,7 +94,6 @@ TEXTS = {
     "kvmover.plan.RDMA": "Assumed costs between GPUs over 400 Gb/s RDMA.",
     "kvmover.transport.MAX_NOTE_BYTES": "The longest note a transport carries.",
     "kvmover.transport.Event": "What `poll` returns: a Note, or that an operation Completed or Failed.",
-    "kvmover.transfer.rendezvous.Change": "An Appeared or a Vanished.",
     "kvmover.store.DIRECT_BYTES": "What O_DIRECT asks of addresses, offsets and lengths on every disk: 4,096.",
     "kvmover.store.HASH_BYTES": "Bytes of a page's hash: 32.",
     "kvmover.cache.prefix.DEFAULT_NAMESPACE": "The namespace of all defaults: no model, adapter or salt is told apart.",

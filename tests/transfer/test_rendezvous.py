@@ -1,16 +1,11 @@
-"""A directory's entries: which of them count, what changed between two looks, and bytes that are none."""
+"""A directory's entries: the newest of each rank, and the changes between two looks."""
 
 from __future__ import annotations
 
-import contextlib
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmover.errors import ProtocolError
 from kvmover.transfer.rendezvous import Appeared, Entry, Vanished, changes, newest
-from kvmover.transfer.rendezvous.directory import read_entries, write_entries
 
 ENTRIES = st.lists(
     st.builds(
@@ -49,24 +44,3 @@ def test_a_restart_is_told_as_two_changes_and_an_entry_published_again_as_none()
     assert changes([old, other], [new, other]) == (Vanished(old), Appeared(new))
     assert changes([old], [old, new]) == (Vanished(old), Appeared(new))
     assert changes([new], [old, new]) == ()
-
-
-@given(ENTRIES)
-def test_entries_survive_the_wire(entries: list[Entry]) -> None:
-    assert read_entries(write_entries(entries)) == tuple(entries)
-
-
-@given(st.binary(max_size=100), st.integers(0, 200))
-def test_bytes_that_are_no_entries_are_refused_and_raise_nothing_else(junk: bytes, cut: int) -> None:
-    whole = write_entries([Entry("prefill", 3, 7, b"card" * 20)])
-    for data in (junk, whole[: cut % len(whole)], whole + b"\0"):
-        with pytest.raises(ProtocolError):
-            read_entries(data)
-    with contextlib.suppress(ProtocolError):
-        read_entries(whole[:cut] + junk)
-
-
-def test_entries_of_another_version_are_refused_with_both() -> None:
-    data = write_entries([Entry("prefill", 3, 7, b"card")]).replace(b"rendezvous/1", b"rendezvous/2")
-    with pytest.raises(ProtocolError, match="kvmover.rendezvous/2.* speaks .*kvmover.rendezvous/1"):
-        read_entries(data)

@@ -1,4 +1,4 @@
-"""Where ranks find each other's cards: the entries of a directory, which of them count, and what has changed."""
+"""A Directory is where ranks find each other's cards: its entries, the newest of each rank, the changes in between."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-from kvmover.errors import ProtocolError
-
-_FORMAT = "kvmover.rendezvous/1"
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """Rank `rank` of `engine` as it stands since it started the `generation`-th time, and the card to connect it by.
+    """The card of rank `rank` of `engine`, in the `generation`-th life of that rank.
 
     A generation grows with every start of the same rank. `time.time_ns()` at start will do where the clocks of the
     machines that a rank may start on differ by less than a restart takes.
@@ -32,13 +29,14 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Directory(Protocol):
-    """What an engine needs of a rendezvous. Safe to call from several threads; every call has a deadline of its own.
+    """The interface of a rendezvous, for an engine to implement over its own service discovery.
 
-    All raise TransportUnavailable where the directory cannot be reached, and DeadlineExceeded.
+    All calls are safe from several threads and have a deadline of their own. They raise TransportUnavailable where the
+    directory cannot be reached, and DeadlineExceeded.
     """
 
     def publish(self, entry: Entry) -> None:
-        """Let others find `entry` until it is withdrawn or this process ends, however it ends.
+        """Let other engines find `entry` until it is withdrawn or this process ends, however it ends.
 
         Raises PeerLost when a newer generation of the same rank is there: this process has been replaced.
         """
@@ -76,38 +74,14 @@ class Appeared:
 
 @dataclass(frozen=True, slots=True)
 class Vanished:
-    """A rank that withdrew, or whose process died and whose lease ran out. Peers still connected may yet be alive."""
+    """A rank that withdrew, or whose process is gone from the directory. It may be alive for those connected to it."""
 
     entry: Entry
 
 
-Change = Appeared | Vanished
-
-
-def changes(before: Iterable[Entry], after: Iterable[Entry]) -> tuple[Change, ...]:
-    """What became of `before`. A generation that was replaced vanishes before its successor appears."""
+def changes(before: Iterable[Entry], after: Iterable[Entry]) -> tuple[Appeared | Vanished, ...]:
+    """The changes from `before` to `after`. A generation that was replaced vanishes before its successor appears."""
     old = {(entry.engine, entry.rank, entry.generation): entry for entry in newest(before)}
     new = {(entry.engine, entry.rank, entry.generation): entry for entry in newest(after)}
     gone = tuple(Vanished(entry) for key, entry in old.items() if key not in new)
     return gone + tuple(Appeared(entry) for key, entry in new.items() if key not in old)
-
-
-class _Entries(msgspec.Struct, frozen=True):
-    format: str
-    entries: tuple[Entry, ...]
-
-
-def write_entries(entries: Iterable[Entry]) -> bytes:
-    """Entries as bytes; `read_entries` is the reverse."""
-    return msgspec.msgpack.encode(_Entries(_FORMAT, tuple(entries)))
-
-
-def read_entries(data: bytes) -> tuple[Entry, ...]:
-    """Raises ProtocolError with what is wrong with the bytes. The cards inside are not looked at."""
-    try:
-        found = msgspec.msgpack.decode(data, type=_Entries)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"{len(data)} bytes are no entries of a directory: {error}") from error
-    if found.format != _FORMAT:
-        raise ProtocolError(f"entries are {found.format!r}, this side speaks {_FORMAT!r}")
-    return found.entries
