@@ -236,16 +236,19 @@ def show_top(
         top.watch(found, interval, console())
 
 
-@app.command("report")
-def write_report(
+@app.command()
+def report(
     logs: Annotated[list[Path], typer.Argument(help="Run logs, one a rank or several.", metavar="RUN.jsonl...")],
-    html: Annotated[Path, typer.Option(help="The page to write.", metavar="FILE")],
+    trace: Annotated[
+        Path | None, typer.Option(help="Also write the run as a trace for ui.perfetto.dev.", metavar="FILE.json")
+    ] = None,
+    most: Annotated[int, typer.Option(min=1, metavar="N", help="Slow and failed requests to list, of each.")] = 20,
 ) -> None:
-    """Draw a run: hit rate by tier, where lost hits went, bandwidth, transfers and routes, on one page of HTML."""
-    from kvmover.observe import report
+    """Sum up a run: its slowest and its failed requests, where the time went, and hits by tier."""
+    from kvmover.observe.run_summary import report_run
+    from kvmover.observe.tables import console
 
-    lines = report.write_report(logs, html)
-    typer.echo(f"wrote {html}: {len(lines.transfers)} transfers and {len(lines.accounts)} requests")
+    report_run(logs, trace, most, console())
 
 
 store_app = typer.Typer(help="Look after page stores: directories of KV pages.", context_settings=HELP)

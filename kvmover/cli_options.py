@@ -132,7 +132,7 @@ class DemoArguments:
     watch: Annotated[bool, typer.Option("--watch", help="Show `kvmover top` of its ranks while it runs.")] = False
     report: Annotated[
         Path | None,
-        typer.Option(help="Also write its run log, as run.jsonl, and draw it, as run.html.", metavar="FILE.html"),
+        typer.Option(help="Also write its run log, as run.jsonl, and its trace, as run.json.", metavar="FILE.json"),
     ] = None
     device: Annotated[str, typer.Option(help="Where pools lie: cpu, or cuda for a GPU.", metavar="NAME")] = "cpu"
     store: Annotated[

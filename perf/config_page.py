@@ -52,7 +52,8 @@ with Observers(settings, engine="decode", rank=0) as observers:
 
 `kvmover top URL` shows a metrics endpoint as it changes. Metrics listen on 127.0.0.1 by default: for a Prometheus or
 a `top` on another machine set `metrics.address` to an address of this one, or to an empty string for all.
-`kvmover report RUN.jsonl --html out.html` draws run logs, of one rank or of many: a page that needs no network.
+`kvmover report RUN.jsonl...` sums up run logs, of one rank or of many: the slowest and the failed requests, and where
+the time went. `--trace out.json` also writes a trace for [Perfetto](https://ui.perfetto.dev).
 `kvmover doctor` reads the configuration, too.
 
 ## A shared key

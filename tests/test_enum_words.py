@@ -75,7 +75,6 @@ TOLD = {
     "kernels.launch.Chosen",
     "kernels.launch.Tuned",
     "observe.checks.Finding",
-    "observe.report_sums.PartTimes",
     "plan.cost.Choice",
     "plan.calibration._Design",
     "store.deletion.Look",

@@ -39,8 +39,8 @@ from kvmover.demo.rolling import Rolling
 from kvmover.demo.scenarios import Scenario, choose
 from kvmover.errors import KvmoverError, need
 from kvmover.observe import top
-from kvmover.observe.report import write_report
-from kvmover.observe.runlog import read_lines
+from kvmover.observe.run_trace import write_trace
+from kvmover.observe.runlog import LineReader, read_lines
 from kvmover.observe.tables import console
 from kvmover.observe.top import endpoints, fetch
 from kvmover.plan.cost import HOST
@@ -97,7 +97,7 @@ SCALE = 0.02
 class DemoOptions:
     """What to run: all scenarios when none is named; the requests of a trace, its lengths times `scale`, if given.
 
-    `report`: a page of HTML to write at the end, with the run log beside it, as run.html and run.jsonl. `watch`: show
+    `report`: a trace to write at the end, with the run log beside it, as run.json and run.jsonl. `watch`: show
     `kvmover top` of the demo's own ranks while it runs. `device`: where pools lie. `store`: the location below which
     the page store of a scenario is made, and cleared at its end; none, a folder that is deleted. `settings`: the
     configuration; what that does not say of the mover is as `MOVER`.
@@ -140,25 +140,25 @@ def run_demo(options: DemoOptions) -> int:
         if log and log != configured:
             shutil.move(str(options.settings.record.run_log), log)
         if log and options.report:
-            write_report([log], options.report)
+            write_trace(LineReader([log]), options.report)
     if options.as_json:
         print(json.dumps(report.as_data()))
     else:
         show(report, console())
     if log and options.report:
-        notes.print(f"what happened is in {log}, and drawn in {options.report}", soft_wrap=True)
-    elif log and not options.as_json:
-        notes.print(f"what happened is in {log}: kvmover report {log} --html run.html", soft_wrap=True)
+        notes.print(f"{options.report} is a trace of it for ui.perfetto.dev", soft_wrap=True)
+    if log and (options.report or not options.as_json):
+        notes.print(f"what happened is in {log}: kvmover report {log}", soft_wrap=True)
     return 0 if report.passed else 1
 
 
-def _log_beside(page: Path) -> Path:
-    """The run log that belongs to a page. An older one there is written anew; any other file is refused."""
-    log = page.with_suffix(".jsonl")
-    if log == page:
-        raise KvmoverError(f"--report {page} is a page of HTML: {log} is where its run log goes")
-    if not page.absolute().parent.is_dir():
-        raise KvmoverError(f"cannot write {page}: there is no folder {page.absolute().parent}")
+def _log_beside(trace: Path) -> Path:
+    """The run log that belongs to a trace. An older one there is written anew; any other file is refused."""
+    log = trace.with_suffix(".jsonl")
+    if log == trace:
+        raise KvmoverError(f"--report {trace} is a trace: {log} is where its run log goes")
+    if not trace.absolute().parent.is_dir():
+        raise KvmoverError(f"cannot write {trace}: there is no folder {trace.absolute().parent}")
     if log.exists():
         read_lines([log])  # raises for what is none
     return log

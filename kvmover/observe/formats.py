@@ -22,6 +22,29 @@ def bytes_in_words(nbytes: int) -> str:
     return f"{size:,.1f} TiB"
 
 
+def seconds_in_words(seconds: float) -> str:
+    """Three figures and a unit, from milliseconds to hours.
+
+    >>> [seconds_in_words(each) for each in (0, 0.0042, 0.25, 12, 90, 5400, 200000)]
+    ['0 s', '4.2 ms', '250 ms', '12 s', '1.5 min', '1.5 h', '55.6 h']
+    """
+    if 0 < seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def printable(text: str) -> str:
+    r"""One line that no terminal obeys: characters that do not print are escaped.
+
+    >>> print(printable("request\n\x1b[2J"))
+    request\n\x1b[2J
+    """
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
 def span_in_words(span: Span) -> str:
     """First and last: `0-39`, or one number."""
     if not span:

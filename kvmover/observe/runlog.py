@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import merge
 from os import SEEK_END
 from pathlib import Path
 from threading import Event, Lock, Thread
@@ -196,47 +197,64 @@ class Lines:
     cut: int = 0
 
 
-def read_lines(paths: Iterable[Path]) -> Lines:
-    """All lines of some run logs. Raises KvmoverError with the file and the number of a line that is none."""
-    found: list[AnyLine] = []
-    cut = 0
-    for path in paths:
+_decoder = msgspec.json.Decoder(AnyLine)
+
+
+@dataclass(slots=True)
+class LineReader:
+    """The lines of some run logs in order of time, read as they are iterated: one line of each file is in memory.
+
+    `cut`: lines left out so far: a crash left them unfinished, or they are being written. Iterating raises KvmoverError
+    with the file and the number of a line that no run log has.
+    """
+
+    paths: Sequence[Path]
+    cut: int = 0
+
+    def __iter__(self) -> Iterator[AnyLine]:
+        return merge(*map(self._lines_of, self.paths), key=lambda line: line.time_s)
+
+    def _lines_of(self, path: Path) -> Iterator[AnyLine]:
+        """Decode one file. A line before a process's first may be what another left unfinished; any other is whole."""
+        error: KvmoverError | None = None
+        for number, text in enumerate(self._texts_of(path), start=1):
+            try:
+                line = _decoder.decode(text)
+            except (msgspec.DecodeError, UnicodeDecodeError) as wrong:
+                if error is not None:
+                    break
+                error = KvmoverError(f"{path} line {number} is no line of a run log: {wrong}")
+                continue
+            if error is not None and not isinstance(line, Run):
+                break
+            self.cut += error is not None
+            error = None
+            yield line
+        if error is not None:
+            raise error
+
+    def _texts_of(self, path: Path) -> Iterator[bytes]:
         try:
-            *whole, rest = path.read_bytes().split(b"\n")
+            with path.open("rb") as file:
+                for text in file:
+                    if not text.endswith(b"\n"):
+                        self.cut += 1
+                        return
+                    yield text
         except OSError as error:
             raise KvmoverError(f"cannot read {path}: {error.strerror}") from error
-        lines = list(_decoded(path, whole))
-        found += lines
-        cut += len(whole) - len(lines) + bool(rest)
-    found.sort(key=lambda line: line.time_s)
+
+
+def read_lines(paths: Iterable[Path]) -> Lines:
+    """All lines of some run logs. Raises KvmoverError with the file and the number of a line that is none."""
+    reader = LineReader(tuple(paths))
+    found = sorted(reader, key=lambda line: line.time_s)
     return Lines(
         tuple(line for line in found if isinstance(line, Run)),
         tuple(line for line in found if isinstance(line, Moved)),
         tuple(line for line in found if isinstance(line, Accounted)),
-        cut,
+        reader.cut,
     )
-
-
-_decoder = msgspec.json.Decoder(AnyLine)
-
-
-def _decoded(path: Path, lines: Sequence[bytes]) -> Iterator[AnyLine]:
-    """What goes before a process's first line may be what another left unfinished; nothing else may be wrong."""
-    error: KvmoverError | None = None
-    for number, text in enumerate(lines, start=1):
-        try:
-            line = _decoder.decode(text)
-        except (msgspec.DecodeError, UnicodeDecodeError) as wrong:
-            if error is not None:
-                break
-            error = KvmoverError(f"{path} line {number} is no line of a run log: {wrong}")
-            continue
-        if error is not None and not isinstance(line, Run):
-            break
-        error = None
-        yield line
-    if error is not None:
-        raise error
 
 
 def _ends_whole(path: Path) -> bool:

@@ -13,6 +13,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from kvmover.observe.formats import printable
+
 #: Spaces between two columns.
 _GAP = 2
 
@@ -39,8 +41,8 @@ class Sheet:
     rows: list[tuple[Text, ...]] = field(default_factory=list[tuple[Text, ...]])
 
     def add(self, *cells: str | Text) -> None:
-        """One row; what is left out at its end is empty."""
-        texts = [cell if isinstance(cell, Text) else Text(cell) for cell in cells]
+        """One row; what is left out at its end is empty. In a `str` characters that do not print are escaped."""
+        texts = [cell if isinstance(cell, Text) else Text(printable(cell)) for cell in cells]
         self.rows.append((*texts, *(Text() for _ in self.columns[len(texts) :])))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

@@ -136,25 +136,26 @@ def test_the_configuration_is_read_over_what_the_demo_would_do_by_itself(
     assert (given[0].mover.arena_bytes, given[0].mover.integrity) == (8 << 20, "digest")
     said = capsys.readouterr().err
     assert "kvmover top 127.0.0.1:9400-9404" in said
-    assert f"kvmover report {tmp_path / 'run.jsonl'} --html run.html" in said
+    assert f"kvmover report {tmp_path / 'run.jsonl'}\n" in said
 
 
 @pytest.mark.timeout(100)
-def test_a_run_is_watched_while_it_runs_and_drawn_when_it_is_over(
+def test_a_run_is_watched_while_it_runs_and_traced_when_it_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal is shown frames
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(demo, "_FRAME_S", 0.05)
-    page = tmp_path / "run.html"
-    assert run_demo(replace(UNEVEN, report=page, watch=True, as_json=True)) == 0
+    trace = tmp_path / "run.json"
+    assert run_demo(replace(UNEVEN, report=trace, watch=True, as_json=True)) == 0
     said = capsys.readouterr()
     assert "kvmover top  127.0.0.1:94" in said.err
     assert "prefill 2" in said.err  # a rank's row
     (scenario,) = json.loads(said.out)["scenarios"]
     lines = read_lines([tmp_path / "run.jsonl"])
-    assert page.read_text().startswith("<!doctype html>")
-    assert sorted(tmp_path.iterdir()) == [page, tmp_path / "run.jsonl"]
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert sum(each["ph"] == "X" and each["cat"] != "request" for each in events) == len(lines.transfers)
+    assert sorted(tmp_path.iterdir()) == [trace, tmp_path / "run.jsonl"]
     landed = {(each.engine, each.rank, each.request) for each in lines.transfers if each.reason is None}
     assert landed == {
         (engine, rank, f"uneven-{number}")
@@ -169,9 +170,9 @@ def test_a_run_is_watched_while_it_runs_and_drawn_when_it_is_over(
 @pytest.mark.parametrize(
     ("name", "beside", "reason"),
     [
-        ("run.html", b'{"timestamp": 0}', "run.jsonl line 1 is no line of a run log"),
-        ("run.jsonl", None, "run.jsonl is a page of HTML"),
-        ("nowhere/run.html", None, "there is no folder .*/nowhere"),
+        ("run.json", b'{"timestamp": 0}', "run.jsonl line 1 is no line of a run log"),
+        ("run.jsonl", None, "run.jsonl is a trace"),
+        ("nowhere/run.json", None, "there is no folder .*/nowhere"),
     ],
     ids=["a trace of the user's", "the log's own name", "no folder"],
 )
@@ -201,7 +202,7 @@ def started(folder: Path) -> Iterator[subprocess.Popen[str]]:
     heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     code = f"{heeds}; from kvmover.cli import main; main()"
     command = [sys.executable, "-c", code, "demo", "--scenario", "gqa"]
-    command += ["--watch", "--report", str(folder / "run.html")]
+    command += ["--watch", "--report", str(folder / "run.json")]
     environ = os.environ | {"TMPDIR": str(folder)}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True

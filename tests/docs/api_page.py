@@ -59,7 +59,7 @@ IMPLEMENTS = {
 CHOSEN = {
     "kvmover.cache.prefix.hashes": ("chain", "chain_bigrams", "as_int64", "as_int64s", "HashError"),
     "kvmover.observe.logs": ("JsonFormatter", "Guest", "configure", "release", "text_formatter", "transfer"),
-    "kvmover.observe.runlog": ("RunLog", "read_lines", "Lines", "Run", "Moved", "Accounted"),
+    "kvmover.observe.runlog": ("RunLog", "LineReader", "read_lines", "Lines", "Run", "Moved", "Accounted"),
     "kvmover.testing.store": ("StoreConformance", "Subject", "Identity"),
     "kvmover.kernels.region": ("Planes", "Side", "Region", "RegionError"),
     "kvmover.kernels.reference": ("move",),

@@ -12,10 +12,10 @@ import pytest
 MODULES = [
     "config",
     "config.load",
-    "observe.charts",
+    "observe.formats",
     "observe.host_checks",
-    "observe.report",
-    "observe.report_sums",
+    "observe.run_summary",
+    "observe.run_trace",
     "observe.top",
     "transfer.meter",
 ]

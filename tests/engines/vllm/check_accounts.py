@@ -14,8 +14,7 @@ from bench import Engine, RequestStatus, Shape, flip
 from rich.console import Console
 
 from kvmover.cache.ledger import Loss, PredictionTotals, Predictor, Totals
-from kvmover.observe.report import page
-from kvmover.observe.runlog import read_lines
+from kvmover.observe.run_summary import report_run
 from kvmover.observe.top import show
 
 PROMPT = [7 * n % 900 + 1 for n in range(100)]
@@ -157,10 +156,11 @@ def test_each_account_is_a_line_of_the_run_log(
     lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines() if line]
     (account,) = [line["account"] for line in lines if "account" in line]
     assert (account["request"], account["computed_tokens"]) == ("a", 100)
-    text = page(read_lines([tmp_path / "run.jsonl"]))
-    groups = text.split("<h2>Tenants and models</h2>")[1].split("</section>")[0]
-    assert f"<td>one</td><td>{a.config.model_config.model}</td><td>100</td><td>0</td><td>0</td><td>0</td>" in groups
-    assert "<td>inventory</td><td>1</td>" in text.split("<h2>Predicted and delivered hits</h2>")[1]
+    out = io.StringIO()
+    report_run([tmp_path / "run.jsonl"], None, 1, Console(file=out, width=200))
+    rows = [line.split() for line in out.getvalue().splitlines()]
+    assert any(row[:6] == ["one", a.config.model_config.model, "100", "0", "0", "0"] for row in rows)
+    assert any(row[:2] == ["inventory", "1"] for row in rows)
 
 
 def test_what_it_serves_is_what_top_shows(engines: Callable[..., Engine]) -> None:
