@@ -1,8 +1,7 @@
-"""Bulk moves copy long runs between pinned host memory and a device, or within a device, on a few SMs or on none.
+"""Bulk moves copy long runs between pinned host memory and a device, or within a device.
 
-Engines beside the row mover: a ring of bulk or tensor copies through shared memory, the copy engine, which takes a
-whole list of runs or boxes in one call, and the row mover on SMs set aside for it. `choose` says which one serves a
-region best, `measured` which one was fastest for its kind on this GPU.
+By the row mover, or by the copy engine, which takes a whole list of runs in one call; `choose` says which of the two
+serves a region best. Engines that no GPU has measured yet are in `experimental`, and move for callers that name them.
 """
 
 from __future__ import annotations
@@ -15,111 +14,39 @@ from functools import cache, partial
 import numpy as np
 import torch
 
-from . import bulk_ring, copy_boxes, cpu, cuda_driver, launch, tensor_maps
-from .bulk_ring import ALIGNMENT, CAPABILITY, RING, Pieces
-from .copy_engine import CopyEngine, EngineUnavailable, engine_of
-from .launch import Program, Upload
-from .region import Offsets, Region, RegionError, check_apart, copies, mean_copy, merged
+from . import cpu, cuda_driver, experimental
+from .copy_engine import EXPERIMENTAL, CopyEngine, EngineUnavailable, engine_of
+from .launch import DEFAULT_SMS, Program, off_legacy
+from .region import Region, RegionError, check_apart, copies, mean_copy, merged
 
-#: What is left of a prepared move.
+#: The rest of a prepared move.
 Call = Callable[[], None]
 
 log = logging.getLogger(__name__)
-
-#: The shortest run for the bulk kernel: an operation has a fixed cost, so never one a row of 256 B (sglang#40278).
-BULK_BYTES = 2 << 10
 
 #: The shortest copy for the copy engine, which takes no SM. vLLM puts the crossover with its own kernel at 28 KiB, on
 #: an H100 with PCIe Gen5; SGLang batches from 128 KiB on.
 COPY_BYTES = 28 << 10
 
-#: Handles of the legacy default stream.
-LEGACY = (0, 1)
 
-#: SMs when no budget is given: 4 reached the host link's ceiling, 192 GB/s, on a GB300 (sglang#40278).
-DEFAULT_SMS = 4
+def choose(region: Region) -> CopyEngine:
+    """Returns the engine for `region`: the row mover within a device, and for short runs between host and device.
 
-
-#: What bulk.cu moves.
-RINGS = {CopyEngine.BULK: Pieces.RUNS, CopyEngine.TENSOR: Pieces.BOXES}
-
-#: What takes the place of an engine that a machine lacks.
-FALLBACK = {
-    CopyEngine.BULK: CopyEngine.ROWS,
-    CopyEngine.TENSOR: CopyEngine.ROWS,
-    CopyEngine.COPY: CopyEngine.LOOP,
-    CopyEngine.BOXES: CopyEngine.ROWS,
-    CopyEngine.GREEN: CopyEngine.ROWS,
-}
-
-
-def choose(region: Region, capability: tuple[int, int] = CAPABILITY) -> CopyEngine:
-    """The engine for `region` on a device of this compute capability.
-
-    Between host and device: COPY from `COPY_BYTES` contiguous bytes on, of pages that follow each other too. Else BULK
-    for aligned runs from `BULK_BYTES` on, ROWS for the rest.
+    From `COPY_BYTES` contiguous bytes on, of pages that follow each other too, the copy engine: COPY.
     """
     region = merged(region)
     host = "cpu" in (region.src.device.type, region.dst.device.type)
-    if host and mean_copy(region) >= COPY_BYTES:
-        return CopyEngine.COPY
-    bulk = capability >= CAPABILITY and region.row_bytes >= BULK_BYTES
-    return CopyEngine.BULK if bulk and region.alignment() == ALIGNMENT else CopyEngine.ROWS
+    return CopyEngine.COPY if host and mean_copy(region) >= COPY_BYTES else CopyEngine.ROWS
 
 
 @cache
 def unavailable(engine: CopyEngine, device: torch.device) -> str | None:
-    """Why `engine` cannot run on `device`, or None."""
+    """Returns why `engine` cannot run on `device`, or None."""
     if device.type == "cpu" and engine is not CopyEngine.AUTO:
         return "what lies on the CPU is copied by the host"
-    if engine in RINGS:
-        capability = torch.cuda.get_device_capability(device)
-        if capability < CAPABILITY:
-            return f"{device} is sm_{capability[0]}{capability[1]}, bulk copies came with sm_90"
-        if engine is CopyEngine.TENSOR and not cuda_driver.can_encode_maps():
-            return "the driver has no cuTensorMapEncodeTiled, which came with CUDA 12"
-        return bulk_ring.cannot_compile(device)
     if engine is CopyEngine.COPY and not cuda_driver.can_batch():
         return "the driver has no cuMemcpyBatchAsync, which came with CUDA 12.8"
-    if engine is CopyEngine.BOXES and not cuda_driver.can_batch_boxes():
-        return "the driver has no cuMemcpy3DBatchAsync, which came with CUDA 12.8"
-    if engine is CopyEngine.GREEN:
-        try:
-            _green_stream(device, DEFAULT_SMS)
-        except RuntimeError as error:  # of torch, or of the driver: the row mover serves without, and this is said
-            return f"no green context on {device}: {error}"
-    return None
-
-
-def cannot_move(engine: CopyEngine, region: Region) -> str | None:
-    """Why `engine` moves no such region on any machine, or None."""
-    if engine in RINGS and merged(region).alignment() != ALIGNMENT:
-        return f"rows aligned to {merged(region).alignment()} bytes; bulk copies take multiples of {ALIGNMENT}"
-    return None
-
-
-def without_boxes(engine: CopyEngine, regions: Sequence[Region]) -> str | None:
-    """Why an engine of boxes would move most of these as runs, one a row, or None: then others move them faster."""
-    if engine is not CopyEngine.TENSOR:
-        return None
-    most = merged(max(regions, key=lambda region: region.nbytes))
-    found = tensor_maps.boxes(most, RING.stage_bytes)
-    if isinstance(found, tensor_maps.NoBox) and most.row_bytes < BULK_BYTES:
-        return f"{most.row_bytes} B a run: {found.value}"
-    return None
-
-
-def measured(regions: Sequence[Region], sms: int | None, device: torch.device) -> CopyEngine:
-    """What moved regions like these fastest on this GPU under a budget, if it can here; else the row mover."""
-    from . import rows
-
-    work = [region for region in regions if region.nbytes]
-    if not work or not launch.names_engines(device):
-        return CopyEngine.ROWS
-    engine = launch.choose(rows.kind_of_most(work), sms, device).engine
-    reasons = (without_boxes(engine, work), *(cannot_move(engine, region) for region in work))
-    able = not any(reasons) and _runnable(engine, device) is engine
-    return engine if able else CopyEngine.ROWS
+    return experimental.unavailable(engine, device) if engine in EXPERIMENTAL else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,21 +111,21 @@ def prepare(
     if device.type == "cpu":
         return PreparedBulk(device, (partial(cpu.move, work),))
     check_apart(work)
-    capability = torch.cuda.get_device_capability(device)
     parts: dict[CopyEngine, list[Region]] = {}
     for region in work:
-        chosen = _runnable(choose(region, capability), device) if engine is CopyEngine.AUTO else engine
+        chosen = _here(choose(region), device) if engine is CopyEngine.AUTO else engine
         parts.setdefault(chosen, []).append(region)
     with torch.cuda.device(device):
-        calls = (_PREPARE[each](part, device, sms or DEFAULT_SMS, using) for each, part in parts.items())
+        calls = (_prepared(each, part, device, sms or DEFAULT_SMS, using) for each, part in parts.items())
         return PreparedBulk(device, tuple(calls))
 
 
 def check_engine(engine: CopyEngine, device: torch.device, regions: Sequence[Region] = ()) -> None:
     """Raise EngineUnavailable where an engine that was asked for cannot run on `device`, or cannot move a region."""
-    for reason in (unavailable(engine, device), *(cannot_move(engine, region) for region in regions)):
+    for reason in (unavailable(engine, device), *(experimental.cannot_move(engine, region) for region in regions)):
         if reason is not None:
-            raise EngineUnavailable(f"{engine.value}: {reason}")
+            kind = ", which is experimental" if engine in EXPERIMENTAL else ""
+            raise EngineUnavailable(f"{engine.value}{kind}: {reason}")
 
 
 def _checked(region: Region) -> torch.device:
@@ -220,96 +147,25 @@ def _checked(region: Region) -> torch.device:
 
 
 @cache
-def _runnable(engine: CopyEngine, device: torch.device) -> CopyEngine:
-    """`engine`, or what takes its place on `device`; said once."""
-    reason = unavailable(engine, device)
+def _here(chosen: CopyEngine, device: torch.device) -> CopyEngine:
+    """Returns the engine that `choose` named, or LOOP where the driver takes no batches; said once."""
+    reason = unavailable(chosen, device)
     if reason is None:
-        return engine
-    log.info("%s in place of %s: %s", FALLBACK[engine].value, engine.value, reason)
-    return FALLBACK[engine]
+        return chosen
+    log.info("%s in place of %s: %s", CopyEngine.LOOP.value, chosen.value, reason)
+    return CopyEngine.LOOP
 
 
-def _ring(of: Pieces, regions: Sequence[Region], device: torch.device, sms: int, using: Program | None) -> Call:
-    ring = bulk_ring.describe(regions, of=of)
-    return partial(bulk_ring.run, ring, Upload.here(device).to_device(ring.table), sms)
+def _prepared(
+    engine: CopyEngine, regions: Sequence[Region], device: torch.device, sms: int, using: Program | None
+) -> Call:
+    if engine in EXPERIMENTAL:
+        return experimental.prepared(engine, regions, device, sms, using)
+    if engine is CopyEngine.ROWS:
+        from . import rows
 
-
-def _rows(regions: Sequence[Region], device: torch.device, sms: int, using: Program | None) -> Call:
-    from . import rows
-
-    return rows.prepared(regions, device, sms=sms, using=using).run
-
-
-@cache
-def _own_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-def _off_legacy(queue: Callable[[int], None]) -> None:
-    """Queue on the current stream, or where that is the legacy default stream, which batches refuse, on one of our own
-    that keeps its order."""
-    current = torch.cuda.current_stream()
-    if current.cuda_stream not in LEGACY:
-        queue(current.cuda_stream)
-        return
-    stream = _own_stream(current.device)
-    stream.wait_event(current.record_event())
-    queue(stream.cuda_stream)
-    current.wait_event(stream.record_event())
-
-
-def _copy(regions: Sequence[Region], device: torch.device, sms: int, using: Program | None) -> Call:
-    return partial(_off_legacy, partial(cuda_driver.copy_batch, *_lists(regions)))
-
-
-def _boxes(regions: Sequence[Region], device: torch.device, sms: int, using: Program | None) -> Call:
-    return partial(_off_legacy, partial(cuda_driver.copy_boxes, np.concatenate([*map(copy_boxes.boxes, regions)])))
-
-
-@cache
-def _green_context(device: torch.device, sms: int) -> tuple[object, torch.cuda.Stream]:
-    """SMs set aside for what runs on the stream, and kept: as many as were asked for, or what a GPU deals at least."""
-    from torch.cuda.green_contexts import GreenContext
-
-    context = GreenContext.create(num_sms=sms, device_id=device.index or 0)
-    return context, context.Stream()
-
-
-def _green_stream(device: torch.device, sms: int) -> torch.cuda.Stream:
-    return _green_context(device, sms)[1]
-
-
-def _green(regions: Sequence[Region], device: torch.device, sms: int, using: Program | None) -> Call:
-    """The row mover without a budget, as many small programs an SM as fit: its SMs are the budget."""
-    from . import rows
-
-    stream, ready = _green_stream(device, sms), rows.prepared(regions, device, using=using)
-
-    def call() -> None:
-        current = torch.cuda.current_stream()
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            ready.run()
-        current.wait_stream(stream)
-
-    return call
-
-
-def _loop(regions: Sequence[Region], device: torch.device, sms: int, using: Program | None) -> Call:
-    lists = _lists(regions)
-    return lambda: cuda_driver.copy_each(*lists, torch.cuda.current_stream().cuda_stream)
-
-
-def _lists(regions: Sequence[Region]) -> tuple[Offsets, Offsets, Offsets]:
-    src, dst, sizes = zip(*map(copies, regions), strict=True)
-    return np.concatenate(src), np.concatenate(dst), np.concatenate(sizes)
-
-
-_PREPARE = {
-    **{engine: partial(_ring, of) for engine, of in RINGS.items()},
-    CopyEngine.COPY: _copy,
-    CopyEngine.LOOP: _loop,
-    CopyEngine.ROWS: _rows,
-    CopyEngine.BOXES: _boxes,
-    CopyEngine.GREEN: _green,
-}
+        return rows.prepared(regions, device, sms=sms, using=using).run
+    src, dst, sizes = map(np.concatenate, zip(*map(copies, regions), strict=True))
+    if engine is CopyEngine.COPY:
+        return partial(off_legacy, partial(cuda_driver.copy_batch, src, dst, sizes))
+    return lambda: cuda_driver.copy_each(src, dst, sizes, torch.cuda.current_stream().cuda_stream)

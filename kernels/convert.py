@@ -233,7 +233,7 @@ def kind_of_most(conversions: Sequence[Conversion]) -> RowKind:
 
 def configured(conversions: Sequence[Conversion], sms: int | None) -> RowConfig:
     """How a launch of these is configured: as their kind was measured, or by rule."""
-    return choose(kind_of_most(conversions), sms, conversions[0].device, Kernel.CONVERT).config
+    return choose(kind_of_most(conversions), sms, conversions[0].device, Kernel.CONVERT)
 
 
 #: Numbers of a grain at most: wider ones make no access wider.

@@ -1,4 +1,4 @@
-"""CopyEngine names what can move a region, for settings and measured tables: without torch."""
+"""CopyEngine names what can move a region, for settings: without torch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from enum import StrEnum
 
 
 class CopyEngine(StrEnum):
-    """What moves a region. AUTO: what suits it. ROWS: the row mover; GREEN: the same on SMs that are set aside for it.
-    BULK: the ring of bulk copies; TENSOR: the same, with a head's rows of a page as one copy by a tensor map.
-    COPY: the copy engine, runs in batches; BOXES: the same, rows of a pitch in batches; LOOP: one call a run, what COPY
-    falls back to.
+    """The engine that moves a region. AUTO: the row mover, or the copy engine for long runs between host and device.
+    ROWS: the row mover. COPY: the copy engine, runs in batches; LOOP: one call a run, for drivers without batches.
+
+    Experimental, since no GPU has measured them, and never taken by AUTO: GREEN, the row mover on SMs that are set
+    aside for it; BULK, the ring of bulk copies; TENSOR, the same, with a head's rows of a page as one copy by a tensor
+    map; BOXES, the copy engine, rows of a pitch in batches.
     """
 
     AUTO = "auto"
@@ -20,6 +22,13 @@ class CopyEngine(StrEnum):
     COPY = "copy"
     BOXES = "copy_3d"
     LOOP = "copy_each"
+
+
+#: Engines that no GPU has measured yet: a caller has them by name, and AUTO takes none.
+EXPERIMENTAL = frozenset({CopyEngine.GREEN, CopyEngine.BULK, CopyEngine.TENSOR, CopyEngine.BOXES})
+
+#: Engines whose copies within a GPU are the row mover's under the budget, with the digest of what it reads.
+BY_ROWS = frozenset({CopyEngine.AUTO, CopyEngine.ROWS})
 
 
 class EngineUnavailable(RuntimeError):

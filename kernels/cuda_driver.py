@@ -1,4 +1,4 @@
-"""The CUDA driver is called here for what torch lacks: kernels, batched copies, and host memory pinned to the byte.
+"""The CUDA driver is called here for what torch lacks: batched copies, and host memory pinned to the byte.
 
 The driver works in the context of the calling thread, which torch makes when it first calls CUDA in that thread.
 """
@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from .region import Offsets
 
@@ -32,13 +30,6 @@ ORDER_STREAM = 1
 #: `CUmemcpyAttributes`: the order, two locations of two words that only managed memory needs, and flags.
 ATTRIBUTE_WORDS = 6
 
-#: A `CUtensorMap` in 64-bit words; elements of ours, `CU_TENSOR_MAP_DATA_TYPE_UINT64`, are as wide.
-MAP_WORDS = 16
-UINT64, ELEMENT_BYTES = 4, 8
-
-#: `CUtensorMapL2promotion` by the bytes that L2 then fetches at once: no more than rows are multiples of.
-L2_FETCHES = {64: 1, 128: 2, 256: 3}
-
 #: `CU_MEMHOSTALLOC_PORTABLE`: pinned for every context.
 PORTABLE = 1
 
@@ -54,7 +45,7 @@ def library() -> ctypes.CDLL:
 
 
 def can_batch() -> bool:
-    """Whether the driver has cuMemcpyBatchAsync, which came with CUDA 12.8."""
+    """Returns whether the driver has cuMemcpyBatchAsync, which came with CUDA 12.8."""
     return hasattr(library(), "cuMemcpyBatchAsync")
 
 
@@ -83,74 +74,12 @@ def copy_batch(src: Offsets, dst: Offsets, sizes: Offsets, stream: int) -> None:
         check(result, "cuMemcpyBatchAsync")
 
 
-def can_batch_boxes() -> bool:
-    """Whether the driver has cuMemcpy3DBatchAsync, which came with CUDA 12.8."""
-    return hasattr(library(), "cuMemcpy3DBatchAsync")
-
-
-def copy_boxes(boxes: npt.NDArray[np.void], stream: int) -> None:
-    """Queue copies of boxes, `copy_boxes.BOX` [box], in any order among themselves. `stream`: as `copy_batch`."""
-    driver = library()
-    for begin in range(0, len(boxes), BATCH_COPIES):
-        part = np.ascontiguousarray(boxes[begin : begin + BATCH_COPIES])
-        arguments = ctypes.c_size_t(len(part)), ctypes.c_void_p(part.ctypes.data)
-        flags, on = ctypes.c_ulonglong(0), ctypes.c_void_p(stream)
-        if hasattr(driver, "cuMemcpy3DBatchAsync_v2"):
-            result = driver.cuMemcpy3DBatchAsync_v2(*arguments, flags, on)
-        else:  # as of cuMemcpyBatchAsync, before CUDA 13
-            failed = ctypes.c_size_t()
-            result = driver.cuMemcpy3DBatchAsync(*arguments, ctypes.byref(failed), flags, on)
-        check(result, "cuMemcpy3DBatchAsync")
-
-
 def copy_each(src: Offsets, dst: Offsets, sizes: Offsets, stream: int) -> None:
     """Queue copies one call each, on any stream."""
     call, on = library().cuMemcpyAsync, ctypes.c_void_p(stream)
     address = ctypes.c_uint64
     for source, target, size in zip(src.tolist(), dst.tolist(), sizes.tolist(), strict=True):
         check(call(address(target), address(source), ctypes.c_size_t(size), on), "cuMemcpyAsync")
-
-
-def can_encode_maps() -> bool:
-    """Whether the driver has cuTensorMapEncodeTiled, which came with CUDA 12."""
-    return hasattr(library(), "cuTensorMapEncodeTiled")
-
-
-def encode_map(address: int, dims: Sequence[int], pitches: Sequence[int], box: Sequence[int]) -> Offsets:
-    """A tensor map [MAP_WORDS] of memory from `address` on, as 64-bit elements: `dims` elements an axis, the innermost
-    first, `pitches` in bytes of the others, and of the box that one copy takes. What is opaque is for the device alone.
-
-    Raises CudaError for what the driver cannot encode.
-    """
-    raw = np.zeros(2 * MAP_WORDS, np.int64)
-    found = raw[-raw.ctypes.data // 8 % 8 :][:MAP_WORDS]  # the driver writes to multiples of 64 bytes
-    rank, row_bytes = len(dims), box[0] * ELEMENT_BYTES
-    fetched = max((each for each in L2_FETCHES if row_bytes % each == 0), default=0)
-    lists = (ctypes.c_uint64 * rank)(*dims), (ctypes.c_uint64 * max(1, rank - 1))(*pitches)
-    boxes = (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*[1] * rank)
-    result = library().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(found.ctypes.data),
-        ctypes.c_int(UINT64),
-        ctypes.c_uint32(rank),
-        ctypes.c_void_p(address),
-        *lists,
-        *boxes,
-        *map(ctypes.c_int, (0, 0, L2_FETCHES.get(fetched, 0), 0)),  # no interleave, no swizzle; what is outside, zeros
-    )
-    check(result, f"cuTensorMapEncodeTiled of {tuple(dims)} elements in boxes of {tuple(box)}")
-    return found
-
-
-def launch(function: int, shape: tuple[int, int, int], stream: int, arguments: Sequence[Any]) -> None:
-    """Queue a kernel that CuPy loaded: `shape` is blocks, threads a block, and bytes of dynamic shared memory.
-
-    Not by CuPy: it takes a stream of torch's by a class that warns since CuPy 14, or by a method that came with it.
-    """
-    blocks, threads, shared_bytes = shape
-    sizes = (ctypes.c_uint(size) for size in (blocks, 1, 1, threads, 1, 1, shared_bytes))
-    pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-    call = library().cuLaunchKernel
-    check(call(ctypes.c_void_p(function), *sizes, ctypes.c_void_p(stream), pointers, None), "cuLaunchKernel")
 
 
 def pinned(nbytes: int) -> torch.Tensor:

@@ -256,7 +256,7 @@ def prepare(
 
 def configured(regions: Sequence[Region], sms: int | None, device: torch.device) -> RowConfig:
     """How a digest of these regions is launched: as it was measured on this GPU, else by the rule."""
-    return choose(kind_of_most(regions), sms, device, Kernel.DIGEST).config
+    return choose(kind_of_most(regions), sms, device, Kernel.DIGEST)
 
 
 def program(shapes: tuple[DigestShape, ...], config: RowConfig, reads: End | None) -> Program:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -17,12 +17,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .copy_engine import CopyEngine
 from .region import RegionError
 
 if TYPE_CHECKING:
     from .table import Launch
 
+
+#: SMs when no budget is given: 4 reached the host link's ceiling, 192 GB/s, on a GB300 (sglang#40278).
+DEFAULT_SMS = 4
+
+#: Handles of the legacy default stream.
+LEGACY = (0, 1)
 
 #: One JSON file a GPU, written by perf/autotune.py.
 TUNED = Path(__file__).parent / "tuned"
@@ -70,22 +75,13 @@ class Kernel(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """What moves rows of a kind, and how a kernel that does is launched."""
-
-    engine: CopyEngine
-    config: RowConfig
-
-
-@dataclass(frozen=True, slots=True)
 class Tuned:
-    """One measured best. `engine`: what moved most under the budget; ROWS where nothing else was measured."""
+    """One measured best."""
 
     kind: RowKind
     budgeted: bool
     config: RowConfig
     kernel: Kernel = Kernel.ROWS
-    engine: CopyEngine = CopyEngine.ROWS
 
 
 def device_key(name: str) -> str:
@@ -103,17 +99,9 @@ def tuned(key: str) -> tuple[Tuned, ...]:
 
 
 def _entry(written: Mapping[str, Any]) -> Tuned:
-    """An entry of a table. `kernel` and `engine` are absent where only the row mover was measured."""
-    kernel, engine = Kernel(written.get("kernel", "rows")), CopyEngine(written.get("engine", "rows"))
+    """An entry of a table. `kernel` is absent where it is the row mover."""
     kind, config = RowKind(*written["kind"]), RowConfig(*written["best"])
-    return Tuned(kind, written["sms"] is not None, config, kernel, engine)
-
-
-@cache
-def names_engines(device: torch.device) -> bool:
-    """Whether any engine but the row mover was measured as the fastest on this GPU."""
-    table = () if device.type == "cpu" else tuned(device_key(torch.cuda.get_device_name(device)))
-    return any(entry.engine is not CopyEngine.ROWS for entry in table)
+    return Tuned(kind, written["sms"] is not None, config, Kernel(written.get("kernel", "rows")))
 
 
 #: Of what was not tuned: without a budget, and of a program that has an SM to itself. Rows: two 16-byte accesses a
@@ -128,15 +116,14 @@ RULES: Mapping[Kernel, tuple[RowConfig, RowConfig]] = {
 
 
 @cache
-def choose(kind: RowKind, sms: int | None, device: torch.device, kernel: Kernel = Kernel.ROWS) -> Chosen:
-    """The nearest of what was measured of `kernel` on this GPU, else the rule: the row mover, as `RULES` has it."""
+def choose(kind: RowKind, sms: int | None, device: torch.device, kernel: Kernel = Kernel.ROWS) -> RowConfig:
+    """Returns the nearest of the measured launches of `kernel` on this GPU, else the rule, as `RULES` has it."""
     if device.type != "cpu":
         table = tuned(device_key(torch.cuda.get_device_name(device)))
         alike = [entry for entry in table if entry.kernel is kernel and entry.budgeted == (sms is not None)]
         if alike:
-            nearest = min(alike, key=lambda entry: entry.kind.distance(kind))
-            return Chosen(nearest.engine, nearest.config)
-    return Chosen(CopyEngine.ROWS, RULES[kernel][sms is not None])
+            return min(alike, key=lambda entry: entry.kind.distance(kind)).config
+    return RULES[kernel][sms is not None]
 
 
 RING_BUFFERS = 8
@@ -208,6 +195,24 @@ _rings = _Rings()
 def on(device: torch.device) -> AbstractContextManager[object]:
     """What is launched and recorded inside is on `device` and its current stream, whichever device is current."""
     return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
+
+
+@cache
+def _own_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def off_legacy(queue: Callable[[int], None]) -> None:
+    """Queue on the current stream, or where that is the legacy default stream, which batches refuse, on one of our own
+    that keeps its order."""
+    current = torch.cuda.current_stream()
+    if current.cuda_stream not in LEGACY:
+        queue(current.cuda_stream)
+        return
+    stream = _own_stream(current.device)
+    stream.wait_event(current.record_event())
+    queue(stream.cuda_stream)
+    current.wait_event(stream.record_event())
 
 
 def one_device(devices: Iterable[torch.device]) -> torch.device:

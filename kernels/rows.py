@@ -369,7 +369,7 @@ def standing_program(regions: Sequence[Region], kinds: tuple[int, int], sms: int
 
     `kinds`: how units are given at either end, EVEN or LISTED, even where they happen to follow each other.
     """
-    config = choose(kind_of_most(regions), sms, regions[0].src.device).config
+    config = choose(kind_of_most(regions), sms, regions[0].src.device)
     src, dst = kinds
     owns = [(own._replace(src_kind=src, dst_kind=dst), cut) for own, cut in cuts(regions, config.block_bytes)]
     most = with_most_bytes((own, cut.nbytes) for own, cut in owns)
@@ -403,7 +403,7 @@ def prepared(
 ) -> Prepared:
     """The launch of regions that were checked, which the kernel reaches from `device`."""
     if using is None:
-        config = config or choose(kind_of_most(work), sms, device).config
+        config = config or choose(kind_of_most(work), sms, device)
         launch = describe(work, config.block_bytes)
     else:
         config, launch = using.config, describe(work, using.config.block_bytes, using.shapes)

@@ -1,10 +1,8 @@
 """Sweep tile size and warps of row mover, digest and conversion, with and without an SM budget, and keep the best.
 
 `python -m perf.autotune` measures on a GPU and writes `kernels/tuned/<gpu>.json`; it resumes where it was stopped.
-Under a budget the row mover's best is measured beside the other engines, and an entry names the fastest: `copy_3d` and
-`copy` take no SM. Every candidate is compared with the checked default's bytes before it is timed. `--dry-run` compiles
-the whole sweep without a GPU and reports registers, access widths and spills, so that no sweep dies on a GPU for a
-compile error.
+Every candidate is compared with the checked default's bytes before it is timed. `--dry-run` compiles the whole sweep
+without a GPU and reports registers, access widths and spills, so that no sweep dies on a GPU for a compile error.
 """
 
 from __future__ import annotations
@@ -15,12 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rich.progress import track
 
 from kvmover.kernels import rows
-from kvmover.kernels.copy_engine import CopyEngine
 from kvmover.kernels.launch import RULES, TUNED, Kernel, RowConfig, RowKind, device_key
 from kvmover.kernels.region import Region
 from perf.conversions import NARROW, back, conversion
@@ -37,8 +34,6 @@ BUDGETS = (None, 8)
 #: 16-byte accesses a thread of the wider side of a conversion.
 MOST_CONVERTED = 8
 ROUNDS = 7
-
-Candidate = TypeVar("Candidate", RowConfig, CopyEngine)
 
 #: Of a measured table.
 COLUMNS = ("block_bytes", "warps", "gb_per_s")
@@ -124,44 +119,23 @@ def is_done(case: Case, entries: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def best(regions: Sequence[Region], sms: int | None) -> dict[str, object]:
-    """The kind of row, the fastest candidate, and the measured table, fastest first; under a budget the engines too."""
+    """The kind of row, the fastest candidate, and the measured table, fastest first."""
     from perf.bench_kernels import launcher
     from perf.copy_engines import same_bytes
 
     calls = {config: launcher(list(regions), sms, config) for config in candidates(sms)}
     same_bytes(regions, lambda: rows.move(regions), list(calls.values()))
-    found = fastest(rows.kind_of(regions[0]), _payload(regions), calls)
-    return found if sms is None else {**found, **engines(regions, sms, RowConfig(*found["best"]))}
+    return fastest(rows.kind_of(regions[0]), sum(region.nbytes for region in regions), calls)
 
 
 def fastest(kind: RowKind, nbytes: int, calls: Mapping[RowConfig, Callable[[], object]]) -> dict[str, Any]:
     """What a table says of the candidates, which move `nbytes` of a kind."""
-    rates = sorted(((rate, astuple(config)) for config, rate in measured(nbytes, calls).items()), reverse=True)
-    table = [[*config, rate] for rate, config in rates]
-    return {"kind": astuple(kind), "best": rates[0][1], "gb_per_s": rates[0][0], "table": table}
-
-
-def _payload(regions: Sequence[Region]) -> int:
-    return sum(region.nbytes for region in regions)
-
-
-def measured(nbytes: int, calls: Mapping[Candidate, Callable[[], object]]) -> dict[Candidate, float]:
-    """Payload GB/s of each, one after the other in each round."""
     from perf.gpu_time import interleaved
 
     spreads = interleaved(dict(calls), ROUNDS)
-    return {each: round(nbytes / spreads[each].median / 1e9, 1) for each in calls}
-
-
-def engines(regions: Sequence[Region], sms: int, config: RowConfig) -> dict[str, object]:
-    """The fastest engine under a budget, and the rates of all that can; the row mover's are those of its best tiles."""
-    from perf.bench_kernels import launcher
-    from perf.copy_engines import launchers, same_bytes
-
-    calls = {CopyEngine.ROWS: launcher(list(regions), sms, config), **launchers(regions, sms)}
-    same_bytes(regions, lambda: rows.move(regions), list(calls.values()))
-    rates = sorted(((rate, engine.value) for engine, rate in measured(_payload(regions), calls).items()), reverse=True)
-    return {"engine": rates[0][1], "engines": {name: rate for rate, name in rates}}
+    rates = sorted(((round(nbytes / spreads[each].median / 1e9, 1), astuple(each)) for each in calls), reverse=True)
+    table = [[*config, rate] for rate, config in rates]
+    return {"kind": astuple(kind), "best": rates[0][1], "gb_per_s": rates[0][0], "table": table}
 
 
 def best_digest(move: Move, sms: int | None) -> dict[str, object]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from kvmover.kernels import bulk
+from kvmover.kernels import bulk, experimental
 from kvmover.kernels.convert_reference import Conversion
 from kvmover.kernels.copy_engine import CopyEngine
 from kvmover.kernels.region import Region, mean_copy, merged
@@ -30,7 +30,10 @@ def left_out(engine: CopyEngine, regions: Sequence[Region], device: torch.device
     copies = sum(copies_of(engine, region) for region in regions)
     if copies > MOST_COPIES:
         return f"{copies} copies"
-    reasons = (bulk.without_boxes(engine, regions), *(bulk.cannot_move(engine, region) for region in regions))
+    reasons = (
+        experimental.without_boxes(engine, regions),
+        *(experimental.cannot_move(engine, region) for region in regions),
+    )
     return next(filter(None, reasons), bulk.unavailable(engine, device))
 
 

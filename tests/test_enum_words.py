@@ -72,7 +72,6 @@ TOLD = {
     "demo.scenarios.Scenario",
     "exposition.Metric",
     "kernels.cuda_exports.Export",
-    "kernels.launch.Chosen",
     "kernels.launch.Tuned",
     "observe.checks.Finding",
     "plan.cost.Choice",

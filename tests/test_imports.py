@@ -216,6 +216,12 @@ def test_who_is_said_to_reach_behind_a_face_does() -> None:
         assert any(ROOT.joinpath(*name.split(".")).with_suffix(".py").exists() for name in behind)
 
 
+def test_bulk_alone_imports_the_experimental_engines() -> None:
+    """A caller names one to `kernels.bulk`, and so no other part takes one by choice."""
+    name = "kvmover.kernels.experimental"
+    assert [path.stem for path in modules() if name in imports(path)] == ["bulk"]
+
+
 def test_the_walk_sees_the_device_code_behind_the_link() -> None:
     assert {"reference", "region", "rows"} <= {path.stem for path in modules() if part_of(path) == "kernels"}
 

@@ -3,7 +3,7 @@
 // Two warps a block: one issues global -> shared, the other shared -> global, and neither holds a byte in registers.
 // Every lane of a warp issues the copy of one piece, because to work out its address takes longer than to issue it.
 // The ring holds STAGES items of STAGE_BYTES: what is in flight on an SM is the ring, not the registers of its threads.
-// bulk_ring.py compiles this with -DSTAGES -DSTAGE_BYTES -DLAG, and with the places of the words of its table by name.
+// experimental.py compiles this with -DSTAGES -DSTAGE_BYTES -DLAG, and with the places of the words of its table by name.
 // An item is PER_ITEM pieces, what one stage holds; a run longer than a stage is PIECES pieces. Pieces are counted in the
 // order unit, head, plane, token, piece.
 // A piece is a run, or a box: rows at a pitch, which one tensor copy takes by the map of their plane. A box lies in a

@@ -398,10 +398,10 @@ TEXTS: Mapping[str, str] = {
     "mover.identity": "checked: a request whose prompt one side cannot name by content is refused; trust: it is served."
     " A prompt that differs is refused by either.",
     "mover.sms": "Streaming multiprocessors that a copy kernel on the GPU may use; `none`: all.",
-    "mover.engine": "What copies on the GPU. auto: the row mover, or what was measured as faster on this GPU. rows:"
-    " the row mover. green_context: the same on SMs set aside for it. ring: bulk copies through shared memory."
-    " tensor_ring: the same, a head's rows of a page at once. copy, copy_3d, copy_each: the copy"
-    " engine. What cannot run or cannot move the rows is refused.",
+    "mover.engine": "Engine that copies on the GPU. auto, rows: the row mover. copy, copy_each: the copy engine."
+    " Experimental, measured on no GPU and never taken by auto: green_context: the row mover on SMs set aside for it;"
+    " ring: bulk copies through shared memory; tensor_ring: the same, a head's rows of a page at once; copy_3d: the"
+    " copy engine, by boxes of rows. One that cannot run or cannot move the rows is refused.",
     "mover.exports": "Memory of a GPU that peers may map: none; arenas, over the NVLink fabric; pools, and arenas.",
     "mover.lossy": "How much a number of the cache may be off, against the largest that shares its scale, where a peer"
     " stores it in another form: 0.0625 for fp8, 0.177 for NVFP4. 0: such peers are refused.",

@@ -122,10 +122,12 @@ def gpus() -> Iterator[Finding]:
 
 
 def cupy() -> Iterator[Finding]:
-    """Copies between host and device go through it. Imported only where it is installed."""
+    """CuPy compiles the kernel of two experimental copy engines. Imported only where it is installed."""
     if not find_spec("cupy"):
         remedy = f"{how_to_install('cuda13')}; cuda12 for CUDA 12" if _gpus() else ""
-        yield Finding("cupy", Status.MISSING, "not installed; bulk copies on a GPU need it", remedy)
+        yield Finding(
+            "cupy", Status.MISSING, "not installed; the experimental engines ring and tensor_ring need it", remedy
+        )
         return
     yield Finding("cupy", Status.OK, str(import_module("cupy").__version__))
 

@@ -113,8 +113,8 @@ class MoverConfig:
     to choose.
     `sms`: streaming multiprocessors that a copy may use; None: all. 8 of an H200 pack three times as fast as a 400 Gb/s
     network carries.
-    `engine`: what copies on the GPU; `auto`: the row mover, or what was measured as the fastest on this GPU, in
-    `kernels/tuned`. A name holds for every copy: a transfer whose rows it cannot move fails.
+    `engine`: what copies on the GPU; `auto`: the row mover. A name holds for every copy: a transfer whose rows it
+    cannot move fails. `green_context`, `ring`, `tensor_ring`, `copy_3d` are experimental: no GPU has measured them.
     `lossy`: how much a number may be off, against the largest that shares its scale, where a peer stores the cache in
     another form: 0.0625 lets bfloat16 and fp8 meet. 0: only peers from and to which every number arrives as it was.
     `exports`: what of this rank's memory on a GPU peers may map. Arenas: made so that packed chunks cross hosts over

@@ -27,7 +27,10 @@ def least(requirement: str) -> str:
         ("torch", least(PROJECT["optional-dependencies"]["torch"][0])),
         ("Triton", least(PROJECT["optional-dependencies"]["torch"][1])),
         ("NIXL (`nixl-cu13`, `nixl-cu12`)", least(PROJECT["optional-dependencies"]["nixl"][0])),
-        ("CuPy, for bulk copies on a GPU", least(PROJECT["optional-dependencies"]["cuda13"][1])),
+        (
+            "CuPy, for the experimental engines `ring` and `tensor_ring`",
+            least(PROJECT["optional-dependencies"]["cuda13"][1]),
+        ),
     ],
 )
 def test_a_library_is_taken_from_the_version_on_that_the_package_asks_for(row: str, asked: str) -> None:

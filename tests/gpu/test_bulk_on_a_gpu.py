@@ -11,11 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from kvmover.kernels import bulk, bulk_ring, cuda_driver, reference  # noqa: E402
+from kvmover.kernels import bulk, cuda_driver, experimental, reference  # noqa: E402
 from kvmover.kernels.bulk import CopyEngine  # noqa: E402
-from kvmover.kernels.bulk_ring import Pieces  # noqa: E402
+from kvmover.kernels.experimental import Pieces, TensorBoxes, tensor_boxes  # noqa: E402
 from kvmover.kernels.region import Region, RegionError, Side, merged  # noqa: E402
-from kvmover.kernels.tensor_maps import Boxes, boxes  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -136,17 +135,19 @@ def test_the_chosen_engine_moves_rows_of_any_width(row_bytes: int, orders, strea
 
 
 @pytest.mark.parametrize(
-    "shape", [bulk_ring.Ring(2, 1024, 1), bulk_ring.Ring(3, 16 << 10, 1), bulk_ring.Ring(7, 32 << 10, 3)], ids=str
+    "shape",
+    [experimental.Ring(2, 1024, 1), experimental.Ring(3, 16 << 10, 1), experimental.Ring(7, 32 << 10, 3)],
+    ids=str,
 )
 @pytest.mark.parametrize("of", Pieces)
-def test_any_ring_moves_the_same_bytes(shape: bulk_ring.Ring, of: Pieces) -> None:
+def test_any_ring_moves_the_same_bytes(shape: experimental.Ring, of: Pieces) -> None:
     _available(CopyEngine.TENSOR if of is Pieces.BOXES else CopyEngine.BULK)
     for row_bytes in (48, 256, 2064, 40_000):
         pages = Pages(row_bytes, pages=31)
         src, dst = _random(pages.nbytes, 1), _random(pages.nbytes, 2)
         on_gpu = src.cuda(), dst.cuda()
-        launch = bulk_ring.describe([pages.region(*on_gpu, RELAYOUT[0], 5)], shape, of)
-        bulk_ring.run(launch, torch.from_numpy(launch.table).cuda(), 3)
+        launch = experimental.describe([pages.region(*on_gpu, RELAYOUT[0], 5)], shape, of)
+        experimental.run(launch, torch.from_numpy(launch.table).cuda(), 3)
         reference.move([pages.region(src, dst, RELAYOUT[0], 5)])
         assert torch.equal(on_gpu[1].cpu(), dst)
 
@@ -164,7 +165,7 @@ def test_head_slices_move_as_boxes(pages: Pages, sms: int, stream) -> None:
         contents = [_random(pages.nbytes, seed) for seed in (1, 2)]
         on_gpu = [content.cuda() for content in contents]
         region = pages.region(*on_gpu, orders, 5)
-        assert isinstance(boxes(merged(region), bulk_ring.RING.stage_bytes), Boxes)
+        assert isinstance(tensor_boxes(merged(region), experimental.RING.stage_bytes), TensorBoxes)
         bulk.move([region], sms=sms, engine=_available(CopyEngine.TENSOR))
         torch.cuda.synchronize()
         reference.move([pages.region(*contents, orders, 5)])
@@ -196,10 +197,10 @@ def test_maps_that_take_the_place_of_others_are_the_ones_that_count() -> None:
             contents = [_random(pages.nbytes, each) for each in (seed, 99)]
             on_gpu = [content.cuda() for content in contents]
             region = pages.region(*on_gpu, RELAYOUT[0], seed)
-            launch = bulk_ring.describe([region], of=Pieces.BOXES)
+            launch = experimental.describe([region], of=Pieces.BOXES)
             table = torch.from_numpy(launch.table).cuda()
             places.add(table.data_ptr())
-            bulk_ring.run(launch, table, 4)
+            experimental.run(launch, table, 4)
             torch.cuda.synchronize()
             reference.move([pages.region(*contents, RELAYOUT[0], seed)])
             assert torch.equal(on_gpu[1].cpu(), contents[1])
@@ -207,14 +208,13 @@ def test_maps_that_take_the_place_of_others_are_the_ones_that_count() -> None:
     assert len(places) < 12
 
 
-def test_regions_of_all_engines_share_a_move(stream) -> None:
+def test_regions_of_both_chosen_engines_share_a_move(stream) -> None:
     cases = [Pages(row, tokens) for row, tokens in [(16, 3), (512, 4), (2048, 1), (4096, 64), (24, 4), (1 << 19, 1)]]
     host = [_random(case.nbytes, seed) for seed, case in enumerate(cases)]
     pinned, gpu = [_pinned(each) for each in host], [torch.zeros(each.numel(), dtype=torch.uint8) for each in host]
     on_gpu = [each.cuda() for each in gpu]
     regions = [case.region(a, b, RELAYOUT[0], 7) for case, a, b in zip(cases, pinned, on_gpu, strict=True)]
-    capability = torch.cuda.get_device_capability()
-    assert len({bulk.choose(region, capability) for region in regions}) == (3 if capability >= (9, 0) else 2)
+    assert {bulk.choose(region) for region in regions} == {CopyEngine.COPY, CopyEngine.ROWS}
     bulk.move(regions)
     reference.move([case.region(a, b, RELAYOUT[0], 7) for case, a, b in zip(cases, host, gpu, strict=True)])
     for got, wanted in zip(on_gpu, gpu, strict=True):

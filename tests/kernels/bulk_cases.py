@@ -16,9 +16,8 @@ import torch
 from hypothesis import strategies as st
 from row_moves import MOVES, NAMES, Move, PoolShape
 
-from kvmover.kernels import bulk_ring
-from kvmover.kernels.bulk_ring import Pieces, Ring
-from kvmover.kernels.cuda_driver import MAP_WORDS
+from kvmover.kernels import experimental
+from kvmover.kernels.experimental import MAP_WORDS, Pieces, Ring
 from kvmover.kernels.region import Region, Side, copies, merged
 
 SMALL = Ring(stages=3, stage_bytes=1024, lag=1)
@@ -28,7 +27,7 @@ ALIGNED = [move for move, region in zip(MOVES, OPENED, strict=True) if merged(re
 #: Address and bytes; or coordinates, bytes, and the place of the map in which they count.
 Piece = tuple[int, int, int]
 Locate = Callable[[np.ndarray, int, int, int, int], Piece]
-AT = SimpleNamespace(**bulk_ring.words())
+AT = SimpleNamespace(**experimental.words())
 
 
 def locate(table: np.ndarray, region: int, item: int, lane: int, side: int) -> Piece:
@@ -44,7 +43,7 @@ def locate(table: np.ndarray, region: int, item: int, lane: int, side: int) -> P
     inside = piece * of[AT.PIECE_BYTES]
     start = int(table[at[AT.LIST] + unit]) + head * at[AT.HEAD_STRIDE] + token * at[AT.TOKEN_STRIDE] + inside
     nbytes = min(of[AT.RUN_BYTES] - inside, of[AT.PIECE_BYTES])
-    if of[AT.MAPPED] & (bulk_ring.SRC_MAPPED if side == AT.SRC else bulk_ring.DST_MAPPED):
+    if of[AT.MAPPED] & (experimental.SRC_MAPPED if side == AT.SRC else experimental.DST_MAPPED):
         return start, nbytes, at[AT.ADDRESSES] + plane * MAP_WORDS
     return start + int(table[at[AT.ADDRESSES] + plane]), nbytes, 0
 
@@ -57,9 +56,9 @@ def locate_of_the_source(folder: Path) -> Locate:
     call = "*out = locate(table, table + region, item, lane, side);"
     arguments = "const i64* table, i64 region, u32 item, u32 lane, int side, Piece* out"
     (folder / "host.cpp").write_text(
-        f'#include "{bulk_ring.SOURCE}"\nextern "C" void piece({arguments}) {{ {call} }}\n'
+        f'#include "{experimental.SOURCE}"\nextern "C" void piece({arguments}) {{ {call} }}\n'
     )
-    command = [compiler, *bulk_ring.RING.options, "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o"]
+    command = [compiler, *experimental.RING.options, "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o"]
     subprocess.run([*command, folder / "host.so", folder / "host.cpp"], check=True)
     library = ctypes.CDLL(str(folder / "host.so"))
 
@@ -94,7 +93,7 @@ def emulate(
     regions: Sequence[Region], how: Locate, shape: Ring = SMALL, blocks: int = 3, of: Pieces = Pieces.RUNS
 ) -> None:
     """Move CPU memory as the blocks of the kernel would, through a ring of their own."""
-    launch = bulk_ring.describe([region for region in regions if region.nbytes], shape, of)
+    launch = experimental.describe([region for region in regions if region.nbytes], shape, of)
     for block in range(blocks):
         stage = np.zeros(shape.stage_bytes, np.uint8)
         region = 0
@@ -102,7 +101,7 @@ def emulate(
             while item >= launch.table[region + AT.END]:
                 region += AT.WORDS
             slot, loaded = int(launch.table[region + AT.PIECE_BYTES]), 0
-            for side, lane in itertools.product((AT.SRC, AT.DST), range(bulk_ring.LANES)):
+            for side, lane in itertools.product((AT.SRC, AT.DST), range(experimental.LANES)):
                 place = stage.ctypes.data + lane * slot
                 runs = named(launch.table, how(launch.table, region, item, lane, side))
                 total = sum(nbytes for _, nbytes in runs)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
+import logging
 import subprocess
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from row_moves import MOVES, NHD, PACKED, Move, PoolShape, ids, run
 
-from kvmover.kernels import bulk, bulk_ring, cuda_driver, reference
-from kvmover.kernels.bulk import CopyEngine
-from kvmover.kernels.bulk_ring import RING
-from kvmover.kernels.launch import Chosen, RowConfig
+from kvmover.kernels import bulk, cuda_driver, experimental, reference
+from kvmover.kernels.copy_engine import EXPERIMENTAL, CopyEngine
 from kvmover.kernels.region import Region, RegionError, Side, copies, mean_copy, merged
 
 
@@ -79,9 +76,7 @@ def test_no_copy_spans_two_allocations_that_touch() -> None:
     [
         (bulk.COPY_BYTES, CopyEngine.COPY),
         (1 << 20, CopyEngine.COPY),
-        (bulk.COPY_BYTES - 16, CopyEngine.BULK),
-        (bulk.BULK_BYTES, CopyEngine.BULK),
-        (bulk.BULK_BYTES - 16, CopyEngine.ROWS),
+        (bulk.COPY_BYTES - 16, CopyEngine.ROWS),
         (4104, CopyEngine.ROWS),
     ],
 )
@@ -99,38 +94,40 @@ def test_an_engine_is_chosen_by_what_is_contiguous_on_both_sides() -> None:
     pairs = Region(line(16 << 10, starts), line(16 << 10, starts, "meta"), 1, 1, 16 << 10)
     assert mean_copy(pairs) == 32 << 10
     assert bulk.choose(pairs) is CopyEngine.COPY
-    assert bulk.choose(replace(pairs, src=line(16 << 10, starts[::-1]))) is CopyEngine.BULK
+    assert bulk.choose(replace(pairs, src=line(16 << 10, starts[::-1]))) is CopyEngine.ROWS
 
 
-def test_within_a_device_the_copy_engine_is_not_chosen() -> None:
-    assert bulk.choose(between("meta", "meta", 1 << 20)) is CopyEngine.BULK
-    assert bulk.choose(between("meta", "meta", 256)) is CopyEngine.ROWS
-    assert bulk.choose(between("meta", "meta", 1 << 20), (8, 0)) is CopyEngine.ROWS
+@settings(max_examples=60)
+@given(
+    ends=st.sampled_from([("cpu", "meta"), ("meta", "cpu"), ("meta", "meta")]),
+    run_bytes=st.integers(1, 1 << 16).map(lambda words: words * 8),
+    apart=st.integers(1, 2),
+)
+def test_no_engine_is_chosen_that_is_experimental_and_within_a_device_the_row_mover_is(
+    ends: tuple[str, str], run_bytes: int, apart: int
+) -> None:
+    chosen = bulk.choose(between(*ends, run_bytes, apart))
+    assert chosen not in EXPERIMENTAL
+    assert chosen is CopyEngine.ROWS or "cpu" in ends
 
 
-def test_missing_engines_have_a_reason_and_a_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_engines_have_a_reason_and_lists_of_copies_a_replacement(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     device, reason = torch.device("cuda", 0), bulk.unavailable.__wrapped__
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
-    assert reason(CopyEngine.BULK, device) == "cuda:0 is sm_89, bulk copies came with sm_90"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert reason(CopyEngine.BULK, device) == "CuPy is not installed"
     monkeypatch.setattr(cuda_driver, "library", lambda: SimpleNamespace())
     assert "CUDA 12.8" in str(reason(CopyEngine.COPY, device))
     assert "CUDA 12.8" in str(reason(CopyEngine.BOXES, device))
-    assert str(reason(CopyEngine.GREEN, device)).startswith("no green context on cuda:0: ")
     assert reason(CopyEngine.ROWS, device) is reason(CopyEngine.LOOP, device) is None
     assert reason(CopyEngine.AUTO, torch.device("cpu")) is None
     assert reason(CopyEngine.ROWS, torch.device("cpu")) == "what lies on the CPU is copied by the host"
     monkeypatch.setattr(bulk, "unavailable", reason)
-    runnable = bulk._runnable.__wrapped__
-    assert {engine: runnable(engine, device) for engine in CopyEngine if runnable(engine, device) is not engine} == {
-        CopyEngine.BULK: CopyEngine.ROWS,
-        CopyEngine.TENSOR: CopyEngine.ROWS,
-        CopyEngine.COPY: CopyEngine.LOOP,
-        CopyEngine.BOXES: CopyEngine.ROWS,
-        CopyEngine.GREEN: CopyEngine.ROWS,
-    }
+    here = bulk._here.__wrapped__
+    with caplog.at_level(logging.INFO):
+        assert (here(CopyEngine.COPY, device), here(CopyEngine.ROWS, device)) == (CopyEngine.LOOP, CopyEngine.ROWS)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"copy_each in place of copy: {reason(CopyEngine.COPY, device)}"
+    ]
 
 
 @pytest.mark.parametrize("engine", [each for each in CopyEngine if each is not CopyEngine.AUTO])
@@ -139,7 +136,7 @@ def test_no_engine_of_a_gpu_is_taken_for_memory_of_the_host_which_stays_as_it_is
     sides = (Side.of((torch.full((64,), fill, dtype=torch.uint8),), zero, zero, zero, 16, 16) for fill in (7, 9))
     region = Region(*sides, 1, 1, 64)
     before = region.dst.memory[0].clone()
-    with pytest.raises(bulk.EngineUnavailable, match=f"{engine.value}: what lies on the CPU is copied by the host"):
+    with pytest.raises(bulk.EngineUnavailable, match=f"{engine.value}.*: what lies on the CPU is copied by the host"):
         bulk.move([region], engine=engine)
     assert torch.equal(region.dst.memory[0], before)
     bulk.move([], engine=engine)
@@ -150,36 +147,16 @@ def test_no_engine_of_a_gpu_is_taken_for_memory_of_the_host_which_stays_as_it_is
 def test_an_engine_that_was_named_and_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     device, rows_of_24 = torch.device("cuda", 0), between("meta", "meta", 24)
     monkeypatch.setattr(bulk, "unavailable", lambda engine, device: None)
-    with pytest.raises(bulk.EngineUnavailable, match="ring: rows aligned to 8 bytes; bulk copies take multiples of 16"):
+    refused = "ring, which is experimental: rows aligned to 8 bytes; bulk copies take multiples of 16"
+    with pytest.raises(bulk.EngineUnavailable, match=refused):
         bulk.check_engine(CopyEngine.BULK, device, [between("meta", "meta", 4096), rows_of_24])
     for engine in CopyEngine:
-        bulk.check_engine(engine, device, [] if engine in bulk.RINGS else [rows_of_24])
+        bulk.check_engine(engine, device, [] if engine in experimental.RINGS else [rows_of_24])
     monkeypatch.setattr(bulk, "unavailable", lambda engine, device: "the driver is of 1999")
-    with pytest.raises(bulk.EngineUnavailable, match="copy_3d: the driver is of 1999"):
-        bulk.check_engine(CopyEngine.BOXES, device)
-
-
-def test_what_was_measured_is_taken_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, wide, narrow = torch.device("cuda", 0), between("meta", "meta", 4096), between("meta", "meta", 24)
-    monkeypatch.setattr(bulk.launch, "choose", lambda *_: Chosen(CopyEngine.BULK, RowConfig()))
-    monkeypatch.setattr(bulk.launch, "names_engines", lambda _: True)
-    runs_here = {CopyEngine.BULK}
-    monkeypatch.setattr(bulk, "_runnable", lambda each, _: each if each in runs_here else CopyEngine.ROWS)
-    assert bulk.measured([wide], 8, device) is CopyEngine.BULK
-    assert bulk.measured([wide, narrow], 8, device) is CopyEngine.ROWS
-    assert bulk.measured([], 8, device) is CopyEngine.ROWS
-    runs_here.clear()
-    assert bulk.measured([wide], 8, device) is CopyEngine.ROWS
-
-
-def test_a_cupy_that_cannot_compile_is_one_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of another CUDA, or without NVRTC: it is there, and raises when the first pages move."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(Device=lambda _: nullcontext())))
-    reason = bulk.unavailable.__wrapped__(CopyEngine.BULK, torch.device("cuda", 0))
-    assert str(reason).startswith("CuPy cannot compile bulk.cu: AttributeError: ")
-    bulk_ring.kernel.cache_clear()
+    for engine in CopyEngine:
+        kind = ", which is experimental" if engine in EXPERIMENTAL else ""
+        with pytest.raises(bulk.EngineUnavailable, match=f"^{engine.value}{kind}: the driver is of 1999$"):
+            bulk.check_engine(engine, device)
 
 
 def test_what_overlaps_is_refused_before_an_engine_is_chosen() -> None:
@@ -303,21 +280,6 @@ def test_what_the_driver_refuses_is_raised(monkeypatch: pytest.MonkeyPatch) -> N
     nothing = np.zeros(1, np.int64)
     with pytest.raises(RuntimeError, match="cuMemcpyBatchAsync failed with CUDA error 1"):
         cuda_driver.copy_batch(nothing, nothing, nothing, 77)
-
-
-def test_a_launch_hands_over_what_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[object] = []
-
-    def launch(function: Any, *rest: Any) -> int:
-        *sizes, stream, pointers, extra = rest
-        table = ctypes.c_uint64.from_address(pointers[0]).value
-        items = ctypes.c_uint32.from_address(pointers[1]).value
-        seen.extend([function.value, [size.value for size in sizes], stream.value, len(pointers), table, items, extra])
-        return 0
-
-    monkeypatch.setattr(cuda_driver, "library", lambda: SimpleNamespace(cuLaunchKernel=launch))
-    cuda_driver.launch(5, (4, 64, RING.nbytes), 77, (ctypes.c_uint64(1 << 47), ctypes.c_uint32(3)))
-    assert seen == [5, [4, 1, 1, 64, 1, 1, RING.nbytes], 77, 2, 1 << 47, 3, None]
 
 
 def test_importing_needs_neither_cupy_nor_a_gpu() -> None:

@@ -1,4 +1,4 @@
-"""Boxes for the copy engine: the bytes they stand for, as few of them as can be, and what the driver is handed.
+"""Boxes for the copy engine: the bytes they stand for, as few as can be, and the driver's calls; and green contexts.
 
 The driver is a stand-in for host memory, compiled from NVIDIA's own declaration of the call in the header that Triton
 brings, so a field at a wrong place moves wrong bytes here.
@@ -20,9 +20,9 @@ from fake_driver import HEADERS, fake_driver
 from hypothesis import given
 from row_moves import HND, MOVES, NHD, PACKED, Move, PoolShape, ids, run
 
-from kvmover.kernels import bulk, cuda_driver
-from kvmover.kernels.copy_boxes import BOX, OPERAND, boxes
+from kvmover.kernels import bulk, cuda_driver, experimental, launch
 from kvmover.kernels.copy_engine import CopyEngine
+from kvmover.kernels.experimental import BOX, OPERAND, boxes
 from kvmover.kernels.region import Region
 from tests.proofs import searched
 
@@ -42,7 +42,7 @@ def moved(driver: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch):
     def move(regions: Sequence[Region]) -> None:
         for region in regions:
             if region.nbytes:
-                cuda_driver.copy_boxes(boxes(region), 77)
+                experimental.copy_boxes(boxes(region), 77)
 
     return move
 
@@ -101,7 +101,7 @@ def test_boxes_are_handed_over_in_calls_that_the_driver_survives(driver: ctypes.
 def test_a_stream_that_the_driver_refuses_is_an_error(driver: ctypes.CDLL, moved) -> None:
     found = boxes(MOVES[0].open().region)
     with pytest.raises(cuda_driver.CudaError, match="cuMemcpy3DBatchAsync failed with CUDA error 1"):
-        cuda_driver.copy_boxes(found, 1)
+        experimental.copy_boxes(found, 1)
 
 
 class FakeStream:
@@ -125,12 +125,12 @@ def test_boxes_leave_the_legacy_stream_and_keep_its_order(legacy: int, monkeypat
     notes: list[str] = []
     current, own = FakeStream("current", legacy, notes), FakeStream("own", 5, notes)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
-    monkeypatch.setattr(bulk, "_own_stream", lambda device: own)
+    monkeypatch.setattr(launch, "_own_stream", lambda device: own)
     monkeypatch.setattr(
-        cuda_driver, "copy_boxes", lambda found, stream: notes.append(f"{len(found)} boxes on {stream}")
+        experimental, "copy_boxes", lambda found, stream: notes.append(f"{len(found)} boxes on {stream}")
     )
     region = Move(PoolShape(NHD, 4, 4), PoolShape(PACKED, 4, 2), 32, 4).open().region
-    call = bulk._PREPARE[CopyEngine.BOXES]([region, region], CUDA, 8, None)
+    call = experimental.prepared(CopyEngine.BOXES, [region, region], CUDA, 8, None)
     call()
     assert notes == ["own waits for an event of current", "80 boxes on 5", "current waits for an event of own"]
     notes.clear()
@@ -164,9 +164,14 @@ def test_a_green_context_is_made_once_and_runs_the_unbudgeted_row_mover(monkeypa
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(rows, "prepared", prepared)
-    bulk._green_context.cache_clear()
+    experimental._green_context.cache_clear()
     for _ in range(2):
-        bulk._PREPARE[CopyEngine.GREEN]([MOVES[0].open().region], CUDA, 8, None)()
-    bulk._green_context.cache_clear()
+        experimental.prepared(CopyEngine.GREEN, [MOVES[0].open().region], CUDA, 8, None)()
+    experimental._green_context.cache_clear()
     each = ["green waits for current", "on green", "rows without a budget", "off green", "current waits for green"]
     assert notes == ["made {'num_sms': 8, 'device_id': 0}", *each, *each]
+
+
+def test_a_machine_without_green_contexts_is_told_why() -> None:
+    reason = bulk.unavailable.__wrapped__(CopyEngine.GREEN, CUDA)
+    assert torch.cuda.is_available() or str(reason).startswith("no green context on cuda:0: ")

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from kvmover.kernels import launch
-from kvmover.kernels.copy_engine import CopyEngine
-from kvmover.kernels.launch import RULES, TUNED, Chosen, Kernel, RowConfig, RowKind, Tuned, choose, device_key, tuned
+from kvmover.kernels.launch import RULES, TUNED, Kernel, RowConfig, RowKind, Tuned, choose, device_key, tuned
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
@@ -24,7 +23,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Tuned, ...]]:
         Tuned(RowKind(256, 16384), False, RowConfig(2048, 2)),
         Tuned(RowKind(256, 256), False, RowConfig(4096, 2)),
         Tuned(RowKind(256, 16384), True, RowConfig(32768, 8)),
-        Tuned(RowKind(2048, 73728), True, RowConfig(65536, 16), engine=CopyEngine.BULK),
+        Tuned(RowKind(2048, 73728), True, RowConfig(65536, 16)),
         Tuned(RowKind(256, 16384), True, RowConfig(65536, 16), Kernel.DIGEST),
     )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
@@ -35,33 +34,24 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Tuned, ...]]:
 
 
 def test_the_nearest_measured_kind_of_the_same_budget_is_taken(table: tuple[Tuned, ...]) -> None:
-    assert choose(RowKind(256, 8192), None, GPU) == Chosen(CopyEngine.ROWS, RowConfig(2048, 2))
-    assert choose(RowKind(1152, 1152), None, GPU) == Chosen(CopyEngine.ROWS, RowConfig(4096, 2))
-    assert choose(RowKind(256, 256), 8, GPU) == Chosen(CopyEngine.ROWS, RowConfig(32768, 8))
-
-
-def test_an_entry_names_what_was_fastest(table: tuple[Tuned, ...]) -> None:
-    assert choose(RowKind(2048, 65536), 8, GPU) == Chosen(CopyEngine.BULK, RowConfig(65536, 16))
+    assert choose(RowKind(256, 8192), None, GPU) == RowConfig(2048, 2)
+    assert choose(RowKind(1152, 1152), None, GPU) == RowConfig(4096, 2)
+    assert choose(RowKind(256, 256), 8, GPU) == RowConfig(32768, 8)
+    assert choose(RowKind(2048, 65536), 8, GPU) == RowConfig(65536, 16)
 
 
 def test_each_kernel_has_entries_of_its_own_and_else_the_rule(table: tuple[Tuned, ...]) -> None:
-    assert choose(RowKind(256, 256), 8, GPU, Kernel.DIGEST).config == RowConfig(65536, 16)
-    assert choose(RowKind(256, 256), None, GPU, Kernel.DIGEST).config == RULES[Kernel.DIGEST][0]
+    assert choose(RowKind(256, 256), 8, GPU, Kernel.DIGEST) == RowConfig(65536, 16)
+    assert choose(RowKind(256, 256), None, GPU, Kernel.DIGEST) == RULES[Kernel.DIGEST][0]
 
 
-def test_a_table_may_name_engines_and_kernels_and_an_older_one_names_neither(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_may_name_kernels_and_an_older_one_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = {"kind": [256, 16384], "sms": 8, "best": [32768, 8]}
     path = tmp_path / "nvidia-new.json"
-    path.write_text(json.dumps({"entries": [old, old | {"engine": "ring"}, old | {"kernel": "digest"}]}))
+    path.write_text(json.dumps({"entries": [old, old | {"kernel": "digest"}]}))
     monkeypatch.setattr(launch, "TUNED", tmp_path)
-    assert [(each.kernel, each.engine) for each in tuned("nvidia-new")] == [
-        (Kernel.ROWS, CopyEngine.ROWS),
-        (Kernel.ROWS, CopyEngine.BULK),
-        (Kernel.DIGEST, CopyEngine.ROWS),
-    ]
-    path.write_text(json.dumps({"entries": [old | {"engine": "warp drive"}]}))
+    assert [each.kernel for each in tuned("nvidia-new")] == [Kernel.ROWS, Kernel.DIGEST]
+    path.write_text(json.dumps({"entries": [old | {"kernel": "warp drive"}]}))
     tuned.cache_clear()
     with pytest.raises(ValueError, match="warp drive"):
         tuned("nvidia-new")
@@ -70,9 +60,8 @@ def test_a_table_may_name_engines_and_kernels_and_an_older_one_names_neither(
 def test_without_a_table_the_rule_depends_on_the_budget_alone() -> None:
     kinds = [RowKind(2, 2), RowKind(2048, 1 << 20)]
     for kernel, (free, budgeted) in RULES.items():
-        assert {choose(kind, None, CPU, kernel).config for kind in kinds} == {free}
-        assert {choose(kind, 4, CPU, kernel).config for kind in kinds} == {budgeted}
-    assert {choose(kind, sms, CPU).engine for kind in kinds for sms in (None, 4)} == {CopyEngine.ROWS}
+        assert {choose(kind, None, CPU, kernel) for kind in kinds} == {free}
+        assert {choose(kind, 4, CPU, kernel) for kind in kinds} == {budgeted}
     assert RULES[Kernel.ROWS][0] == RowConfig()
 
 
@@ -89,6 +78,4 @@ def test_a_shipped_table_names_its_hardware_and_its_best_is_its_fastest(path: Pa
         rates = [row[-1] for row in entry["table"]]
         assert rates == sorted(rates, reverse=True)
         assert entry["table"][0] == [*entry["best"], entry["gb_per_s"]]
-        engines = entry.get("engines", {entry.get("engine", "rows"): entry["gb_per_s"]})
-        assert engines[entry.get("engine", "rows")] == max(engines.values())
         assert {"block_bytes", "warps", "gb_per_s"} == set(written["columns"])

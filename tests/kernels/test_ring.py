@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from bulk_cases import ALIGNED, AT, MEMORY, OPENED, Locate, any_moves, emulate, line, locate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from row_moves import HND, NHD, TOGETHER, Move, PoolShape, ids, run
 
-from kvmover.kernels import bulk_ring
-from kvmover.kernels.bulk_ring import RING, Ring
+from kvmover.kernels import bulk, cuda_driver, experimental
+from kvmover.kernels.copy_engine import CopyEngine
+from kvmover.kernels.experimental import RING, Ring
 from kvmover.kernels.region import Region, RegionError, Side, merged
 from perf.machine_code import CUOBJDUMP, MachineCode, read
 
@@ -45,7 +51,7 @@ def test_rows_off_a_16_byte_border_are_refused() -> None:
     assert len(refused) > 20
     for region in refused:
         with pytest.raises(RegionError, match="multiples of 16"):
-            bulk_ring.describe([region])
+            experimental.describe([region])
 
 
 @settings(max_examples=60)
@@ -63,7 +69,7 @@ def test_any_move_of_aligned_rows_lands_by_the_table(move: Move) -> None:
 def test_a_run_is_cut_into_pieces_that_cover_it_once(run_bytes: int, units: int, stage: int) -> None:
     run_bytes = min(run_bytes, 60 * stage)
     src, dst = line(run_bytes, np.arange(units) * 2 * run_bytes), line(run_bytes, np.arange(units) * 3 * run_bytes)
-    launch = bulk_ring.describe([Region(src, dst, 1, 1, run_bytes)], Ring(stage_bytes=stage))
+    launch = experimental.describe([Region(src, dst, 1, 1, run_bytes)], Ring(stage_bytes=stage))
     slot, base = int(launch.table[AT.PIECE_BYTES]), MEMORY.data_ptr()
     per_item = int(launch.table[AT.PER_ITEM])
     assert 0 < slot * per_item <= stage
@@ -79,21 +85,55 @@ def test_a_run_is_cut_into_pieces_that_cover_it_once(run_bytes: int, units: int,
 
 
 def test_a_run_that_almost_fits_wastes_no_stage_on_its_rest() -> None:
-    launch = bulk_ring.describe([Region(line(33 << 10, [0]), line(33 << 10, [0]), 1, 1, 33 << 10)])
+    launch = experimental.describe([Region(line(33 << 10, [0]), line(33 << 10, [0]), 1, 1, 33 << 10)])
     assert launch.table[AT.PIECE_BYTES] == 33 << 9
     assert launch.tiles == 2
 
 
 def test_the_table_is_some_words_a_region_and_one_a_plane_and_unit() -> None:
     region = Move(PoolShape(NHD, 64, 8), PoolShape(HND, 64, 8), 256, 64, heads=8, layers=6, units=9).open().region
-    assert len(bulk_ring.describe([region]).table) == AT.WORDS + 2 * (6 * 2 + 9)
+    assert len(experimental.describe([region]).table) == AT.WORDS + 2 * (6 * 2 + 9)
 
 
 def test_more_pieces_than_32_bits_count_are_refused() -> None:
     planes, units = np.zeros(1 << 16, np.int64), np.arange(1 << 15) * 8192
     side = Side.of((MEMORY,), planes, planes, units, 0, 0)
     with pytest.raises(RegionError, match=f"{1 << 31} pieces"):
-        bulk_ring.describe([Region(side, side, 1, 1, 4096)])
+        experimental.describe([Region(side, side, 1, 1, 4096)])
+
+
+def test_a_ring_that_a_machine_lacks_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, reason = torch.device("cuda", 0), bulk.unavailable.__wrapped__
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    assert reason(CopyEngine.BULK, device) == "cuda:0 is sm_89, bulk copies came with sm_90"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert reason(CopyEngine.BULK, device) == "CuPy is not installed"
+
+
+def test_a_cupy_that_cannot_compile_is_one_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CuPy of another CUDA, or without NVRTC, is there, and raises when it compiles."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(Device=lambda _: nullcontext())))
+    reason = bulk.unavailable.__wrapped__(CopyEngine.BULK, torch.device("cuda", 0))
+    assert str(reason).startswith("CuPy cannot compile bulk.cu: AttributeError: ")
+    experimental.kernel.cache_clear()
+
+
+def test_a_launch_hands_over_what_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    def launch(function: Any, *rest: Any) -> int:
+        *sizes, stream, pointers, extra = rest
+        table = ctypes.c_uint64.from_address(pointers[0]).value
+        items = ctypes.c_uint32.from_address(pointers[1]).value
+        seen.extend([function.value, [size.value for size in sizes], stream.value, len(pointers), table, items, extra])
+        return 0
+
+    monkeypatch.setattr(cuda_driver, "library", lambda: SimpleNamespace(cuLaunchKernel=launch))
+    experimental.launch_kernel(5, (4, 64, RING.nbytes), 77, (ctypes.c_uint64(1 << 47), ctypes.c_uint32(3)))
+    assert seen == [5, [4, 1, 1, 64, 1, 1, RING.nbytes], 77, 2, 1 << 47, 3, None]
 
 
 # The CUDA source, compiled by NVRTC, which needs no GPU and no driver.
@@ -117,7 +157,7 @@ def nvrtc() -> ctypes.CDLL | None:
 def compiled(library: ctypes.CDLL, architecture: int, options: Sequence[str]) -> bytes:
     """The cubin of bulk.cu."""
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    source = bulk_ring.SOURCE.read_bytes()
+    source = experimental.SOURCE.read_bytes()
     assert library.nvrtcCreateProgram(ctypes.byref(program), source, b"bulk.cu", 0, None, None) == 0
     words = [f"--gpu-architecture=sm_{architecture}", *options]
     result = library.nvrtcCompileProgram(program, len(words), (ctypes.c_char_p * len(words))(*map(str.encode, words)))

@@ -1,4 +1,4 @@
-"""Boxes of tensor copies: the bytes that their maps name, which rows are boxes, and what the driver is asked for.
+"""TensorBoxes of tensor copies: the bytes that their maps name, which rows are boxes, and what the driver is asked for.
 
 The driver is a stand-in, compiled from NVIDIA's own declaration of the call: it refuses what the header forbids.
 """
@@ -18,12 +18,10 @@ from fake_driver import HEADERS, fake_driver
 from hypothesis import given
 from row_moves import HND, NHD, PACKED, SCRAMBLED, Move, PoolShape, ids, run
 
-from kvmover.kernels import bulk, bulk_ring, cuda_driver, tensor_maps
-from kvmover.kernels.bulk_ring import RING, Pieces
+from kvmover.kernels import bulk, cuda_driver, experimental
 from kvmover.kernels.copy_engine import CopyEngine
-from kvmover.kernels.launch import Chosen, RowConfig
+from kvmover.kernels.experimental import RING, NoBox, Pieces, TensorBoxes, tensor_boxes
 from kvmover.kernels.region import Region, Side, merged
-from kvmover.kernels.tensor_maps import Boxes, NoBox, boxes
 from tests.proofs import family, searched
 
 CUDA = torch.device("cuda", 0)
@@ -37,7 +35,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(autouse=True)
 def driver(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
     monkeypatch.setattr(cuda_driver, "library", lambda: library)
-    tensor_maps._maps.cache_clear()
+    experimental._maps.cache_clear()
     return library
 
 
@@ -60,7 +58,7 @@ WITH_BOXES = [
 
 @pytest.mark.parametrize("move", WITH_BOXES, ids=ids(WITH_BOXES))
 def test_maps_name_every_byte_once(move: Move, how: Locate) -> None:
-    assert isinstance(boxes(merged(move.open().region), RING.stage_bytes), Boxes)
+    assert isinstance(tensor_boxes(merged(move.open().region), RING.stage_bytes), TensorBoxes)
     run([move], partial(emulate, how=how, shape=RING, of=Pieces.BOXES))
 
 
@@ -82,24 +80,24 @@ def test_any_move_of_aligned_rows_lands_by_boxes(move: Move) -> None:
 
 def test_a_head_slice_of_a_page_is_one_box() -> None:
     region = SLICE.open().region
-    found = boxes(merged(region), RING.stage_bytes)
-    assert isinstance(found, Boxes)
+    found = tensor_boxes(merged(region), RING.stage_bytes)
+    assert isinstance(found, TensorBoxes)
     assert (found.row_bytes, found.rows, found.count, found.nbytes) == (256, 64, 1, 16384)
     assert (found.src is None, found.dst is None) == (False, True)
-    launch = bulk_ring.describe([region], RING, Pieces.BOXES)
+    launch = experimental.describe([region], RING, Pieces.BOXES)
     pages_heads_and_planes = 5 * 2 * 4
     assert launch.table[AT.COUNT] == pages_heads_and_planes
     assert launch.tiles == pages_heads_and_planes // 2  # a stage holds two
-    assert bulk_ring.describe([region], RING).table[AT.COUNT] == 64 * pages_heads_and_planes
+    assert experimental.describe([region], RING).table[AT.COUNT] == 64 * pages_heads_and_planes
 
 
 def test_a_map_is_a_plane_as_rows_of_its_pitch() -> None:
     """An NHD pool of 4 heads of 256 B: rows of 1,024 B, boxes of 64 rows of 256 B; head 1 begins at word 32."""
     opened = SLICE.open()
-    table = bulk_ring.describe([opened.region], RING, Pieces.BOXES).table
+    table = experimental.describe([opened.region], RING, Pieces.BOXES).table
     side, planes = opened.region.src, opened.region.src.planes
     for plane in range(4):
-        place = int(table[AT.SRC + AT.ADDRESSES]) + plane * cuda_driver.MAP_WORDS
+        place = int(table[AT.SRC + AT.ADDRESSES]) + plane * experimental.MAP_WORDS
         address, width, height, pitch, box = table[place : place + 5].tolist()
         assert (address, width, pitch) == (planes.addresses[plane], 128, 1024)
         assert (box & 0xFFFFFFFF, box >> 32) == (32, 64)
@@ -107,7 +105,7 @@ def test_a_map_is_a_plane_as_rows_of_its_pitch() -> None:
     units = int(table[AT.SRC + AT.LIST])
     assert (table[units : units + 5] >> 32).tolist() == (side.units // 1024).tolist()
     assert (table[units : units + 5] & 0xFFFFFFFF).tolist() == [32] * 5
-    assert (table[AT.SRC + AT.HEAD_STRIDE], table[AT.MAPPED]) == (32, bulk_ring.SRC_MAPPED)
+    assert (table[AT.SRC + AT.HEAD_STRIDE], table[AT.MAPPED]) == (32, experimental.SRC_MAPPED)
 
 
 def test_maps_are_encoded_once_for_planes_that_stay(driver: ctypes.CDLL) -> None:
@@ -115,7 +113,7 @@ def test_maps_are_encoded_once_for_planes_that_stay(driver: ctypes.CDLL) -> None
     before = encoded(driver)
     for units in (slice(5), slice(1, 3)):
         some = (replace(side, units=side.units[units]) for side in (opened.region.src, opened.region.dst))
-        bulk_ring.describe([Region(*some, 2, 64, 256)], RING, Pieces.BOXES)
+        experimental.describe([Region(*some, 2, 64, 256)], RING, Pieces.BOXES)
     assert encoded(driver) - before == 4
 
 
@@ -141,8 +139,8 @@ def region(pitch: int, row: int, tokens: int, units: tuple[int, ...] = (0,), hea
     ],
 )
 def test_rows_at_a_pitch_are_boxes_of_what_divides_a_unit(given: Region, rows: int, count: int) -> None:
-    found = boxes(given, RING.stage_bytes)
-    assert isinstance(found, Boxes)
+    found = tensor_boxes(given, RING.stage_bytes)
+    assert isinstance(found, TensorBoxes)
     assert (found.rows, found.count) == (rows, count)
     assert found.rows <= 256
     assert found.nbytes <= RING.stage_bytes
@@ -168,12 +166,12 @@ def test_rows_at_a_pitch_are_boxes_of_what_divides_a_unit(given: Region, rows: i
     ],
 )
 def test_what_is_no_box_has_a_reason(given: Region, reason: NoBox) -> None:
-    assert boxes(given, RING.stage_bytes) is reason
+    assert tensor_boxes(given, RING.stage_bytes) is reason
 
 
 def test_the_first_row_that_coordinates_do_not_reach_is_the_next() -> None:
-    found = boxes(region(32, 16, 64, (32 * ((1 << 31) - 64),)), RING.stage_bytes)
-    assert isinstance(found, Boxes)
+    found = tensor_boxes(region(32, 16, 64, (32 * ((1 << 31) - 64),)), RING.stage_bytes)
+    assert isinstance(found, TensorBoxes)
     assert found.src is not None
     assert int(found.src.starts[0]) >> 32 == (1 << 31) - 64
 
@@ -195,9 +193,9 @@ def test_the_first_row_that_coordinates_do_not_reach_is_the_next() -> None:
 )
 def test_what_the_driver_cannot_encode_is_an_error(wrong: dict[str, object]) -> None:
     good = {"address": 1 << 20, "dims": (128, 64), "pitches": (1024,), "box": (32, 64)}
-    assert len(cuda_driver.encode_map(**good)) == cuda_driver.MAP_WORDS  # pyright: ignore
+    assert len(experimental.encode_map(**good)) == experimental.MAP_WORDS  # pyright: ignore
     with pytest.raises(cuda_driver.CudaError, match="cuTensorMapEncodeTiled of .* failed with CUDA error 1"):
-        cuda_driver.encode_map(**good | wrong)  # pyright: ignore
+        experimental.encode_map(**good | wrong)  # pyright: ignore
 
 
 def test_the_tensor_ring_is_an_engine_where_the_machine_has_maps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,33 +203,20 @@ def test_the_tensor_ring_is_an_engine_where_the_machine_has_maps(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
     assert reason(CopyEngine.TENSOR, CUDA) == "cuda:0 is sm_89, bulk copies came with sm_90"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
-    monkeypatch.setattr(bulk_ring, "cannot_compile", lambda _: None)
+    monkeypatch.setattr(experimental, "cannot_compile", lambda _: None)
     assert reason(CopyEngine.TENSOR, CUDA) is None
     monkeypatch.setattr(cuda_driver, "library", lambda: SimpleNamespace())
     assert "CUDA 12" in str(reason(CopyEngine.TENSOR, CUDA))
     assert reason(CopyEngine.BULK, CUDA) is None
 
 
-def test_the_table_names_the_tensor_ring_for_boxes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulk.launch, "choose", lambda *_: Chosen(CopyEngine.TENSOR, RowConfig()))
-    monkeypatch.setattr(bulk.launch, "names_engines", lambda _: True)
-    monkeypatch.setattr(bulk, "_runnable", lambda engine, _: engine)
-    slices, tail, pages_of_one = region(1024, 256, 64), region(1024, 256, 1), region(1024, 256, 1, (0, 8192, 1024))
-    long_runs, odd = region(8192, 4096, 64), region(1024, 24, 64)
-    assert bulk.measured([slices, tail], 8, CUDA) is CopyEngine.TENSOR
-    assert bulk.measured([long_runs], 8, CUDA) is CopyEngine.TENSOR
-    assert bulk.measured([pages_of_one], 8, CUDA) is CopyEngine.ROWS
-    assert bulk.measured([slices, odd], 8, CUDA) is CopyEngine.ROWS
-    assert bulk.choose(slices) is not CopyEngine.TENSOR, "nothing but a measured table chooses it"
-
-
 def test_a_prepared_move_uploads_its_maps_with_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left to launch is the ring's, whose table begins at a multiple of 64 bytes on the device, as maps do."""
     seen: list[np.ndarray] = []
     keep = SimpleNamespace(to_device=lambda table: seen.append(table) or torch.from_numpy(table))
-    monkeypatch.setattr(bulk.Upload, "here", lambda _: keep)
+    monkeypatch.setattr(experimental.Upload, "here", lambda _: keep)
     opened = SLICE.open()
-    bulk._PREPARE[CopyEngine.TENSOR]([opened.region], CUDA, 4, None)
+    experimental.prepared(CopyEngine.TENSOR, [opened.region], CUDA, 4, None)
     piece = locate(seen[0], 0, 0, 0, AT.SRC)
     assert len(named(seen[0], piece)) == 64
     assert piece[2] * 8 % 64 == 0

@@ -1,4 +1,4 @@
-"""Which engine copies for a mover: the one that was named, or the measured one, and what is refused."""
+"""The engine that copies for a mover: the one that was named, else the row mover; and engines that are refused."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return ready(f"{engine} by {sms} SMs")
 
     monkeypatch.setattr(bulk, "unavailable", lambda engine, device: None)
-    monkeypatch.setattr(bulk, "measured", lambda *_: CopyEngine.BOXES)
     monkeypatch.setattr(bulk, "prepare", moved)
     monkeypatch.setattr(rows, "prepare", moved)
     monkeypatch.setattr(digest, "prepare", digested)
@@ -59,9 +58,20 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("engine", list(CopyEngine))
-def test_the_named_engine_copies_and_by_choice_the_measured_one(engine: CopyEngine, calls: list[str]) -> None:
+def test_the_named_engine_copies_and_by_choice_the_row_mover(engine: CopyEngine, calls: list[str]) -> None:
     Copier(GPU, 8, engine)._launch(Work([REGION], programs=PROGRAMS))
-    assert calls == [f"{'copy_3d' if engine is CopyEngine.AUTO else engine} by 8 SMs"]
+    assert calls == [f"{'rows' if engine is CopyEngine.AUTO else engine} by 8 SMs"]
+
+
+def test_a_copier_says_in_its_log_that_an_engine_is_experimental(
+    calls: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for engine in CopyEngine:
+        Copier(GPU, 8, engine)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"engine = {engine} is experimental: no GPU has measured it"
+        for engine in ("green_context", "ring", "tensor_ring", "copy_3d")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -85,10 +95,10 @@ def test_a_digest_is_fused_with_the_row_mover_alone(
 def test_an_engine_that_the_device_lacks_is_refused_at_once_and_nothing_changes(calls: list[str], monkeypatch) -> None:
     copier = Copier(GPU, 8, CopyEngine.ROWS)
     monkeypatch.setattr(bulk, "unavailable", lambda engine, device: "it is of another age")
-    with pytest.raises(EngineUnavailable, match="ring: it is of another age"):
+    with pytest.raises(EngineUnavailable, match="ring, which is experimental: it is of another age"):
         copier.configure(4, CopyEngine.BULK)
     assert (copier.sms, copier.engine) == (8, CopyEngine.ROWS)
-    with pytest.raises(EngineUnavailable, match="green_context: it is of another age"):
+    with pytest.raises(EngineUnavailable, match="green_context, which is experimental: it is of another age"):
         Copier(GPU, 8, CopyEngine.GREEN)
     copier.configure(4, CopyEngine.AUTO)
     assert (copier.sms, copier.engine) == (4, CopyEngine.AUTO)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvmover.kernels import bulk, convert, digest, rows
+from kvmover.kernels import convert, digest, rows
 from kvmover.kernels.copy_engine import CopyEngine
 from kvmover.kernels.launch import Program, RowConfig
 from kvmover.layout import Codec, CodecPart, Component, Fleet, PoolSpec
@@ -270,17 +270,6 @@ def test_what_is_compiled_is_what_the_engine_runs(engine: CopyEngine) -> None:
     assert dict(programs.rest_digest.constants)["COPY"] == 0
     moves = [] if programs.move is None else [programs.move.config]
     assert moves == ([RowConfig()] if engine is CopyEngine.GREEN else [])
-
-
-@pytest.mark.parametrize(("digests", "by_rows"), [(True, True), (False, False)])
-def test_by_choice_what_was_measured_is_compiled_but_for_digests(
-    digests: bool, by_rows: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bulk, "measured", lambda *_: CopyEngine.BULK)
-    src, dst = FLAGSHIPS["Llama TP2 to TP8"].ends()
-    programs = programs_between(Way.SCATTER, src, dst, memory_of(dst, 2 << 50), replace(RULES, digests=digests))
-    assert programs is not None
-    assert (programs.move is not None) == by_rows
 
 
 def test_an_arena_that_cannot_be_read_in_words_has_kernels_of_its_own() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvmover.kernels.copy_engine import CopyEngine
+from kvmover.kernels.copy_engine import BY_ROWS, EXPERIMENTAL, CopyEngine
 from kvmover.kernels.region import Region
 from kvmover.regions import CopyStream
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from kvmover.kernels.convert_reference import Conversion
     from kvmover.kernels.digest_reference import End, Logical
     from kvmover.kernels.launch import Prepared, Program
+
+log = logging.getLogger(__name__)
 
 #: Called with the digest of the rows, or None where none was asked for.
 Done = Callable[[int | None], None]
@@ -73,7 +76,7 @@ class Work:
 
 
 def launches(
-    work: Work, sms: int | None, total: torch.Tensor | None, engine: CopyEngine = CopyEngine.ROWS
+    work: Work, sms: int | None, total: torch.Tensor | None, engine: CopyEngine = CopyEngine.AUTO
 ) -> Sequence[Prepared | PreparedBulk]:
     """What a GPU runs for it, in this order, by kernels that are known for it. `total` int64 [1]: the digest is added.
     `engine`: what copies; only the row mover's copy takes a digest of what it reads.
@@ -84,7 +87,7 @@ def launches(
 
     known = work.programs or Programs()
     found: list[Prepared | PreparedBulk | None] = [convert.prepare(work.conversions, sms=sms, using=known.convert)]
-    by_rows = engine is CopyEngine.ROWS
+    by_rows = engine in BY_ROWS
     at_once = total is not None and work.moves and work.end == "src" and not work.conversions and by_rows
     if work.moves and not at_once:
         prepare = rows.prepare if by_rows else partial(bulk.prepare, engine=engine)
@@ -100,9 +103,8 @@ def launches(
 class Copier:
     """On a GPU: copies on a stream of its own, under an SM budget, an event a copy. On a CPU: at once.
 
-    `sms`: multiprocessors that a copy may take (None: no budget). `engine`: what copies; AUTO: the row mover, or what
-    was measured as faster. `inline`: whether `run` copies before it returns. Raises EngineUnavailable for an engine
-    that the device lacks.
+    `sms`: multiprocessors that a copy may take (None: no budget). `engine`: what copies; AUTO: the row mover.
+    `inline`: whether `run` copies before it returns. Raises EngineUnavailable for an engine that the device lacks.
     """
 
     device: torch.device
@@ -125,6 +127,8 @@ class Copier:
             from kvmover.kernels import bulk
 
             bulk.check_engine(engine, self.device)
+        if engine in EXPERIMENTAL:
+            log.warning("engine = %s is experimental: no GPU has measured it", engine.value)
         self.sms, self.engine = sms, engine
 
     def run(self, work: Work, done: Done) -> None:
@@ -151,21 +155,11 @@ class Copier:
 
         wanted = work.logicals is not None
         total = torch.zeros(1, dtype=torch.int64, device=self.device) if wanted else None
-        for launch in launches(work, self.sms, total, self._engine_for(work)):
+        for launch in launches(work, self.sms, total, self.engine):
             launch.run()
         if total is None:
             return None
         return torch.empty(1, dtype=torch.int64, pin_memory=True).copy_(total, non_blocking=True)
-
-    def _engine_for(self, work: Work) -> CopyEngine:
-        """What copies this: by choice the row mover where a digest is wanted, which it takes of what it reads."""
-        if self.engine is not CopyEngine.AUTO:
-            return self.engine
-        if work.logicals is not None:
-            return CopyEngine.ROWS
-        from kvmover.kernels import bulk
-
-        return bulk.measured(work.regions, self.sms, self.device)
 
     def poll(self) -> None:
         """Report finished copies, oldest first: they run in order on one stream."""

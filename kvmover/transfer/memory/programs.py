@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvmover.kernels.copy_engine import CopyEngine
+from kvmover.kernels.copy_engine import BY_ROWS, CopyEngine
 from kvmover.kernels.region import Region
 from kvmover.plan.legs import Replicas
 from kvmover.regions import BoundMemory
@@ -84,7 +84,7 @@ def programs_between(way: Way, src: End, dst: End, memory: OwnMemory, rules: Rul
     """The kernels for chunks of any request from `src` to `dst`, at the source in a gather or a write, else at the
     destination; None where nothing goes that way.
     """
-    from kvmover.kernels import bulk, convert, rows
+    from kvmover.kernels import convert, rows
     from kvmover.kernels.table import EVEN, LISTED
 
     work = _sample(way, src, dst, memory, rules.replicas)
@@ -93,16 +93,13 @@ def programs_between(way: Way, src: End, dst: End, memory: OwnMemory, rules: Rul
         return None
     pool, packed = int(LISTED.value), int(EVEN.value)  # pyright: ignore
     kinds = packed if way is Way.SCATTER else pool, packed if way is Way.GATHER else pool
-    if engine is CopyEngine.AUTO:  # as the Copier chooses
-        digests = rules.digests and way is not Way.READ
-        engine = CopyEngine.ROWS if digests else bulk.measured(regions, sms, work.digested[0].src.device)
     row_sms = None if engine is CopyEngine.GREEN else sms
-    by_rows = regions and engine in (CopyEngine.ROWS, CopyEngine.GREEN)
+    by_rows = regions and engine in BY_ROWS | {CopyEngine.GREEN}
     found = Programs(
         rows.standing_program(regions, kinds, row_sms) if by_rows else None,
         convert=convert.standing_program(work.conversions, kinds, sms) if work.conversions else None,
     )
-    return _with_digests(found, way, work, kinds, replace(rules, engine=engine)) if rules.digests else found
+    return _with_digests(found, way, work, kinds, rules) if rules.digests else found
 
 
 def _with_digests(found: Programs, way: Way, work: Work, kinds: tuple[int, int], rules: Rules) -> Programs:
@@ -114,7 +111,7 @@ def _with_digests(found: Programs, way: Way, work: Work, kinds: tuple[int, int],
 
     pool, packed = int(LISTED.value), int(EVEN.value)  # pyright: ignore
     marks, sms = (work.logicals or ())[: len(work.regions)], rules.sms
-    fused = way in (Way.GATHER, Way.WRITE) and rules.engine is CopyEngine.ROWS
+    fused = way in (Way.GATHER, Way.WRITE) and rules.engine in BY_ROWS
     if work.regions and fused:
         found = replace(found, digest=digest.standing_program(work.regions, marks, kinds, sms))
     if work.regions and way is not Way.READ and not (fused and way is Way.WRITE):
