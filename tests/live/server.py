@@ -146,8 +146,9 @@ class Server:
         raise ServerDied(f"{self.name} was not ready after {_START_S:.0f} s:\n{self.log()[-6000:]}")
 
     def get(self, path: str, port: int | None = None) -> tuple[int, str]:
-        """From the server's own port or another of its. Raises OSError where nobody answers."""
-        connection = HTTPConnection("127.0.0.1", port or self.port, timeout=10)
+        """From the server's own port or another of its. Raises OSError where nobody answers for a minute: servers of
+        two files share two cores."""
+        connection = HTTPConnection("127.0.0.1", port or self.port, timeout=60)
         try:
             connection.request("GET", path)
             answer = connection.getresponse()

@@ -25,7 +25,7 @@ from tests.live.sglang_partners import (
 from tests.live.sglang_servers import DECODE, DECODE_WITH_PREFIXES, PREFILL, sglang
 
 #: Each half gives up after 10 s, and then waits for what it has begun.
-_WITHIN_S = 40.0
+_WITHIN_S = 20.0
 
 
 def _half(name: str, folder: Path, mode: tuple[str, ...], *more: str) -> Command:

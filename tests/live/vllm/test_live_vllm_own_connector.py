@@ -24,7 +24,7 @@ from tests.live.vllm_partners import (
 )
 from tests.live.vllm_servers import nixl_connector, vllm
 
-_WITHIN_S = 40.0
+_WITHIN_S = 20.0
 _ENGINE = "vllm", "NixlConnector"
 
 
