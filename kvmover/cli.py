@@ -11,39 +11,31 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 from kvmover import __version__
-from kvmover.cli_advise import AdviseArguments, show_advice
-from kvmover.cli_options import (
-    HELP,
-    DemoArguments,
-    Json,
-    OneNamespace,
-    ReplayArguments,
-    Root,
-    count,
-    size,
-    takes,
-)
-from kvmover.cli_plan import PlanOptions, show_plan
 from kvmover.errors import (
     KvmoverError,
     PeerRefused,
     ProtocolError,
-    StoreError,
     TransferFailed,
     TransportError,
     need,
 )
-
-if TYPE_CHECKING:
-    from kvmover.store import StoreRow
+from kvmover.tools.cli.advise_options import AdviseArguments, show_advice
+from kvmover.tools.cli.command_options import (
+    HELP,
+    DemoArguments,
+    Json,
+    ReplayArguments,
+    takes,
+)
+from kvmover.tools.cli.plan_options import PlanOptions, show_plan
+from kvmover.tools.cli.store_commands import keep, store_app
 
 #: Errors that say what happened to a transfer. All others say what is wrong with the input.
 _HAPPENED = (TransportError, PeerRefused, ProtocolError, TransferFailed)
@@ -125,7 +117,7 @@ def plan(options: PlanOptions) -> None:
 @app.command()
 def doctor(as_json: Json = False) -> int:
     """Show what this machine can do. Exit status 1 if something that is there does not work."""
-    from kvmover.observe.doctor import Status, examine, findings_as_data, print_findings
+    from kvmover.tools.doctor.examination import Status, examine, findings_as_data, print_findings
 
     findings = examine()
     if as_json:
@@ -140,7 +132,7 @@ def doctor(as_json: Json = False) -> int:
 def demo(given: DemoArguments) -> int:
     """Move KV between two fleets of real processes of different shape, and compare the tokens they generate."""
     need("torch", "the demo", "torch")
-    from kvmover.demo.run import DemoOptions, run_demo
+    from kvmover.tools.demo.run import DemoOptions, run_demo
 
     return run_demo(
         DemoOptions(
@@ -162,7 +154,7 @@ def demo(given: DemoArguments) -> int:
 @takes(ReplayArguments)
 def replay(given: ReplayArguments) -> None:
     """Replay a trace through the prefix tree, and say which tier its hits came from and why others were lost."""
-    from kvmover.cache.replay import (
+    from kvmover.tools.replay import (
         ReplayConfig,
         ReplayOptions,
         TraceOptions,
@@ -170,7 +162,7 @@ def replay(given: ReplayArguments) -> None:
         run_replay,
         write_policy_named,
     )
-    from kvmover.observe.tables import console
+    from kvmover.tools.tables import console
 
     config = ReplayConfig(
         given.page_size,
@@ -224,9 +216,9 @@ def show_top(
     once: Annotated[bool, typer.Option("--once", help="Print one frame, of all since the start.")] = False,
 ) -> None:
     """Watch transfers, hits by tier, bandwidth, arenas and failures, from metrics endpoints. Ctrl-C ends it."""
-    from kvmover.observe import top
-    from kvmover.observe.tables import console
-    from kvmover.observe.top import endpoints
+    from kvmover.tools import top
+    from kvmover.tools.tables import console
+    from kvmover.tools.top import endpoints
 
     found = [each for text in addresses or ["http://127.0.0.1:9400/metrics"] for each in endpoints(text)]
     if once:
@@ -245,145 +237,13 @@ def report(
     most: Annotated[int, typer.Option(min=1, metavar="N", help="Slow and failed requests to list, of each.")] = 20,
 ) -> None:
     """Sum up a run: its slowest and its failed requests, where the time went, and hits by tier."""
-    from kvmover.observe.run_summary import report_run
-    from kvmover.observe.tables import console
+    from kvmover.tools.report.run_summary import report_run
+    from kvmover.tools.tables import console
 
     report_run(logs, trace, most, console())
 
 
-store_app = typer.Typer(help="Look after page stores: directories of KV pages.", context_settings=HELP)
-
-
-@store_app.callback(invoke_without_command=True)
-def _store(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-
-
-def _location(given: str | None) -> Path | str:
-    from kvmover.config import load
-    from kvmover.store import store_location
-
-    return store_location(given) if given else load().settings.store.location()
-
-
-@store_app.command("stat")
-def store_stat(root: Root = None, namespace: OneNamespace = None, as_json: Json = False) -> int:
-    """Show what is stored, and what a crash cost."""
-    from kvmover.store import stat_stores
-
-    where = _location(root)
-    return _tell(stat_stores(where, namespace), as_json, where)
-
-
-@store_app.command("verify")
-def store_verify(root: Root = None, namespace: OneNamespace = None, as_json: Json = False) -> int:
-    """Read every object and delete the bad ones. Exit status 1 if there were any."""
-    from kvmover.store import chosen_stores, verify_stores
-
-    where = _location(root)
-    if not chosen_stores(where, namespace):
-        raise StoreError(f"no page store in {where}: nothing was verified")
-    return _tell(verify_stores(where, namespace), as_json, where)
-
-
-@store_app.command("gc")
-def store_gc(
-    root: Root = None,
-    namespace: OneNamespace = None,
-    quota: Annotated[
-        int | None,
-        typer.Option(
-            parser=size,
-            metavar="BYTES",
-            help="Evict until each namespace holds no more, as 10GB or 64MiB; store.quota_bytes if not given.",
-        ),
-    ] = None,
-    ttl: Annotated[
-        int | None,
-        typer.Option(
-            parser=count, metavar="SECONDS", help="Delete pages unused for so long; store.ttl_s if not given."
-        ),
-    ] = None,
-    namespace_ttl: Annotated[
-        int | None,
-        typer.Option(
-            parser=count,
-            metavar="SECONDS",
-            help="Empty namespaces unused for so long; store.namespace_ttl_s if not given.",
-        ),
-    ] = None,
-    as_json: Json = False,
-) -> int:
-    """Take over what dead writers left, and keep to a quota or an age."""
-    from kvmover.config import load
-    from kvmover.store import clear_unused, collect_stores
-
-    configured = load().settings.store
-    unused_s = namespace_ttl or configured.namespace_ttl_s
-    if unused_s is not None:
-        clear_unused(_location(root), unused_s)
-    policy = replace(configured, quota_bytes=quota or configured.quota_bytes, ttl_s=ttl or configured.ttl_s)
-    where = _location(root)
-    return _tell(collect_stores(where, namespace, policy), as_json, where)
-
-
-@store_app.command("clear")
-def store_clear(
-    namespace: Annotated[str, typer.Option(help="Those whose name begins so; '' is all.", metavar="PREFIX")],
-    root: Root = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    as_json: Json = False,
-) -> int:
-    """Delete all pages of a namespace, and nothing else. Asks before it does."""
-    from kvmover.store import clear_stores
-
-    where = _location(root)
-    if not yes:
-        _ask_to_clear(where, namespace)
-    return _tell(clear_stores(where, namespace), as_json, where)
-
-
-def _ask_to_clear(root: Path | str, namespace: str) -> None:
-    """Say what would be deleted, and go on only if a person agrees: pages are not had back."""
-    from kvmover.store import stat_stores
-
-    rows = stat_stores(root, namespace)
-    names = ", ".join(f"{row.found.manifest.model} ({row.found.name[:12]})" for row in rows)
-    plural = "" if len(rows) == 1 else "s"
-    what = f"{sum(row.stat.pages for row in rows):,} pages of {len(rows)} namespace{plural} in {root}: {names}"
-    if not sys.stdin.isatty():
-        raise StoreError(f"would delete {what}; say --yes to do it")
-    typer.confirm(f"Delete {what}?", abort=True, err=True)
-
-
-def _tell(rows: Sequence[StoreRow], as_json: bool, where: Path | str) -> int:
-    """Print them, as a table and a sentence where there is something to say; 1 if an object is bad, or was not read."""
-    if as_json:
-        typer.echo(json.dumps([row.as_data() for row in rows]))
-    else:
-        from kvmover.observe.store_table import print_stores
-
-        print_stores(rows, where)
-    return int(any(row.verified.bad or row.verified.spared for row in rows if row.verified))
-
-
-@app.command("keeper")
-def keep(
-    socket: Annotated[Path, typer.Option(help="Where engines reach it: a file that it makes.", metavar="PATH")],
-    capacity: Annotated[
-        int, typer.Option("--bytes", parser=size, metavar="BYTES", help="Memory that it owns, as 64GiB.")
-    ],
-) -> None:
-    """Keep pages in host memory for engines that die, restart or change their shape. Ends with SIGTERM."""
-    from kvmover.observe.formats import bytes_in_words
-    from kvmover.store import serve_keeper
-
-    serve_keeper(
-        socket, capacity, lambda: typer.echo(f"serving {bytes_in_words(capacity)} at {socket}, Ctrl-C ends it")
-    )
-
-
+app.command("keeper")(keep)
 app.add_typer(store_app, name="store")
 
 for _command in (*app.registered_commands, *store_app.registered_commands):

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from kvmover.advise import LinkCosts, TransferTable, transfer_table, waits
-from kvmover.advise.candidate import Quantiles
-from kvmover.advise.transfer_table import Times
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.plan import HOST, Calibration
 from kvmover.plan.fleet_text import FleetText
+from kvmover.tools.advise import LinkCosts, TransferTable, transfer_table, waits
+from kvmover.tools.advise.candidate import Quantiles
+from kvmover.tools.advise.transfer_table import Times
 from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.protocol.handshake import Model, Place

@@ -19,11 +19,11 @@ from pathlib import Path
 
 from kvmover.cache.prefix import FULL, Tier
 from kvmover.config.settings import Settings
-from kvmover.demo.model import GQA
-from kvmover.demo.processes import Crew, Member, ask, ask_all
-from kvmover.demo.run import MOVER
-from kvmover.demo.scenarios import Scenario
-from kvmover.demo.tiered_rank import TieredRank, TieredSeat
+from kvmover.tools.demo.crew import Crew, Member, ask, ask_all
+from kvmover.tools.demo.model import GQA
+from kvmover.tools.demo.run import MOVER
+from kvmover.tools.demo.scenarios import Scenario
+from kvmover.tools.demo.tiered_rank import TieredRank, TieredSeat
 from perf.record import RESULTS, Spread, write
 
 TOKENS = (256, 1024, 2048)

@@ -28,7 +28,7 @@ import numpy as np
 
 from kvmover.cache.prefix import POLICIES
 from kvmover.cache.prefix.hashes import chain
-from kvmover.cache.replay import ReplayConfig, ReplayRequest, Server, read_trace, replay
+from kvmover.tools.replay import ReplayConfig, ReplayRequest, Server, read_trace, replay
 from perf.prefix_ours import (
     UNLIMITED,
     Contender,

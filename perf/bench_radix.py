@@ -24,7 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from kvmover.cache.replay import ReplayRequest, read_trace
+from kvmover.tools.replay import ReplayRequest, read_trace
 from perf.bench_prefix import apart
 from perf.prefix_peers import load
 from perf.record import Spread, write

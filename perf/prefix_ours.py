@@ -9,7 +9,7 @@ import numpy as np
 
 from kvmover.cache.ledger import Credit, FaultPolicy, Ledger
 from kvmover.cache.prefix import PrefixTree, forest, keys
-from kvmover.cache.replay import ideal, simulated_tiers
+from kvmover.tools.replay import ideal, simulated_tiers
 
 #: Called after every operation with its name, and with "start" before the first: the benchmark's clock.
 Lap = Callable[[str], object]

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from kvmover import cli, cli_options
+from kvmover import cli
 from kvmover.errors import DeadlineExceeded, TransferFailed
 from kvmover.layout import Component, CpOrder, Fleet
 from kvmover.plan.fleet_text import FleetText
 from kvmover.store import Namespace, PageStore
+from kvmover.tools.cli import command_options
 
 GQA = {"component": "attention", "kv-heads": 8, "head-dim": 128, "layers": 80, "dtype": "bfloat16", "tokens": 8192}
 MLA = {"component": "mla", "latent-dim": 576, "layers": 61, "dtype": "bfloat16", "tokens": 1000}
@@ -329,7 +330,7 @@ def test_what_happened_to_a_transfer_is_a_failure_and_not_bad_input(
 
 
 def test_the_demo_gets_its_options_and_gives_its_exit_status(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = pytest.importorskip("kvmover.demo.run", reason="needs torch and NIXL")
+    run = pytest.importorskip("kvmover.tools.demo.run", reason="needs torch and NIXL")
     asked: list[Any] = []
 
     def run_demo(options: object) -> int:
@@ -407,18 +408,18 @@ def test_a_word_that_is_none_of_a_choice_is_told_the_choice_and_no_python(comman
 
 def test_the_words_that_the_help_shows_are_those_that_are_taken() -> None:
     from kvmover.cache.prefix.policy import POLICIES
-    from kvmover.cache.replay.config import WRITE_POLICIES
-    from kvmover.demo.scenarios import SCENARIOS
+    from kvmover.tools.demo.scenarios import SCENARIOS
+    from kvmover.tools.replay.replay_config import WRITE_POLICIES
 
-    assert tuple(scenario.name for scenario in SCENARIOS) == cli_options.SCENARIOS
-    assert tuple(POLICIES) == cli_options.POLICIES
-    assert tuple(WRITE_POLICIES) == cli_options.WRITE_POLICIES
+    assert tuple(scenario.name for scenario in SCENARIOS) == command_options.SCENARIOS
+    assert tuple(POLICIES) == command_options.POLICIES
+    assert tuple(WRITE_POLICIES) == command_options.WRITE_POLICIES
 
 
 def test_the_command_names_every_trace_format_without_importing_a_reader() -> None:
-    from kvmover.cache.replay.trace import TRACE_FORMATS
+    from kvmover.tools.replay.trace import TRACE_FORMATS
 
-    assert tuple(TRACE_FORMATS) == cli_options.TRACE_FORMATS
+    assert tuple(TRACE_FORMATS) == command_options.TRACE_FORMATS
 
 
 @pytest.mark.parametrize(

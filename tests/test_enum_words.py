@@ -69,11 +69,11 @@ TOLD = {
     "cache.hints.actions.HintRefused",
     "cache.prefix.copies.CopyRecord",
     "cache.tiers.storage.StorageRead",
-    "demo.scenarios.Scenario",
+    "tools.demo.scenarios.Scenario",
     "exposition.Metric",
     "kernels.cuda_exports.Export",
     "kernels.launch.Tuned",
-    "observe.checks.Finding",
+    "tools.doctor.process_checks.Finding",
     "plan.cost.Choice",
     "plan.calibration._Design",
     "store.deletion.Look",
@@ -247,7 +247,7 @@ def _opened(access: Any) -> object:
 def functions() -> Iterator[FunctionType]:
     """All that the faces of kvmover's packages have, but those of adapters, and their public methods."""
     for found in pkgutil.walk_packages(kvmover.__path__, "kvmover."):
-        if not found.ispkg or found.name.startswith(("kvmover.engines", "kvmover.demo")):
+        if not found.ispkg or found.name.startswith(("kvmover.engines", "kvmover.tools.demo")):
             continue
         face = importlib.import_module(found.name)
         for exported in (getattr(face, name) for name in getattr(face, "__all__", ())):

@@ -46,18 +46,12 @@ MAY_IMPORT = {
     "cache.tiers": SERVING - {"cache.hints", "cache.tiers"},
     "migrate": {"cache.tiers", "transfer"} | PURE,
     "cache.peers": (MOVING | KEEPING) - {"cache.hints", "cache.peers"},
-    "cache.replay": KEEPING - {"cache.hints"},
-    "advise": {"cache.replay", "layout", "observe", "plan"} | PURE,
-    "testing": SERVING,
     "config": {"store", "transfer"} | PURE,
     "observe": SERVING | {"config"},
     "engines": SERVING | {"config", "observe"},
-    "demo": SERVING | {"cache.replay", "config", "migrate", "observe"},
+    "tools": SERVING - {"cache.hints"} | {"config", "migrate", "observe"},
+    "cli": {"config", "tools"} | PURE,
     "__main__": {"cli"},
-    "cli_options": {"config"} | PURE,
-    "cli_plan": {"cli_options", "observe", "plan", "layout"} | PURE,
-    "cli_advise": {"advise", "cache.replay", "cli_options", "cli_plan", "observe", "plan"} | PURE,
-    "cli": SERVING | {"cli_advise", "cli_options", "cli_plan", "config", "observe", "engines", "demo", "cache.replay"},
 }
 
 #: What each part must import of the others, or what is said of it in README.md and DESIGN.md is not so.
@@ -70,7 +64,6 @@ MUST_REACH = {
     "cache.hints": {"cache.prefix"},
     "cache.peers": {"cache.prefix", "transfer"},
     "cache.tiers": {"bounce", "cache.ledger", "cache.peers", "cache.prefix", "kernels", "store"},
-    "cache.replay": {"cache.ledger", "cache.prefix"},
     "observe": {"cache.ledger", "config", "plan", "transfer"},
     "engines.common": {"bounce", "cache.ledger", "cache.peers", "store", "transfer"},
     "engines.sglang": {
@@ -84,12 +77,14 @@ MUST_REACH = {
         "transport",
     },
     "engines.vllm": {"cache.ledger", "cache.prefix", "config", "observe", "store", "transfer", "transport"},
-    "demo": {"cache.ledger", "cache.prefix", "cache.tiers", "migrate", "plan", "store", "transfer"},
     "migrate": {"cache.tiers", "transfer"},
-    "testing": {"store"},
-    "advise": {"cache.replay", "plan"},
-    "cli": {"cache.replay", "cli_advise", "cli_plan", "config", "demo", "observe", "store"},
-    "cli_plan": {"observe", "plan"},
+    "tools.advise": {"plan", "tools"},
+    "tools.cli": {"config", "plan", "store"},
+    "tools.demo": {"cache.ledger", "cache.prefix", "cache.tiers", "migrate", "plan", "store", "transfer"},
+    "tools.plan_views": {"layout", "observe", "plan"},
+    "tools.replay": {"cache.ledger", "cache.prefix"},
+    "tools.report": {"cache.ledger", "observe", "transfer"},
+    "cli": {"config", "tools"},
 }
 
 #: Parts of which nothing but the face, their `__init__`, is imported from outside: from other packages and other rooms.
@@ -100,10 +95,11 @@ FACED = {
         "cache.ledger",
         "cache.peers",
         "cache.prefix",
-        "cache.replay",
         "cache.tiers",
         "engines.common",
         "store",
+        "tools.advise",
+        "tools.replay",
         "transport",
     ),
 }
@@ -167,6 +163,11 @@ def test_imports_follow_the_arrows(path: Path) -> None:
         words = name.split(".")
         if words[0] == "kvmover" and len(words) > 1 and (words[1] in MAY_IMPORT or (PACKAGE / words[1]).exists()):
             assert part_named(words[1:]) in allowed, f"{part} must not import {name}"
+
+
+def test_nothing_but_the_command_line_imports_the_tools() -> None:
+    importing = {part_of(path) for path in modules() for name in imports(path) if name.startswith("kvmover.tools")}
+    assert importing == {"cli", "tools"}
 
 
 def reached(part: str) -> set[str]:
@@ -255,5 +256,7 @@ def test_the_help_of_the_command_loads_neither_torch_nor_nixl_nor_numpy() -> Non
 
 
 def test_planning_loads_neither_torch_nor_nixl() -> None:
-    loaded = modules_after("import kvmover.plan.explain, kvmover.observe.plan_table, kvmover.observe.plan_picture")
+    loaded = modules_after(
+        "import kvmover.plan.explain, kvmover.tools.plan_views.plan_table, kvmover.tools.plan_views.plan_picture"
+    )
     assert not {name for name in loaded if name.startswith(("torch", "triton", "nixl"))}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import kvmover
-from kvmover.observe.checks import NEWEST_TRITON, OLDEST_NIXL, OLDEST_PYTHON, OLDEST_TORCH, OLDEST_TRITON
+from kvmover.tools.doctor.process_checks import NEWEST_TRITON, OLDEST_NIXL, OLDEST_PYTHON, OLDEST_TORCH, OLDEST_TRITON
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

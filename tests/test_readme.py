@@ -49,7 +49,7 @@ def test_every_picture_and_page_it_names_exists() -> None:
 
 
 def test_every_demo_scenario_is_on_the_first_screen() -> None:
-    from kvmover.demo.scenarios import SCENARIOS
+    from kvmover.tools.demo.scenarios import SCENARIOS
 
     (shown,) = re.findall(r"\| Scenario \|.*?\n\n", TEXT, re.DOTALL)
     assert re.findall(r"^\| `([a-z0-9-]+)` \|", shown, re.MULTILINE) == [scenario.name for scenario in SCENARIOS]

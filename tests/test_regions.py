@@ -20,7 +20,7 @@ from kvmover.layout import ORDERS, PACKED_ORDER, Component, Fleet, Pool, PoolSpe
 from kvmover.plan import page_box
 from kvmover.regions import CopyStream, page_region
 from kvmover.store import Got, Namespace, PagePart, PageStore, Put
-from kvmover.testing.store import page_hash
+from kvmover.tools.conformance import page_hash
 from kvmover.transport import memory_of
 
 PAGE, PAGES, POISON = 4, 6, 0xA5

@@ -1,1 +1,1 @@
-"""People look at kvmover through this: the doctor, tables and pictures of plans, metrics, logs and reports."""
+"""An operator sees a mover through this: metrics, the run log, spans and lines of a log."""

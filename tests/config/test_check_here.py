@@ -10,8 +10,8 @@ from kvmover import MoverConfig, cli
 from kvmover.config import ConfigError, Settings, load
 from kvmover.config.settings import Level, LoggingSettings, MetricsSettings
 from kvmover.errors import LayoutError
-from kvmover.observe.checks import Status
-from kvmover.observe.host_checks import configuration
+from kvmover.tools.doctor.host_checks import configuration
+from kvmover.tools.doctor.process_checks import Status
 from kvmover.transfer.protocol.auth import Key
 
 REFUSED = {

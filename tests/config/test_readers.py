@@ -23,10 +23,10 @@ from kvmover.engines.common import Cards, Neighbours, ServedWeights, Upkeep, ide
 from kvmover.engines.sglang.pd_exchange import Exchange
 from kvmover.errors import TransportError
 from kvmover.layout import PACKED_ORDER, Component, Fleet, Pool, PoolSpec
-from kvmover.observe.checks import Status
-from kvmover.observe.host_checks import configuration
 from kvmover.observe.observers import Observers
 from kvmover.store import Namespace, PagePart, PageStore, memory_of_buffer
+from kvmover.tools.doctor.host_checks import configuration
+from kvmover.tools.doctor.process_checks import Status
 from kvmover.transfer import Model, Mover, Place, Progress
 from kvmover.transport import LoopbackNetwork, LoopbackTransport
 
@@ -205,8 +205,8 @@ HANDED = {
     "engines/sglang/radix_tiers.py": {"hints"},
     "engines/sglang/storage.py": {"store"},
     "engines/vllm/connector.py": {"exchange", "hints", "mover", "mover_config", "progress", "store"},
-    "cli.py": {"store"},
     "observe/observers.py": {"logging", "metrics", "record"},
+    "tools/cli/store_commands.py": {"store"},
 }
 #: Adapters that move requests begin what an operator wants to see of them.
 OBSERVED = {"engines/sglang/pd.py", "engines/vllm/connector.py"}

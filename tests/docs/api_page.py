@@ -33,9 +33,9 @@ PACKAGES = (
     "kvmover.cache.hints",
     "kvmover.cache.tiers",
     "kvmover.cache.peers",
-    "kvmover.cache.replay",
-    "kvmover.advise",
     "kvmover.config",
+    "kvmover.tools.replay",
+    "kvmover.tools.advise",
 )
 
 #: Modules without an `__all__`, of which every public class and function is promised.
@@ -60,7 +60,7 @@ CHOSEN = {
     "kvmover.cache.prefix.hashes": ("chain", "chain_bigrams", "as_int64", "as_int64s", "HashError"),
     "kvmover.observe.logs": ("JsonFormatter", "Guest", "configure", "release", "text_formatter", "transfer"),
     "kvmover.observe.runlog": ("RunLog", "LineReader", "read_lines", "Lines", "Run", "Moved", "Accounted"),
-    "kvmover.testing.store": ("StoreConformance", "Subject", "Identity"),
+    "kvmover.tools.conformance": ("StoreConformance", "Subject", "Identity"),
     "kvmover.kernels.region": ("Planes", "Side", "Region", "RegionError"),
     "kvmover.kernels.reference": ("move",),
     "kvmover.kernels.rows": ("move", "prepare", "standing_program"),

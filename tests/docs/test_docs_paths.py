@@ -26,7 +26,7 @@ def test_the_recipes_name_what_the_code_has() -> None:
     for name, path in (
         ("HYBRID", "tests/transfer/test_mover_models.py"),
         ("BACKENDS", "tests/store/test_files.py"),
-        ("StoreConformance", "kvmover/testing/store.py"),
+        ("StoreConformance", "kvmover/tools/conformance.py"),
         ("Tested", "kvmover/engines/common/release.py"),
         ("files_for", "kvmover/store/nixl_files.py"),
         ("ToDestination", "kvmover/transfer/protocol/wire.py"),

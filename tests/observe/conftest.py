@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from toy_engines import Engines
+
+from tests.observe.toy_engines import Engines
 
 
 @pytest.fixture

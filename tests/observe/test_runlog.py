@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-import rundata
 
 import kvmover
 from kvmover.cache.ledger import Credit, Ledger
@@ -18,6 +17,7 @@ from kvmover.errors import KvmoverError
 from kvmover.observe.runlog import Lines, Moved, Run, RunLog, read_lines
 from kvmover.plan.cost import Route
 from kvmover.transfer.result import Cause, Ending, Result
+from tests.observe import rundata
 
 LANDED = Ending("decode", 3, "receive", "r1", Result(None, 0.25, 4096, 16, 1, (Route.PACKED, Route.DIRECT), 2))
 FAILED = Ending("prefill", 0, "send", "r2", Result("peer lost", 1.5, cause=Cause.PEER_LOST, held=True, resent=2))

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rundata
-from toy_engines import Engines
 
 from kvmover.cache.ledger import Credit, Ledger
 from kvmover.cache.ledger.export import LedgerCollector
@@ -25,6 +23,8 @@ from kvmover.observe.metrics import MoverCollector
 from kvmover.observe.observers import Observers, Spans
 from kvmover.observe.runlog import read_lines
 from kvmover.transfer.result import Cause, Ending
+from tests.observe import rundata
+from tests.observe.toy_engines import Engines
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from functools import partial
 from kvmover.layout import Component, Fleet
 from kvmover.store import GotResult, Namespace, PagePart, PageStore, PutResult, elected
 from kvmover.store.files import memory_of_buffer
-from kvmover.testing.store import page_hash, part_content
+from kvmover.tools.conformance import page_hash, part_content
 
 PAGE = 16
 SPACE = Namespace("llama", "rev-1", PAGE)

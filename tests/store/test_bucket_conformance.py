@@ -18,7 +18,7 @@ from test_store_conformance import PageStoreConformance, PageStoreSubject, space
 from kvmover.errors import StoreError
 from kvmover.store.bucket.objects import BucketObjects
 from kvmover.store.bucket.service import ObjectBucket
-from kvmover.testing.store import Identity, StoreConformance
+from kvmover.tools.conformance import Identity, StoreConformance
 
 
 class BucketSubject(PageStoreSubject):

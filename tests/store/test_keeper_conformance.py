@@ -12,7 +12,7 @@ from keepers import KeeperProcess, location
 from test_store_conformance import PageStoreConformance, PageStoreSubject, space_of
 
 from kvmover.store import PageStore
-from kvmover.testing.store import PAGES, Identity
+from kvmover.tools.conformance import PAGES, Identity
 
 
 class KeeperSubject(PageStoreSubject):

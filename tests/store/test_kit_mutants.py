@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvmover.testing.store import Identity, StoreConformance
+from kvmover.tools.conformance import Identity, StoreConformance
 
 HEAD = 32
 

@@ -15,7 +15,7 @@ from test_store_conformance import PageStoreConformance, PageStoreSubject, space
 
 from kvmover.store.mooncake.address import PoolAddress
 from kvmover.store.mooncake.client import PoolClient
-from kvmover.testing.store import PAGES, Identity
+from kvmover.tools.conformance import PAGES, Identity
 
 
 class PoolMirror:

@@ -17,7 +17,7 @@ from kvmover.store import Machine, Namespace, PageStore, elected
 from kvmover.store.files import PlainFiles, memory_of_buffer
 from kvmover.store.nixl_files import NixlFiles
 from kvmover.store.tenure import LEFT, NOWHERE
-from kvmover.testing.store import PAGES, Identity, StoreConformance, check, page_hash, put
+from kvmover.tools.conformance import PAGES, Identity, StoreConformance, check, page_hash, put
 from tests.store.one_call_files import OneCallFiles
 
 

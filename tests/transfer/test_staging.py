@@ -13,8 +13,8 @@ from fake_cuda import GRAIN, FakeCuda
 from kvmover.kernels import cuda_driver
 from kvmover.kernels.cuda_exports import HandleKind, exported
 from kvmover.kernels.cuda_virtual import FABRIC, FABRIC_SUPPORTED, RDMA_SUPPORTED
-from kvmover.observe.checks import Status
-from kvmover.observe.host_checks import nvlink
+from kvmover.tools.doctor.host_checks import nvlink
+from kvmover.tools.doctor.process_checks import Status
 from kvmover.transfer.config import Exports
 from kvmover.transfer.memory.staging import Staging, of_driver
 

@@ -421,8 +421,8 @@ for shape in test_cores.SHAPES:
         except prefix.PrefixError:
             continue
     mine.tree.check()
-from kvmover.cache.replay import ReplayConfig, ideal, replay, simulated_tiers
-from tests.cache.replay.made import generated
+from kvmover.tools.replay import ReplayConfig, ideal, replay, simulated_tiers
+from tests.tools.replay.made import generated
 ideal.NATIVE = simulated_tiers.NATIVE = made
 requests = generated(5)
 longest = max(request.input_length for request in requests)

@@ -28,7 +28,7 @@ from kvmover.cache.tiers import (
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.store import Namespace, PageStore, PlainFiles
 from kvmover.store import Policy as StorePolicy
-from kvmover.testing.store import part_content
+from kvmover.tools.conformance import part_content
 from kvmover.vocabulary import PACKED_ORDER
 
 GQA = Component.attention(4, 8, 16, "bfloat16")

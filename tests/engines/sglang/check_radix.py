@@ -25,8 +25,8 @@ from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.sglang import plugin
 from kvmover.engines.sglang.radix_accounts import RadixAccounts
 from kvmover.engines.sglang.radix_cache import KvmoverRadixCache
-from kvmover.observe.run_summary import report_run
-from kvmover.observe.top import show
+from kvmover.tools.report.run_summary import report_run
+from kvmover.tools.top import show
 
 PAGES = [1, 4]
 

@@ -14,8 +14,8 @@ from bench import Engine, RequestStatus, Shape, flip
 from rich.console import Console
 
 from kvmover.cache.ledger import Loss, PredictionTotals, Predictor, Totals
-from kvmover.observe.run_summary import report_run
-from kvmover.observe.top import show
+from kvmover.tools.report.run_summary import report_run
+from kvmover.tools.top import show
 
 PROMPT = [7 * n % 900 + 1 for n in range(100)]
 

@@ -1,1 +1,0 @@
-"""Authors of a store test it with this kit."""

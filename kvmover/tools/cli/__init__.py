@@ -1,0 +1,1 @@
+"""Commands with many options, and their options as values."""

@@ -1,0 +1,161 @@
+"""An Engine is one fleet of the demo as its scheduler sees it. One prefills a request, another goes on with it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvmover.cache.prefix import PrefixTree
+from kvmover.config.settings import Settings
+from kvmover.errors import KvmoverError
+from kvmover.plan.fleet_text import FleetText
+from kvmover.tools.demo.crew import CrewError, Member, ask_all, hear
+from kvmover.tools.demo.demo_report import RequestReport, Wire
+from kvmover.tools.demo.model import ContiguousCache, Transformer
+from kvmover.tools.demo.rank import Seat
+from kvmover.tools.demo.scenarios import Scenario
+
+#: Pages for this many tokens in every pool: the prompts of a run, kept for later turns.
+POOL_TOKENS = 16384
+
+
+class Engine:
+    """Seated processes, free pages, and the prefixes it keeps."""
+
+    def __init__(self, name: str, members: Sequence[Member], fleet: FleetText) -> None:
+        self.name, self.members, self.fleet = name, members, fleet
+        self.page_tokens = fleet.fleet.page_tokens
+        self.pages = POOL_TOKENS // self.page_tokens
+        self.free = list(range(self.pages))
+        random.Random(name).shuffle(self.free)  # neighbours in a request are no neighbours in the pool
+        self.tree = PrefixTree(self.page_tokens)
+
+    def seats(
+        self,
+        scenario: Scenario,
+        folder: Path,
+        settings: Settings,
+        device: str,
+        first_port: int,
+        kind: type[Seat] = Seat,
+    ) -> list[Seat]:
+        """Of each of its processes."""
+        meet = str(folder / self.name)
+        ranks = range(len(self.members))
+        return [
+            kind(scenario, self.name, self.fleet, rank, self.pages, meet, settings, first_port, device)
+            for rank in ranks
+        ]
+
+    def take(self, tokens: int) -> list[int]:
+        """Pages for `tokens` tokens, from the oldest prefixes where none are free."""
+        count = -(-tokens // self.page_tokens)
+        if count > len(self.free):
+            self.free += self.tree.evict(count - len(self.free)).page_ids().tolist()
+        if count > len(self.free):
+            raise KvmoverError(f"{self.name}: {tokens} tokens do not fit {self.pages} pages of {self.page_tokens}")
+        taken, self.free = self.free[:count], self.free[count:]
+        return taken
+
+    def keep(self, tokens: list[int], pages: list[int]) -> None:
+        """Keep the whole pages of what is cached now; free the rest, and what the tree has in other pages."""
+        whole = len(tokens) // self.page_tokens
+        kept = self.tree.insert(tokens, pages[:whole])
+        self.free += [*kept.page_ids().tolist(), *pages[whole:]]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request: its name, which no other has, its prompt, and how many tokens it wants."""
+
+    name: str
+    prompt: tuple[int, ...]
+    answer_tokens: int
+
+
+def serve(scenario: Scenario, src: Engine, dst: Engine, alone: Transformer, asked: Asked) -> RequestReport:
+    """Prefill on `src`, move what `dst` does not have, decode there, and compare with `alone`.
+
+    Raises CrewError where either has died; what it took of the other's pages stays taken, for they may yet be written.
+    """
+    prompt, answer_tokens = asked.prompt, asked.answer_tokens
+    match = dst.tree.match(prompt)
+    receipt = dst.tree.lock(match.device_node)
+    try:
+        src_pages = src.take(len(prompt))
+        dst_pages = [*match.page_ids.tolist(), *dst.take(len(prompt) + answer_tokens - match.tokens)]
+        moved = range(match.tokens, len(prompt))
+        first, gap = ask_all(src.members, "prefill", prompt, src_pages)[0]
+        sent, landed = _move(src, dst, asked.name, moved, src_pages, dst_pages)
+        rest, gaps = ask_all(dst.members, "decode", first, len(prompt), answer_tokens - 1, dst_pages)[0]
+    except CrewError:
+        dst.tree.unlock(receipt)
+        raise
+    src.free += src_pages
+    answer = [first, *rest]
+    dst.keep([*prompt, *answer[:-1]], dst_pages)
+    dst.tree.unlock(receipt)
+    alone.gaps.clear()
+    expected = alone.generate(prompt, answer_tokens, ContiguousCache())
+    moved_by, compared = _gaps_moved(answer, [gap, *gaps], expected, alone.gaps, scenario.gap_tolerance)
+    same, near = _same_bytes(sent, landed), moved_by < scenario.gap_tolerance
+    return RequestReport(
+        asked.name,
+        len(prompt),
+        match.tokens,
+        answer,
+        expected,
+        near,
+        same,
+        Wire.of(sent, landed),
+        gaps_moved=moved_by,
+        compared=compared,
+    )
+
+
+def _move(
+    src: Engine, dst: Engine, name: str, moved: range, src_pages: list[int], dst_pages: list[int]
+) -> tuple[list[Any], list[Any]]:
+    """Both fleets at once: (result, digests) of every rank. The answers of all are heard before one is missed."""
+    told: list[Member] = []
+    try:
+        for member in dst.members:
+            member.tell("receive", name, src.name, moved, dst_pages)
+            told.append(member)
+        for member in src.members:
+            member.tell("send", name, src_pages, moved)
+            told.append(member)
+    except CrewError:
+        with suppress(CrewError):  # it came to nothing
+            hear(told)
+        raise
+    heard = hear(told)
+    return heard[len(dst.members) :], heard[: len(dst.members)]
+
+
+def _gaps_moved(
+    answer: list[int], gaps: list[float], expected: list[int], others: list[float], tolerance: float
+) -> tuple[float, int]:
+    """How far the gaps of an answer are from those of another, at most, and over how many tokens.
+
+    A gap may fall below zero, and then another token wins: what comes after it answers another text.
+    """
+    moved = 0.0
+    for number, (token, gap, due, other) in enumerate(zip(answer, gaps, expected, others, strict=True)):
+        if token != due and gap + other < tolerance:
+            return max(moved, gap + other), number
+        moved = max(moved, abs(gap - other))
+    return moved, len(answer)
+
+
+def _same_bytes(sent: list[Any], landed: list[Any]) -> bool:
+    """Whether every row that any destination rank holds is the row that every source rank had."""
+    truth: dict[tuple[int, int, int], set[str]] = {}
+    for _, digests in sent:
+        for place, digest in digests.items():
+            truth.setdefault(place, set()).add(digest)
+    return all(truth[place] == {digest} for _, digests in landed for place, digest in digests.items())

@@ -1,0 +1,40 @@
+"""A DemoKeeper is the keeper of a scenario, in a process of its own: it sees one fleet killed, and serves the next."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from pathlib import Path
+
+from kvmover.store import serve_keeper
+from kvmover.tools.demo.crew import END_S, CrewError
+
+#: A process that imports what it needs serves by then.
+_BEGIN_S = 60.0
+
+
+class DemoKeeper:
+    """Serves `folder / "keeper.sock"` until it is closed."""
+
+    def __init__(self, folder: Path, capacity_bytes: int) -> None:
+        """Raises CrewError where it does not serve."""
+        self._path = folder / "keeper.sock"
+        context = multiprocessing.get_context("spawn")
+        self._process = context.Process(target=serve_keeper, args=(self._path, capacity_bytes), daemon=True)
+        self._process.start()
+        deadline = time.monotonic() + _BEGIN_S
+        while not self._path.exists():
+            if not self._process.is_alive() or time.monotonic() > deadline:
+                raise CrewError(f"the keeper does not serve; its exit code is {self._process.exitcode}")
+            time.sleep(0.01)
+
+    def location(self, generation: int) -> str:
+        """Where a generation of the demo's one fleet finds its pages."""
+        return f"keeper://{self._path}?fleet=demo&generation={generation}"
+
+    def close(self) -> None:
+        """End it, with all that it has. Safe to call twice."""
+        self._process.terminate()
+        self._process.join(END_S)
+        self._process.kill()
+        self._process.join()

@@ -1,0 +1,100 @@
+"""Migrations: a stage of the demo whose answers begin on one fleet and go on on another, moved while they grow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+from kvmover.config.settings import Settings
+from kvmover.migrate import Migration, Party
+from kvmover.tools.demo.crew import Member, ask, ask_all
+from kvmover.tools.demo.demo_engine import Engine
+from kvmover.tools.demo.demo_report import RequestReport, Wire
+from kvmover.tools.demo.migrating_rank import AnswerShare, MigratingSeat
+from kvmover.tools.demo.model import Alone, ContiguousCache, ModelShard, Transformer
+from kvmover.tools.demo.rank import Digests
+from kvmover.tools.demo.scenarios import Scenario
+
+
+class Migrations:
+    """Two fleets that live together. Each answer is cut at a token of chance, where it begins to move."""
+
+    def __init__(
+        self, scenario: Scenario, members: Sequence[Member], folder: Path, seed: int, settings: Settings
+    ) -> None:
+        sizes = scenario.src.fleet.size, scenario.dst.fleet.size
+        self.scenario, self._random = scenario, Random(f"cuts {seed}")
+        self.src = Engine("leaving", members[: sizes[0]], scenario.src)
+        self.dst = Engine("joining", members[sizes[0] : sum(sizes)], scenario.dst)
+        seats = [
+            seat
+            for each, first_port in ((self.src, 0), (self.dst, sizes[0]))
+            for seat in each.seats(scenario, folder, settings, "cpu", first_port, MigratingSeat)
+        ]
+        everyone = [*self.src.members, *self.dst.members]
+        ask(everyone, "seat", [(seat,) for seat in seats])
+        ask_all(self.dst.members, "connect", ask_all(self.src.members, "card"))
+        self.alone = Transformer(scenario.model, ModelShard.of_rank(scenario.model, 1, 1, 0, 0), Alone())
+
+    def close(self) -> None:
+        """End both fleets; their processes can be seated again."""
+        ask_all([*self.src.members, *self.dst.members], "close")
+
+    def serve(self, number: int, prompt: tuple[int, ...], answer_tokens: int) -> RequestReport:
+        """Compute an answer on both fleets, and compare. How long it is, the scenario says."""
+        length = self.scenario.answer_tokens
+        name, cut = f"{self.scenario.name}-{number}", self._random.randrange(length // 2)
+        src_pages, dst_pages = (engine.take(len(prompt) + length) for engine in (self.src, self.dst))
+        first, gap = ask_all(self.src.members, "prefill", prompt, src_pages)[0]
+        early, gaps = ask_all(self.src.members, "decode", first, len(prompt), cut, src_pages)[0]
+        answer, gaps = [first, *early], [gap, *gaps]
+        source, target = (Party(engine.name, len(engine.members)) for engine in (self.src, self.dst))
+        migration = Migration(name, number, source, target, len(prompt) + cut, json.dumps(answer).encode())
+        left, came = self.move(migration, answer, src_pages, dst_pages)
+        gaps += left[0].gaps
+        owner, pages = (self.dst, dst_pages) if came[0].goes_on else (self.src, src_pages)
+        answer = (came if came[0].goes_on else left)[0].answer
+        tokens = len(prompt) + len(answer) - 1
+        same = self._same(tokens if came[0].goes_on else 0, src_pages, dst_pages)
+        rest, more = ask_all(owner.members, "decode", answer[-1], tokens, length - len(answer), pages)[0]
+        self.src.free += src_pages
+        self.dst.free += dst_pages
+        self.alone.gaps.clear()
+        expected = self.alone.generate(prompt, length, ContiguousCache())
+        moved_by = max(abs(a - b) for a, b in zip([*gaps, *more], self.alone.gaps, strict=True))
+        agree = moved_by < self.scenario.gap_tolerance and left[0].goes_on != came[0].goes_on
+        wire = _wire(left, came)
+        return RequestReport(name, len(prompt), 0, [*answer, *rest], expected, agree, same, wire, gaps_moved=moved_by)
+
+    def move(
+        self, migration: Migration, answer: list[int], src_pages: list[int], dst_pages: list[int]
+    ) -> tuple[list[AnswerShare], list[AnswerShare]]:
+        """Both fleets at once, until each knows whose the request is."""
+        left_to_compute = self.scenario.answer_tokens - len(answer)
+        for member in self.src.members:
+            member.tell("depart", migration, answer, left_to_compute, src_pages)
+        came: list[AnswerShare] = ask_all(self.dst.members, "arrive", migration, dst_pages)
+        return [member.answer() for member in self.src.members], came
+
+    def _same(self, tokens: int, src_pages: list[int], dst_pages: list[int]) -> bool:
+        """Whether every row that moved is on each rank that holds it the row that it was."""
+        sent: list[Digests] = ask_all(self.src.members, "digests", src_pages, tokens)
+        landed: list[Digests] = ask_all(self.dst.members, "digests", dst_pages, tokens)
+        truth = {place: digest for each in sent for place, digest in each.items()}
+        return all(truth[place] == digest for each in (*sent, *landed) for place, digest in each.items())
+
+
+def _wire(left: list[AnswerShare], came: list[AnswerShare]) -> Wire:
+    """All rounds of all ranks. The time is that of the rounds on the slowest rank, while the answer grew."""
+    results = [result for share in came for result in share.results]
+    return Wire(
+        nbytes=sum(result.nbytes for result in results),
+        legs=sum(result.peers for result in results),
+        descriptors_direct=sum(result.runs for result in results),
+        descriptors_packed=sum(result.writes for result in results),
+        routes=sorted({route.value for result in results for route in result.routes}),
+        seconds=max((sum(result.seconds for result in share.results) for share in came), default=0.0) or 1e-6,
+        sent_bytes=[sum(result.nbytes for result in share.results) for share in left],
+    )

@@ -1,0 +1,318 @@
+"""The demo's model is a small seeded transformer, sharded over TP and PP, whose only state is the KV cache it is given.
+
+Float64: another sharding sums in another order, which moves a logit by 1e-14, far below its gap to the next. Keys are
+cached before their rotation, and rotated by the row they are read from: a page in the wrong place is a wrong page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from datetime import timedelta
+from functools import partial
+from random import Random
+from typing import Protocol, TypeAlias, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage] (public by its docs)
+from torch.nn.functional import rms_norm, silu
+
+from kvmover.errors import LayoutError
+from kvmover.tools.demo.stored_plane import StoredPlane, Where
+
+_QUERY_CHUNK = 64  # queries attended at once: bounds the scores of a long prompt, and keeps them in the core's cache
+_SHARPNESS = 3.0  # attention as sharp as a trained model's: rows mixed evenly would hide a wrong one
+#: How the ranks of a fleet add up and hand on: every rank calls the same verbs in the same order.
+Collective: TypeAlias = "Alone | Gloo"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder. A cached row is [kv, kv_heads, head_dim]: plane 0 is the key, the last plane begins with the value.
+
+    kv=2 and value_dim=head_dim is grouped-query attention; kv=1, kv_heads=1 and value_dim < head_dim is absorbed MLA.
+    """
+
+    name: str = "gqa"
+    layers: int = 4
+    hidden: int = 64
+    query_heads: int = 8
+    kv_heads: int = 2
+    kv: int = 2
+    head_dim: int = 16
+    value_dim: int = 16
+    vocab: int = 512
+    mlp: int = 128
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if min(astuple(self)[1:-1]) < 1 or self.vocab < 2 or self.query_heads % self.kv_heads:
+            raise LayoutError(f"a model needs positive sizes, and query heads that share its kv heads evenly: {self}")
+        if self.head_dim % 2 or self.value_dim > self.head_dim:
+            raise LayoutError(f"head_dim {self.head_dim} must be even and hold value_dim {self.value_dim}")
+
+
+GQA = ModelConfig()
+LATENT = ModelConfig("latent", kv_heads=1, kv=1, head_dim=40, value_dim=32)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShard:
+    """What one rank computes: spans of layers, KV heads, query heads and MLP columns of the whole model."""
+
+    layers: range
+    kv_heads: range
+    query_heads: range
+    mlp: range
+
+    @classmethod
+    def of_rank(cls, config: ModelConfig, tp: int, pp: int, tp_rank: int, pp_rank: int) -> ModelShard:
+        """The even share of a rank. With fewer KV heads than ranks, neighbours hold the same one."""
+        if config.query_heads % tp or max(config.kv_heads, tp) % min(config.kv_heads, tp) or config.layers < pp:
+            raise LayoutError(f"{config} does not split over TP{tp} x PP{pp}")
+        shares = (config.layers, pp, pp_rank), (config.query_heads, tp, tp_rank), (config.mlp, tp, tp_rank)
+        layers, queries, mlp = (range(size * n // parts, size * (n + 1) // parts) for size, parts, n in shares)
+        first, last = (query * config.kv_heads // config.query_heads for query in (queries[0], queries[-1]))
+        return cls(layers, range(first, last + 1), queries, mlp)
+
+
+class Cache(Protocol):
+    """The cached rows of one request on one rank, local KV heads only, layers by their number in the whole model.
+
+    `write` keeps rows [kv, token, head, dim] of the tokens at `positions`, `read` gives those of the first `tokens`.
+    """
+
+    def write(self, layer: int, positions: range, rows: Tensor) -> None:
+        """Store rows [kv, token, head, dim] of a layer at `positions`."""
+        ...
+
+    def read(self, layer: int, tokens: int) -> Tensor:
+        """Rows [kv, token, head, dim] of the first `tokens` tokens of a layer."""
+        ...
+
+
+@dataclass(slots=True)
+class ContiguousCache:
+    """Rows of one request, one after the other: the reference to compare a paged cache with."""
+
+    rows: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+
+    def write(self, layer: int, positions: range, rows: Tensor) -> None:
+        """Keep rows at positions that follow what is kept, or replace some."""
+        held = self.rows.get(layer, rows[:, :0])
+        assert positions.start <= held.shape[1], "a contiguous cache has no holes"
+        self.rows[layer] = torch.cat([held[:, : positions.start], rows, held[:, positions.stop :]], dim=1)
+
+    def read(self, layer: int, tokens: int) -> Tensor:
+        """The first rows of a layer."""
+        return self.rows[layer][:, :tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCache:
+    """Rows of one request in a paged pool, through views whose axes were permuted to one order.
+
+    `layers[n]` is [page, token, kv, head, dim] in any strides or, where K and V are separate allocations, one
+    [page, token, head, dim] a plane. The pool owns them. `page_ids`, in order of position, may grow with the request.
+    """
+
+    layers: Mapping[int, Tensor | Sequence[Tensor | StoredPlane]]
+    page_ids: list[int]
+    page_tokens: int
+
+    def write(self, layer: int, positions: range, rows: Tensor) -> None:
+        """Put rows into the pages that their positions are in."""
+        planes, where = self._at(layer, positions)
+        for plane, row in zip(planes, rows, strict=True):
+            plane[where] = row.to(plane.device)
+
+    def read(self, layer: int, tokens: int) -> Tensor:
+        """A copy of the first rows of a layer on the CPU, where the model computes, gathered from their pages."""
+        planes, where = self._at(layer, range(tokens))
+        return torch.stack([plane[where].cpu() for plane in planes])
+
+    def _at(self, layer: int, positions: range) -> tuple[Sequence[Tensor | StoredPlane], Where]:
+        """The planes of `layer`, and of each position the page id and the token in that page."""
+        if positions.stop > len(self.page_ids) * self.page_tokens:
+            raise LayoutError(f"{positions.stop} tokens do not fit {len(self.page_ids)} pages of {self.page_tokens}")
+        held, token = self.layers[layer], torch.arange(positions.start, positions.stop)
+        pages = torch.tensor(self.page_ids)[token // self.page_tokens]
+        return held.unbind(2) if isinstance(held, Tensor) else held, (pages, token % self.page_tokens)
+
+
+class Alone:
+    """The collective of one process that holds the whole model."""
+
+    def add_up(self, part: Tensor) -> Tensor:
+        """All of it is here."""
+        return part
+
+    def receive(self, rows: int, columns: int) -> Tensor:
+        """Raises LayoutError: there is no other stage."""
+        raise LayoutError(f"no previous stage to receive [{rows}, {columns}] from: a model alone holds every layer")
+
+    def hand_on(self, activations: Tensor) -> None:
+        """Raises LayoutError: there is no other stage."""
+        raise LayoutError(f"no next stage for {list(activations.shape)}: a model alone holds every layer")
+
+    def share(self, values: Tensor) -> Tensor:
+        """All of it is here."""
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class Gloo:
+    """The collective of one rank of a fleet, TP fastest: sum over TP, receive from the previous stage, hand on to the
+    next, and share what the fleet's last rank has."""
+
+    group: dist.ProcessGroup
+    tp: int
+
+    @classmethod
+    def join(cls, store: Store, rank: int, tp: int, pp: int) -> Gloo:
+        """Meet the tp * pp ranks of this fleet in `store`, which no other fleet uses, not even an earlier one."""
+        # Not new_group: it needs every rank of a world, or (local) ranks that have formed equally many groups before.
+        group = dist.ProcessGroupGloo(store, rank, tp * pp, timedelta(seconds=60))
+        return cls(cast(dist.ProcessGroup, group), tp)  # the stub of a Gloo group leaves its verbs out
+
+    def add_up(self, part: Tensor) -> Tensor:
+        """The sum over the tensor-parallel ranks of this stage."""
+        # A star, as Gloo's ring of tiny messages takes 4.4 ms among four processes on two cores, and this 0.5 ms.
+        first = self.group.rank() // self.tp * self.tp
+        others = range(first + 1, first + self.tp)
+        if self.group.rank() != first:
+            self._send(part, [first])
+            return self._receive(part, [first])[0]
+        part = sum(self._receive(part, others), part)
+        self._send(part, others)
+        return part
+
+    def receive(self, rows: int, columns: int) -> Tensor:
+        """What the previous stage handed on, [rows, columns] of float64."""
+        return self._receive(torch.empty(rows, columns, dtype=torch.float64), [self.group.rank() - self.tp])[0]
+
+    def hand_on(self, activations: Tensor) -> None:
+        """Send activations to the same rank of the next stage."""
+        self._send(activations, [self.group.rank() + self.tp])
+
+    def share(self, values: Tensor) -> Tensor:
+        """The last rank's values, on every rank."""
+        last = self.group.size() - 1
+        if self.group.rank() != last:
+            return self._receive(values, [last])[0]
+        self._send(values, range(last))
+        return values
+
+    def _send(self, values: Tensor, ranks: Sequence[int]) -> None:
+        for sent in [self.group.send([values], rank, 0) for rank in ranks]:
+            sent.wait()
+
+    def _receive(self, like: Tensor, ranks: Sequence[int]) -> list[Tensor]:
+        received = [torch.empty_like(like) for _ in ranks]
+        for arrival in [self.group.recv([values], rank, 0) for values, rank in zip(received, ranks, strict=True)]:
+            arrival.wait()
+        return received
+
+
+class Transformer:
+    """One rank of the model. `gaps` has how far the logit of each chosen token was above the second best: a wrong row
+    seldom changes the text, but always the gaps, which agree to 1e-9 where the rows do."""
+
+    def __init__(self, config: ModelConfig, shard: ModelShard, comm: Collective) -> None:
+        self.config, self.shard, self.comm = config, shard, comm
+        self.gaps: list[float] = []
+        local = [n * config.kv_heads // config.query_heads - shard.kv_heads.start for n in shard.query_heads]
+        if min(local) < 0 or max(local) >= len(shard.kv_heads):
+            raise LayoutError(f"query heads {shard.query_heads} need other kv heads than {shard.kv_heads}")
+        self._kv_head_of_query = torch.tensor(local)
+        self._embedding = _weights(config, -1, "embedding", 1, config.vocab, config.hidden)
+        self._words = _weights(config, -1, "words", config.hidden, config.hidden, config.vocab)
+        self._layers = {layer: _layer_weights(config, shard, layer) for layer in shard.layers}
+        self._frequency = 1000.0 ** (-torch.arange(config.head_dim // 2, dtype=torch.float64) * 2 / config.head_dim)
+
+    def prefill(self, tokens: Sequence[int], cache: Cache, start: int = 0) -> int:
+        """The token that follows `tokens`; `cache` holds the rows of [0, start) and then those of all of them."""
+        if not 0 <= start < len(tokens):
+            raise LayoutError(f"prefill from {start} leaves nothing to compute of {len(tokens)} tokens")
+        return self._forward(tokens[start:], start, cache)
+
+    def decode(self, token: int, position: int, cache: Cache) -> int:
+        """The token that follows `token`, which lies at `position`; `cache` holds the rows of [0, position)."""
+        return self._forward([token], position, cache)
+
+    def generate(self, prompt: Sequence[int], count: int, cache: Cache, start: int = 0) -> list[int]:
+        """`count` tokens that follow `prompt`. The last one is chosen but not cached."""
+        answer = [self.prefill(prompt, cache, start)]
+        while len(answer) < count:
+            answer.append(self.decode(answer[-1], len(prompt) + len(answer) - 1, cache))
+        return answer
+
+    def _forward(self, tokens: Sequence[int], start: int, cache: Cache) -> int:
+        width, first = self.config.hidden, self.shard.layers.start == 0
+        hidden = self._embedding[torch.tensor(tokens)] if first else self.comm.receive(len(tokens), width)
+        for layer in self.shard.layers:
+            hidden = hidden + self.comm.add_up(self._attention(layer, rms_norm(hidden, [width]), start, cache))
+            inner, weights = rms_norm(hidden, [width]), self._layers[layer]
+            inner = silu(inner @ weights["gate"]) * (inner @ weights["up"])
+            hidden = hidden + self.comm.add_up(inner @ weights["down"])
+        choice = torch.zeros(2, dtype=torch.float64)  # a token id is exact in float64
+        if self.shard.layers.stop == self.config.layers:
+            best, words = torch.topk(rms_norm(hidden[-1], [width]) @ self._words, 2)
+            choice[0], choice[1] = words[0], best[0] - best[1]
+        else:
+            self.comm.hand_on(hidden)
+        token, gap = (float(value) for value in self.comm.share(choice))
+        self.gaps.append(gap)
+        return int(token)
+
+    def _attention(self, layer: int, hidden: Tensor, start: int, cache: Cache) -> Tensor:
+        """This rank's part of the attention output [token, hidden]; caches the rows of `hidden` on the way."""
+        config, weights, count = self.config, self._layers[layer], len(hidden)
+        rows = (hidden @ weights["rows"]).view(count, config.kv, -1, config.head_dim)
+        cache.write(layer, range(start, start + count), rows.transpose(0, 1))
+        planes = cache.read(layer, start + count)
+        keys = self._rotated(planes[0], 0)[:, self._kv_head_of_query].permute(1, 2, 0)  # [head, dim, token]
+        values = planes[-1][:, self._kv_head_of_query, : config.value_dim].transpose(0, 1)  # [head, token, dim]
+        queries = self._rotated((hidden @ weights["query"]).view(count, -1, config.head_dim), start).transpose(0, 1)
+        queries = queries * (_SHARPNESS / config.head_dim**0.5)
+        mixed: list[Tensor] = []
+        for first in range(0, count, _QUERY_CHUNK):
+            scores = queries[:, first : first + _QUERY_CHUNK] @ keys[:, :, : start + first + _QUERY_CHUNK]
+            later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(start + first + 1)
+            mixed.append(scores.masked_fill_(later, -torch.inf).softmax(-1) @ values[:, : scores.shape[2]])
+        return torch.cat(mixed, dim=1).transpose(0, 1).flatten(1) @ weights["out"]
+
+    def _rotated(self, rows: Tensor, start: int) -> Tensor:
+        """`rows` [token, head, dim], the first at position `start`, turned by their positions (rotary embedding)."""
+        angles = torch.arange(start, start + len(rows), dtype=torch.float64)[:, None, None] * self._frequency
+        (left, right), cos, sin = rows.chunk(2, dim=-1), angles.cos(), angles.sin()
+        return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1)
+
+
+def generate_alone(config: ModelConfig, prompt: Sequence[int], count: int) -> list[int]:
+    """The reference: the whole model in one process, over a contiguous cache."""
+    model = Transformer(config, ModelShard.of_rank(config, 1, 1, 0, 0), Alone())
+    return model.generate(prompt, count, ContiguousCache())
+
+
+def _layer_weights(config: ModelConfig, shard: ModelShard, layer: int) -> dict[str, Tensor]:
+    """A rank's slices of one layer's matrices, all [in, out]."""
+    hidden, queries, kv_heads = config.hidden, config.query_heads, config.kv_heads
+    of_queries, of_kv_heads, of_mlp = (slice(s.start, s.stop) for s in (shard.query_heads, shard.kv_heads, shard.mlp))
+    draw = partial(_weights, config, layer)
+    return {
+        "query": draw("query", hidden, hidden, queries, config.head_dim)[:, of_queries].flatten(1),
+        "rows": draw("rows", hidden, hidden, config.kv, kv_heads, config.head_dim)[:, :, of_kv_heads].flatten(1),
+        "out": draw("out", queries * config.value_dim, queries, config.value_dim, hidden)[of_queries].flatten(0, 1),
+        "gate": draw("gate", hidden, hidden, config.mlp)[:, of_mlp],
+        "up": draw("up", hidden, hidden, config.mlp)[:, of_mlp],
+        "down": draw("down", config.mlp, config.mlp, hidden)[of_mlp],
+    }
+
+
+def _weights(config: ModelConfig, layer: int, name: str, inputs: int, *shape: int) -> Tensor:
+    """A whole matrix, a function of (seed, layer, name) only; as a sum over `inputs` it keeps unit variance."""
+    generator = torch.Generator().manual_seed(Random(f"{config.seed}/{layer}/{name}").getrandbits(60))
+    return torch.randn(shape, dtype=torch.float64, generator=generator) / inputs**0.5

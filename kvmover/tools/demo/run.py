@@ -1,0 +1,333 @@
+"""In the demo prefill fleets make KV by real forward passes, kvmover moves it, decode fleets go on from what landed.
+
+A scenario runs on its fleets, request by request, against the model in one process. `ScenarioRun`: two fleets that live
+together. Those that live one after another are `Lives`, those that are replaced while others serve `Rolling`, and those
+whose answers move from one to the other while they are computed `Migrations`. Those that lend each other pages are
+`Lenders`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvmover.config import ConfigError, load
+from kvmover.config.settings import Settings
+from kvmover.errors import KvmoverError, need
+from kvmover.observe.runlog import LineReader, read_lines
+from kvmover.plan.cost import HOST
+from kvmover.store import store_location
+from kvmover.tools import top
+from kvmover.tools.demo.crew import Crew, ask, ask_all
+from kvmover.tools.demo.demo_engine import POOL_TOKENS, Asked, Engine, serve
+from kvmover.tools.demo.demo_report import RequestReport, RunReport, ScenarioReport, show
+from kvmover.tools.demo.lenders import Lenders
+from kvmover.tools.demo.lives import LIFE_POOL_TOKENS, Lives
+from kvmover.tools.demo.migrations import Migrations
+from kvmover.tools.demo.model import Alone, ModelShard, Transformer
+from kvmover.tools.demo.requests import Chats, Traced, TraceError, TraceScale
+from kvmover.tools.demo.rolling import Rolling
+from kvmover.tools.demo.scenarios import Scenario, choose
+from kvmover.tools.report.run_trace import write_trace
+from kvmover.tools.tables import console
+from kvmover.tools.top import endpoints, fetch
+from kvmover.transfer.config import Exports, MoverConfig
+from kvmover.transport import nixl_version
+
+
+class ScenarioRun:
+    """One scenario on its two fleets, with the one-process model that says what the answers must be."""
+
+    def __init__(self, scenario: Scenario, crew: Crew, folder: Path, options: DemoOptions) -> None:
+        sizes = scenario.src.fleet.size, scenario.dst.fleet.size
+        self.scenario = scenario
+        self.src = Engine("prefill", crew.members[: sizes[0]], scenario.src)
+        self.dst = Engine("decode", crew.members[sizes[0] : sum(sizes)], scenario.dst)
+        everyone = [*self.src.members, *self.dst.members]
+        seats = [
+            seat
+            for engine, ports in ((self.src, 0), (self.dst, sizes[0]))
+            for seat in engine.seats(scenario, folder, options.settings, options.device, ports)
+        ]
+        ask(everyone, "seat", [(seat,) for seat in seats])
+        ask_all(self.dst.members, "connect", ask_all(self.src.members, "card"))
+        self.alone = Transformer(scenario.model, ModelShard.of_rank(scenario.model, 1, 1, 0, 0), Alone())
+
+    def close(self) -> None:
+        """End both fleets; their processes can be seated again."""
+        ask_all([*self.src.members, *self.dst.members], "close")
+
+    def serve(self, number: int, prompt: tuple[int, ...], answer_tokens: int) -> RequestReport:
+        """Prefill, move what the decode fleet does not have, decode, compare."""
+        name = f"{self.scenario.name}-{number}"
+        return serve(self.scenario, self.src, self.dst, self.alone, Asked(name, prompt, answer_tokens))
+
+
+#: What serves the requests of a scenario.
+Stage = ScenarioRun | Lives | Lenders | Rolling | Migrations
+
+#: Processes of one machine that move a few MB.
+MOVER = MoverConfig(costs=HOST, arena_bytes=8 << 20, exports=Exports.POOLS)
+
+#: The first port that is tried where the demo is watched and no port is configured.
+_FIRST_PORT = 9400
+
+#: Seconds between two frames.
+_FRAME_S = 1.0
+
+#: Lengths of a trace are multiplied by this, unless it is given.
+SCALE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """What to run: all scenarios when none is named; the requests of a trace, its lengths times `scale`, if given.
+
+    `report`: a trace to write at the end, with the run log beside it, as run.json and run.jsonl. `watch`: show
+    `kvmover top` of the demo's own ranks while it runs. `device`: where pools lie. `store`: the location below which
+    the page store of a scenario is made, and cleared at its end; none, a folder that is deleted. `settings`: the
+    configuration; what that does not say of the mover is as `MOVER`.
+    """
+
+    scenarios: tuple[str, ...] = ()
+    requests: int | None = None
+    seed: int = 0
+    trace: Path | None = None
+    scale: float | None = None
+    as_json: bool = False
+    report: Path | None = None
+    watch: bool = False
+    device: str = "cpu"
+    store: str | None = None
+    settings: Settings = field(default_factory=lambda: Settings(mover=MOVER))
+
+    @property
+    def requests_each(self) -> int:
+        """Requests of a scenario: five turns of one conversation."""
+        return self.requests or 5
+
+
+def run_demo(options: DemoOptions) -> int:
+    """Run, show, and return the exit status: 0 only if every byte is right, and every token up to a near tie.
+
+    Reads the configuration. Ctrl-C and SIGTERM end it at once, with all of its processes and files.
+    """
+    options = replace(options, settings=load(defaults=options.settings).settings)
+    configured = options.settings.record.run_log
+    log = _log_beside(options.report) if options.report and configured is None else configured
+    notes = Console(stderr=True, highlight=False, markup=False)
+    with ExitStack() as until_done, _ended_by_a_signal():
+        options = _watched(options)
+        if options.report and log != configured:
+            folder = until_done.enter_context(tempfile.TemporaryDirectory(prefix="kvmover-demo-"))
+            record = replace(options.settings.record, run_log=Path(folder) / "run.jsonl")
+            options = replace(options, settings=replace(options.settings, record=record))
+        report = _run_in_view(options, notes)
+        if log and log != configured:
+            shutil.move(str(options.settings.record.run_log), log)
+        if log and options.report:
+            write_trace(LineReader([log]), options.report)
+    if options.as_json:
+        typer.echo(json.dumps(report.as_data()))
+    else:
+        show(report, console())
+    if log and options.report:
+        notes.print(f"{options.report} is a trace of it for ui.perfetto.dev", soft_wrap=True)
+    if log and (options.report or not options.as_json):
+        notes.print(f"what happened is in {log}: kvmover report {log}", soft_wrap=True)
+    return 0 if report.passed else 1
+
+
+def _log_beside(trace: Path) -> Path:
+    """The run log that belongs to a trace. An older one there is written anew; any other file is refused."""
+    log = trace.with_suffix(".jsonl")
+    if log == trace:
+        raise KvmoverError(f"--report {trace} is a trace: {log} is where its run log goes")
+    if not trace.absolute().parent.is_dir():
+        raise KvmoverError(f"cannot write {trace}: there is no folder {trace.absolute().parent}")
+    if log.exists():
+        read_lines([log])  # raises for what is none
+    return log
+
+
+def _processes(options: DemoOptions) -> int:
+    return max(scenario.processes for scenario in choose(options.scenarios))
+
+
+def _watched(options: DemoOptions) -> DemoOptions:
+    """With a port for each rank, where it is watched and none are configured."""
+    metrics = options.settings.metrics
+    if not options.watch or metrics.port:
+        return options
+    need("prometheus_client", "serving metrics", "metrics")
+    metrics = replace(metrics, port=_free_ports(metrics.address, _processes(options)))
+    return replace(options, settings=replace(options.settings, metrics=metrics))
+
+
+def _free_ports(address: str, count: int) -> int:
+    """The first of `count` neighbouring ports that nobody listens on."""
+    for first in range(_FIRST_PORT, (1 << 16) - count, count):
+        with ExitStack() as taken:
+            try:
+                for port in range(first, first + count):
+                    held = taken.enter_context(socket.socket())
+                    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the ranks' servers do
+                    held.bind((address, port))
+            except OSError:
+                continue
+            return first
+    raise KvmoverError(f"{address or 'this host'} has no {count} neighbouring ports free for metrics")
+
+
+def _run_in_view(options: DemoOptions, notes: Console) -> RunReport:
+    """Run under a bar that says how far it is; with `watch` the ranks' metrics stand below it."""
+    progress = Progress(
+        TextColumn("{task.description:<44}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=notes,
+        disable=options.as_json and not options.watch,
+        transient=True,
+    )
+    task = progress.add_task("starting processes", total=len(choose(options.scenarios)) * options.requests_each)
+
+    def step(what: str, requests: int) -> None:
+        progress.update(task, description=what, advance=requests)
+
+    addresses = _endpoints(options)
+    if addresses and not options.watch:
+        notes.print(f"to watch it: kvmover top {addresses}", soft_wrap=True)
+    if addresses and options.watch:
+        with _top(addresses, progress, notes):
+            return run(options, step)
+    with progress:
+        return run(options, step)
+
+
+@contextmanager
+def _top(addresses: str, progress: Progress, notes: Console) -> Generator[None]:
+    """`kvmover top` under the bar. Ranks that are not there are not named: scenarios begin and end them."""
+    frame: list[RenderableType] = []
+    done = threading.Event()
+
+    def follow() -> None:
+        while not done.wait(_FRAME_S):
+            now = top.ask(endpoints(addresses), fetch, time.monotonic).whole()
+            if now is not None:  # sums, because a rate over a second is mostly that of no request
+                frame[:] = [top.screen(top.View.of(addresses, None, now))]
+
+    thread = threading.Thread(target=follow, name="kvmover-demo-top", daemon=True)
+    with Live(get_renderable=lambda: Group(progress.get_renderable(), *frame), console=notes, transient=True):
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+
+def run(options: DemoOptions, step: Callable[[str, int], None]) -> RunReport:
+    """Run the scenarios on one crew of processes. `step` hears what is being done, and how many requests ended."""
+    began, settings = time.monotonic(), options.settings
+    scenarios = choose(options.scenarios)
+    plays = [(scenario, _requests(options, scenario)) for scenario in scenarios]  # bad ones start no process
+    size = max(scenario.processes for scenario in scenarios)
+    nixl_version()  # raises where there is none
+    if options.device != "cpu":
+        _need_device(options.device)
+    if settings.metrics.port is not None:
+        need("prometheus_client", "serving metrics", "metrics")
+        if settings.metrics.port and settings.metrics.port + size > 1 << 16:
+            raise ConfigError(f"metrics.port = {settings.metrics.port} leaves no ports for {size} ranks")
+    reports: list[ScenarioReport] = []
+    with tempfile.TemporaryDirectory(prefix="kvmover-demo-") as folder, Crew(size) as crew:
+        for scenario, requests in plays:
+            seeded = replace(scenario, model=replace(scenario.model, seed=options.seed))
+            place = Path(folder) / scenario.name
+            place.mkdir()
+            reports.append(_play(_stage(seeded, crew, place, options), requests, step))
+    return RunReport.of(reports, time.monotonic() - began)
+
+
+def _stage(scenario: Scenario, crew: Crew, folder: Path, options: DemoOptions) -> Stage:
+    if scenario.lives:
+        root = folder if options.store is None else store_location(options.store)
+        return Lives(scenario, crew, folder, root, options.requests_each, options.settings)
+    if scenario.lenders:
+        return Lenders(scenario, crew, folder, options.requests_each, options.settings)
+    if scenario.replaced:
+        return Rolling(scenario, crew, folder, options.settings)
+    if scenario.answer_tokens:
+        return Migrations(scenario, crew.members, folder, options.seed, options.settings)
+    return ScenarioRun(scenario, crew, folder, options)
+
+
+def _need_device(name: str) -> None:
+    """Raises KvmoverError for a device that torch does not have: before a process is started."""
+    import torch
+
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise KvmoverError(f"--device {name}: {str(error).splitlines()[0]}") from error
+
+
+def _endpoints(options: DemoOptions) -> str | None:
+    """What `kvmover top` is told, where metrics are configured: every rank has a port of its own."""
+    metrics = options.settings.metrics
+    if not metrics.port:
+        return None
+    return f"{metrics.address or '127.0.0.1'}:{metrics.port}-{metrics.port + _processes(options) - 1}"
+
+
+@contextmanager
+def _ended_by_a_signal() -> Generator[None]:
+    """SIGTERM, which would leave processes and files, ends it as an exception does. Signals are the main thread's."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _play(stage: Stage, requests: Chats | Traced, step: Callable[[str, int], None]) -> ScenarioReport:
+    """All requests of one scenario, in order of arrival."""
+    scenario = stage.scenario
+    ranks = " + ".join(str(fleet.fleet.size) for fleet in scenario.fleets)
+    step(f"{scenario.name}: {ranks} ranks", 0)
+    done: list[RequestReport] = []
+    for number, (prompt, answer_tokens) in enumerate(requests):
+        done.append(stage.serve(number, prompt, answer_tokens))
+        requests.answered(done[-1].answer)
+        step(f"{scenario.name}: {ranks} ranks", 1)
+    stage.close()
+    return ScenarioReport.of(scenario, done)
+
+
+def _requests(options: DemoOptions, scenario: Scenario) -> Chats | Traced:
+    if options.trace is None:
+        if options.scale is not None:
+            raise TraceError(f"--scale {options.scale} has no meaning without --trace")
+        return Chats.seeded(options.seed, options.requests_each)
+    scale = TraceScale(scenario.model.vocab, SCALE if options.scale is None else options.scale)
+    most = LIFE_POOL_TOKENS if scenario.lives or scenario.lenders else POOL_TOKENS
+    return Traced.read(options.trace, scale, options.requests_each, most)

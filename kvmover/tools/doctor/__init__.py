@@ -1,0 +1,1 @@
+"""The doctor examines a machine: libraries, devices, limits and host."""

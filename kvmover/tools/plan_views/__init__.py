@@ -1,0 +1,1 @@
+"""A plan is shown here as tables and as a picture."""

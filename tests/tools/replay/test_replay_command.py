@@ -1,0 +1,100 @@
+"""`kvmover replay` answers in tables, JSON and pictures, and says no before it does any work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvmover import cli
+from tests.tools.replay.made import brute_force, generated
+
+PROMISED = {
+    "requests",
+    "prompt_tokens",
+    "device_hit_tokens",
+    "host_hit_tokens",
+    "storage_hit_tokens",
+    "computed_tokens",
+    "hit_rate",
+    "losses",
+    "seconds",
+    "tokens_per_second",
+}
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(b"".join(msgspec.json.encode(request) + b"\n" for request in generated(2, count=40)))
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["replay", *map(str, arguments)])
+    printed = capsys.readouterr()
+    return int(end.value.code or 0), printed.out, printed.err
+
+
+def test_json_has_what_was_promised(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, trace, "--page-size", 64, "--json")
+    data = json.loads(out)
+    assert status == 0
+    assert data.keys() >= PROMISED
+    requests = generated(2, count=40)
+    assert (data["requests"], data["device_hit_tokens"]) == (40, brute_force(requests, 64))
+    assert data["hit_rate"] == pytest.approx(data["device_hit_tokens"] / data["prompt_tokens"], abs=1e-6)
+
+
+def test_the_table_says_every_tier_and_every_loss(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--capacity-tokens", 8192, "--host-tokens", 16384, "--storage-tokens", 8192, "--policy", "slru")
+    status, out, _ = run(capsys, trace, *options)
+    assert status == 0
+    for words in ("40 requests", "device of 8,192 tokens, pages of 64, policy slru", "device hits", "host hits"):
+        assert words in out
+    for words in ("storage hits", "computed", "lost: capacity_evicted", "of an ideal", "requests/s"):
+        assert words in out
+
+
+def test_a_host_that_is_not_much_larger_than_the_device_is_said_to_bring_little(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    through = "--write-policy", "write_through"
+    _, small, _ = run(capsys, trace, "--capacity-tokens", 16384, "--host-tokens", 8192, *through)
+    assert "a host of 8,192 tokens is fewer than twice the device's" in small
+    _, near, _ = run(capsys, trace, "--capacity-tokens", 8192, "--host-tokens", 8192, *through)
+    assert "fewer than twice the device's" in near
+    for fits in (("--host-tokens", 16384, *through), ("--host-tokens", 4096)):
+        _, large, _ = run(capsys, trace, "--capacity-tokens", 8192, *fits)
+        assert "fewer than twice the device's" not in large
+
+
+def test_a_picture_is_drawn(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    status, _, _ = run(capsys, trace, "--capacity-tokens", 16384, "--plot", tmp_path / "hits.svg")
+    assert status == 0
+    assert "<!-- hits up to the device -->" in (tmp_path / "hits.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--policy", "clock"], "no policy clock: there are lru"),
+        (["--write-policy", "never"], "no write policy never: there are write_back"),
+        (["--capacity-tokens", "0"], "0 is not a number"),
+        (["--page-size", "0"], "Invalid value"),
+        (["--storage-tokens", "4096"], "storage of 4096 tokens is reached through a host tier"),
+        (["--capacity-tokens", "128"], "a device of 128 tokens cannot hold the prompt"),
+        (["--plot", "hits.docx"], "cannot draw hits.docx: its suffix is none of"),
+        (["--plot", "absent/hits.svg"], "there is no folder absent"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_status_2(
+    trace: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    status, out, err = run(capsys, trace, *options)
+    assert (status, out, len(err.strip().splitlines())) == (2, "", 1)
+    assert message in err
