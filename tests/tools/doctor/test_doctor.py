@@ -88,11 +88,11 @@ def test_a_machine_without_torch_triton_cupy_and_nixl_is_told_what_to_install() 
     code = (
         "import sys, numpy, msgspec, typer, rich\n"
         "sys.path[:] = [path for path in sys.path if 'site-packages' not in path]\n"
-        "from kvmover.observe import checks\n"
+        "from kvmover.tools.doctor import process_checks\n"
         "for check in (process_checks.pytorch, process_checks.triton, process_checks.cupy, process_checks.nixl):\n"
         "    print(*((each.status.value, each.detail) for each in check()))\n"
     )
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=root
     )
