@@ -23,7 +23,7 @@ from kvmover.transfer.meter import Count
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.protocol.handshake import Model, Place
 from kvmover.transfer.threads.progress import Progress
-from kvmover.transfer.threads.shared_mover import SharedMover
+from kvmover.transfer.threads.wrappers import SharedMover
 from kvmover.transport.nixl import NixlTransport
 from perf.record import Spread, write
 

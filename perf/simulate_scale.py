@@ -25,7 +25,7 @@ from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.plan.cost import RDMA, Route
 from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.destination import machine as receiver
-from kvmover.transfer.destination import state as receiving
+from kvmover.transfer.destination import machine as receiving
 from kvmover.transfer.events import Patience
 from kvmover.transfer.meter import Count
 from kvmover.transfer.mover import Mover
@@ -33,7 +33,7 @@ from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.handshake import Model, Place
 from kvmover.transfer.result import Transfer
 from kvmover.transfer.source import machine as sender
-from kvmover.transfer.source import state as sending
+from kvmover.transfer.source import machine as sending
 from kvmover.transport.loopback import LoopbackNetwork, LoopbackTransport, _Flight
 from perf.record import write
 

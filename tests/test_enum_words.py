@@ -219,8 +219,8 @@ DOORS: dict[str, tuple[type[Enum], str, Callable[[Any], object]]] = {
 
 #: Those that hand the argument to one of the above as it is, in another thread; and a word of NIXL's own, tested below.
 HANDED_ON = {
-    "transfer.threads.async_mover.AsyncMover.send",
-    "transfer.threads.shared_mover.SharedMover.send",
+    "transfer.threads.wrappers.AsyncMover.send",
+    "transfer.threads.wrappers.SharedMover.send",
     "store.nixl_files.NixlFiles.__init__",
 }
 

@@ -17,13 +17,12 @@ if TYPE_CHECKING:
     from kvmover.transfer.protocol.content import Content, IdentityCheck
     from kvmover.transfer.protocol.handshake import Model, Place
     from kvmover.transfer.result import Cause, Ending, Gate, Result, Service, Transfer
-    from kvmover.transfer.threads.async_mover import AsyncMover, AsyncTransfer
     from kvmover.transfer.threads.progress import Progress
-    from kvmover.transfer.threads.shared_mover import SharedMover
+    from kvmover.transfer.threads.wrappers import AsyncMover, AsyncTransfer, SharedMover
 
 _HOME = {
-    "AsyncMover": "threads.async_mover",
-    "AsyncTransfer": "threads.async_mover",
+    "AsyncMover": "threads.wrappers",
+    "AsyncTransfer": "threads.wrappers",
     "Cause": "result",
     "Content": "protocol.content",
     "Ending": "result",
@@ -41,7 +40,7 @@ _HOME = {
     "Progress": "threads.progress",
     "Result": "result",
     "Service": "result",
-    "SharedMover": "threads.shared_mover",
+    "SharedMover": "threads.wrappers",
     "Transfer": "result",
 }
 

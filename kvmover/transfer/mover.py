@@ -36,10 +36,9 @@ from kvmover.transfer.arguments import (
 from kvmover.transfer.config import MoverConfig, Pace
 from kvmover.transfer.core import Core, TimerKind, assembled
 from kvmover.transfer.destination.attempts import ReceiveRequest
-from kvmover.transfer.destination.driver import DestinationDriver
+from kvmover.transfer.destination.driver import DestinationDriver, Reads
 from kvmover.transfer.destination.quarantine import Quarantine, WriteLeases
-from kvmover.transfer.destination.reads import Reads
-from kvmover.transfer.memory.in_flight import InFlight
+from kvmover.transfer.memory.descriptors import InFlight
 from kvmover.transfer.memory.registrations import Registrations, Renewals
 from kvmover.transfer.meter import Count, Gauge, Meter, Snapshot
 from kvmover.transfer.peers.asks import Asks

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from kvmover.transfer import core
+from kvmover.transfer.core import Timers
 from kvmover.transfer.destination import credits
 from kvmover.transfer.destination import driver as destination_driver
 from kvmover.transfer.destination import machine as destination_machine
 from kvmover.transfer.destination.attempts import ReceiveAttempt
 from kvmover.transfer.destination.driver import DestinationDriver
+from kvmover.transfer.destination.machine import Action, Free, Receiving, WriterChunk
 from kvmover.transfer.destination.quarantine import Quarantine, Retransmissions, WriteLeases
-from kvmover.transfer.destination.state import Action, Free, Receiving, WriterChunk
 from kvmover.transfer.memory import registrations
 from kvmover.transfer.memory.arena import ALIGN_BYTES, Arena, Renewal
 from kvmover.transfer.memory.registrations import Renewals
@@ -30,11 +31,9 @@ from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.source import driver as source_driver
 from kvmover.transfer.source import machine as source_machine
 from kvmover.transfer.source.attempts import Request, SendAttempt
-from kvmover.transfer.source.driver import SourceDriver
-from kvmover.transfer.source.early_wants import EarlyWants
-from kvmover.transfer.source.state import Say, Sending
+from kvmover.transfer.source.driver import EarlyWants, SourceDriver
+from kvmover.transfer.source.machine import Say, Sending
 from kvmover.transfer.source.writes import Part, Writes
-from kvmover.transfer.timers import Timers
 from kvmover.transfer.tombstones import Tombstones
 from kvmover.transport.base import Completed, Failed
 from kvmover.transport.loopback import LoopbackTransport

@@ -13,7 +13,7 @@ import torch
 
 from kvmover.layout import Component, Pool
 from kvmover.shared_memory import MapMode
-from kvmover.transfer.destination.state import Receiving
+from kvmover.transfer.destination.machine import Receiving
 from kvmover.transfer.memory.arena import Arena
 from kvmover.transfer.memory.mapped import Mapped
 from kvmover.transfer.mover import Mover
@@ -21,7 +21,7 @@ from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol.handshake import Model, Place
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import Transfer
-from kvmover.transfer.source.state import Sending
+from kvmover.transfer.source.machine import Sending
 from tests.sim.copies import SimCopier
 from tests.sim.geometry import PAGES, Bytes, Geometry, Part, part_of
 from tests.sim.network import SimNetwork, SimTransport

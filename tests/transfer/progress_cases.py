@@ -10,7 +10,7 @@ from mover_fleets import CONFIG, Bench, Pair
 from kvmover.layout import Component, Fleet
 from kvmover.transfer.config import MoverConfig, Pace
 from kvmover.transfer.threads.progress import Progress
-from kvmover.transfer.threads.shared_mover import SharedMover
+from kvmover.transfer.threads.wrappers import SharedMover
 from kvmover.transport import LoopbackNetwork, LoopbackTransport, Transport
 from kvmover.transport.base import Event
 

@@ -13,9 +13,8 @@ import torch
 from mover_peer import MoverProcess, Side
 
 from kvmover.transfer.meter import Count
-from kvmover.transfer.threads.async_mover import AsyncMover
 from kvmover.transfer.threads.progress import Progress
-from kvmover.transfer.threads.shared_mover import SharedMover
+from kvmover.transfer.threads.wrappers import AsyncMover, SharedMover
 
 WITHIN_S = 20.0
 

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
 from kvmover.transfer.destination import machine as receiver
-from kvmover.transfer.destination import state as receiving
+from kvmover.transfer.destination import machine as receiving
 from kvmover.transfer.destination.credits import Credits
-from kvmover.transfer.destination.state import Receiving, Source, WriterChunk
+from kvmover.transfer.destination.machine import Receiving, Source, WriterChunk
 from kvmover.transfer.events import Cancel, Patience, Tick
 from kvmover.transfer.memory.arena import ALIGN_BYTES, Arena
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.source import machine as sender
-from kvmover.transfer.source import state as sending
-from kvmover.transfer.source.state import Sending
+from kvmover.transfer.source import machine as sending
+from kvmover.transfer.source.machine import Sending
 
 PATIENCE = Patience(deadline_s=30.0, drain_s=2.0, resend_s=1.0)
 TICK_S = 0.05

@@ -18,7 +18,7 @@ from kvmover.plan.cost import Route
 from kvmover.transfer.config import Pace
 from kvmover.transfer.meter import Gauge
 from kvmover.transfer.result import Gate, Transfer
-from kvmover.transfer.threads.async_mover import AsyncMover, AsyncTransfer
+from kvmover.transfer.threads.wrappers import AsyncMover, AsyncTransfer
 
 
 def movers(threads: Threads, pace: Pace | None = None) -> tuple[AsyncMover, AsyncMover]:

@@ -9,8 +9,7 @@ from mover_fleets import CONFIG, HandClock, Pair
 from msgspec.structs import replace
 
 from kvmover.plan.cost import Route
-from kvmover.transfer.destination.machine import step
-from kvmover.transfer.destination.state import (
+from kvmover.transfer.destination.machine import (
     Action,
     EndReceive,
     Event,
@@ -21,6 +20,7 @@ from kvmover.transfer.destination.state import (
     Scatter,
     Scattered,
     Source,
+    step,
 )
 from kvmover.transfer.events import Cancel, Patience
 from kvmover.transfer.protocol import wire

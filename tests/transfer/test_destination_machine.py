@@ -8,8 +8,7 @@ from itertools import pairwise
 import pytest
 from msgspec.structs import replace
 
-from kvmover.transfer.destination.machine import due, start, step
-from kvmover.transfer.destination.state import (
+from kvmover.transfer.destination.machine import (
     Action,
     Ask,
     EndReceive,
@@ -29,6 +28,9 @@ from kvmover.transfer.destination.state import (
     Scattered,
     Send,
     Source,
+    due,
+    start,
+    step,
 )
 from kvmover.transfer.events import Cancel, Patience, PeerGone, Tick
 from kvmover.transfer.protocol import wire

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvmover.transfer.destination.machine import MAX_ROUNDS, due, start, step
-from kvmover.transfer.destination.state import (
+from kvmover.transfer.destination.machine import (
+    MAX_ROUNDS,
     Action,
     Ask,
     EndReceive,
@@ -29,6 +29,9 @@ from kvmover.transfer.destination.state import (
     Send,
     Source,
     WriterChunk,
+    due,
+    start,
+    step,
 )
 from kvmover.transfer.events import Cancel, Patience, PeerGone, Tick
 from kvmover.transfer.protocol import wire

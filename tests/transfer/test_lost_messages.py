@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from protocol_joined import PATIENCE, Fate, Joined, on_time
 
-from kvmover.transfer.destination.state import Source
+from kvmover.transfer.destination.machine import Source
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.wire import Verb
-from kvmover.transfer.source import state as sending
+from kvmover.transfer.source import machine as sending
 from tests.proofs import searched
 
 #: Three sources of unequal size, one with a payload and no chunk.

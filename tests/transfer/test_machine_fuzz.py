@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvmover.errors import ProtocolError
 from kvmover.transfer.destination import machine as receiving
-from kvmover.transfer.destination.state import (
+from kvmover.transfer.destination.machine import (
     Allocated,
     EndReceive,
     Free,
@@ -34,7 +34,7 @@ from kvmover.transfer.events import Cancel, Patience, PeerGone, Tick
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.source import machine as sending
-from kvmover.transfer.source.state import (
+from kvmover.transfer.source.machine import (
     Attached,
     EndSend,
     Gathered,

@@ -26,7 +26,7 @@ from kvmover.transfer.config import MoverConfig, Pace
 from kvmover.transfer.meter import Count, Gauge
 from kvmover.transfer.result import Cause, Gate, Transfer
 from kvmover.transfer.threads.progress import Progress
-from kvmover.transfer.threads.shared_mover import SharedMover
+from kvmover.transfer.threads.wrappers import SharedMover
 
 #: Naps that only a call ends: where one does not, the test does not end either.
 ASLEEP = Pace(share=1e9, idle_s=3600.0)

@@ -10,8 +10,7 @@ from msgspec.structs import replace
 from kvmover.transfer.events import Cancel, Patience, PeerGone, Tick
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.wire import Verb
-from kvmover.transfer.source.machine import due, step
-from kvmover.transfer.source.state import (
+from kvmover.transfer.source.machine import (
     Action,
     Attached,
     EndSend,
@@ -27,6 +26,8 @@ from kvmover.transfer.source.state import (
     Unstage,
     WriteFailed,
     Written,
+    due,
+    step,
 )
 from tests.transfer.protocol_words import DONE, WANT, grant, taken
 from tests.transfer.protocol_words import abort as aborted

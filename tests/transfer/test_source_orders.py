@@ -11,8 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvmover.transfer.events import Cancel, Patience, PeerGone, Tick
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.wire import Verb
-from kvmover.transfer.source.machine import due, step
-from kvmover.transfer.source.state import (
+from kvmover.transfer.source.machine import (
     Attached,
     EndSend,
     Event,
@@ -26,6 +25,8 @@ from kvmover.transfer.source.state import (
     Unstage,
     WriteFailed,
     Written,
+    due,
+    step,
 )
 from tests.transfer.protocol_words import DONE, WANT, grant, taken
 from tests.transfer.protocol_words import abort as aborted

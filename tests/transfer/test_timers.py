@@ -7,8 +7,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmover.transfer import timers
-from kvmover.transfer.timers import Timers
+from kvmover.transfer import core
+from kvmover.transfer.core import Timers
 
 MOST = 1000
 
@@ -74,7 +74,7 @@ def test_a_timer_that_is_moved_to_and_fro_costs_no_memory():
     clock = Timers[int]()
     for move in range(10_000):
         clock.set(move % 3, float(10_000 - move))
-    assert len(clock._heap) <= 2 * len(clock) + timers.SLACK
+    assert len(clock._heap) <= 2 * len(clock) + core.SLACK
 
 
 @given(

@@ -17,8 +17,7 @@ from kvmover.transfer.arguments import check_allocated, check_wanted, table_leng
 from kvmover.transfer.config import Integrity
 from kvmover.transfer.core import Core
 from kvmover.transfer.destination.claims import PageClaims, written
-from kvmover.transfer.destination.quarantine import WriteLeases
-from kvmover.transfer.destination.state import (
+from kvmover.transfer.destination.machine import (
     Event,
     Heard,
     OwnFault,
@@ -29,6 +28,7 @@ from kvmover.transfer.destination.state import (
     Source,
     WriterChunk,
 )
+from kvmover.transfer.destination.quarantine import WriteLeases
 from kvmover.transfer.events import Cancel, PeerGone, Tick
 from kvmover.transfer.memory.arena import ALIGN_BYTES
 from kvmover.transfer.memory.programs import Way

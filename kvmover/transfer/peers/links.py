@@ -16,7 +16,7 @@ import numpy as np
 from kvmover.errors import TransportError
 from kvmover.plan.calibration import LEAST_REGION_BYTES, Calibration, Measurements, Probe, Sample, probes
 from kvmover.plan.cost import Costs
-from kvmover.transfer.memory.in_flight import InFlight
+from kvmover.transfer.memory.descriptors import InFlight
 from kvmover.transfer.peers.table import Peer
 from kvmover.transport.base import Completed, Descriptors, Failed, Memory, Transport
 

@@ -23,7 +23,7 @@ from kvmover.transfer.protocol.chunks import Cut, Lane, plans_between, related
 from kvmover.transfer.protocol.content import Content, IdentityCheck, disagreement
 from kvmover.transfer.protocol.wire import PAGE_ID_BYTES, Verb, decoded, encoded
 from kvmover.transfer.result import ALL, Cause, Gate, Result, Service, Transfer
-from kvmover.transfer.source.state import Event, Faulted, Sending, WriteFailed
+from kvmover.transfer.source.machine import Event, Faulted, Sending, WriteFailed
 from kvmover.transfer.source.writes import Job, Pages
 from kvmover.transfer.tombstones import SERVED
 

@@ -18,8 +18,17 @@ from kvmover.regions import BoundMemory
 from kvmover.transfer import nvtx_ranges as ranges
 from kvmover.transfer.core import Core
 from kvmover.transfer.memory.copier import Work
-from kvmover.transfer.memory.descriptors import Ends, at_rest, between, descriptors, join, logical, packing, part
-from kvmover.transfer.memory.in_flight import InFlight
+from kvmover.transfer.memory.descriptors import (
+    Ends,
+    InFlight,
+    at_rest,
+    between,
+    descriptors,
+    join,
+    logical,
+    packing,
+    part,
+)
 from kvmover.transfer.memory.mapped import Mapped
 from kvmover.transfer.memory.programs import Way
 from kvmover.transfer.memory.registrations import Registrations
@@ -28,7 +37,7 @@ from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.chunks import Lane
 from kvmover.transfer.protocol.wire import Verb
-from kvmover.transfer.source.state import (
+from kvmover.transfer.source.machine import (
     Event,
     Faulted,
     Gathered,

@@ -1,25 +1,24 @@
-"""A mover for asyncio: transfers that tasks await, in any number of event loops, none of which polls."""
+"""A mover for any thread, and one for tasks of asyncio. An engine that polls from its own loop holds a Mover instead."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent import futures
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy.typing as npt
 
+from kvmover.errors import DeadlineExceeded, KvmoverError
 from kvmover.plan.calibration import Calibration
 from kvmover.transfer.arguments import (
     ReceiveArguments,
     SendArguments,
-    card_of,
     contents_of,
     gate_of,
     page_tables,
     payload_of,
+    transfer_of,
 )
 from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.meter import Snapshot
@@ -33,6 +32,196 @@ from kvmover.transport.base import Transport
 
 if TYPE_CHECKING:
     import torch
+import asyncio
+import contextlib
+from collections.abc import Generator
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from kvmover.transfer.arguments import (
+    card_of,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+class SharedMover:
+    """The methods of Mover, where nobody has to poll. A call waits for the poll under way, at worst for its CPU copies.
+
+    Arguments are read and copied in the calling thread: the caller's lists are its own again when a call returns, and
+    what cannot be read is refused there. `produced`, `allocated`, `attach` and `abort` wait for nothing: pages and
+    payloads that do not fit their transfer fail it. Every call raises TransportError once the mover is closed, but
+    those four, `poll` and `close`, which then have nothing to do.
+
+    Of a `Progress`, or of a Mover, which gets one of the default pace.
+    """
+
+    def __init__(self, progress: Progress | Mover) -> None:
+        self._progress = driven(progress)
+
+    @property
+    def card(self) -> bytes:
+        """The bytes that a peer needs to connect; see Mover.card."""
+        return self._progress.card
+
+    @property
+    def config(self) -> MoverConfig:
+        """The configuration that new requests get; see Mover.config."""
+        return self._progress.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pools are."""
+        return self._progress.device
+
+    def connect(self, card: bytes) -> str:
+        """Connect the peer behind `card` and return its transport name. Raises PeerRefused."""
+        return self._progress.submit(lambda mover: mover.connect(card)).result()
+
+    def disconnect(self, engine: str, rank: int | None = None) -> None:
+        """As Mover.disconnect: part from one rank of `engine`, or from all (None)."""
+        self._progress.submit(lambda mover: mover.disconnect(engine, rank)).result()
+
+    def ranks(self, engine: str) -> frozenset[int]:
+        """As Mover.ranks: the ranks of an engine that are connected now."""
+        return self._progress.submit(lambda mover: mover.ranks(engine)).result()
+
+    def processes(self, engine: str) -> tuple[PeerProcess, ...]:
+        """As Mover.processes: the processes of an engine that are connected now, by rank."""
+        return self._progress.submit(lambda mover: mover.processes(engine)).result()
+
+    def watch(self, call: Callable[[Ending], None]) -> None:
+        """As Mover.watch: `call` is told in the progress thread, and may make any call that waits for no transfer."""
+        self._progress.submit(lambda mover: mover.watch(call)).result()
+
+    def calibrations(self) -> Sequence[Calibration]:
+        """As Mover.calibrations: what was measured of the way to each host."""
+        return self._progress.submit(Mover.calibrations).result()
+
+    def configure(self, config: MoverConfig) -> None:
+        """As Mover.configure: behave by `config` from the next request on. Raises LayoutError."""
+        self._progress.submit(lambda mover: mover.configure(config)).result()
+
+    def send(
+        self,
+        request: str,
+        pages: Sequence[npt.ArrayLike],
+        gates: Sequence[Gate] | None = None,
+        aux: bytes | None = None,
+        deadline_s: float | None = None,
+        service: Service = Service.ONCE,
+        content: Content | None = None,
+    ) -> Transfer:
+        """As Mover.send: offer a request whose KV is in `pages`, one page table [page] of integers a component.
+
+        Returns once the offer is made. The pages belong to the transfer until it has ended and is not held. Raises
+        PlanError for page tables that do not fit.
+        """
+        given = SendArguments.of(request, pages, gates, aux, deadline_s, service, content)
+        return self._progress.begin(lambda mover: mover.send(*given)).result()
+
+    def receive(
+        self,
+        request: str,
+        engine: str,
+        positions: range,
+        pages: Sequence[npt.ArrayLike] | None,
+        aux_from: Sequence[int] = (),
+        deadline_s: float | None = None,
+        content: Content | None = None,
+    ) -> Transfer:
+        """As Mover.receive: ask `engine` for tokens `positions` of a request and land them in `pages`.
+
+        Returns once the sources are asked; `wait` or `ended` say when it is over. Raises PlanError and PeerUnknown
+        before anything is asked.
+        """
+        given = ReceiveArguments.of(request, engine, positions, pages, aux_from, deadline_s, content)
+        return self._progress.begin(lambda mover: mover.receive(*given)).result()
+
+    def refuse(self, request: str, reason: str) -> None:
+        """As Mover.refuse: whoever asks for `request`, now or later, is told `reason`."""
+        self._progress.submit(lambda mover: mover.refuse(request, reason)).result()
+
+    def reopen(self, request: str) -> None:
+        """As Mover.reopen: a request of this name will be sent again."""
+        self._progress.submit(lambda mover: mover.reopen(request)).result()
+
+    def waiting(self, request: str) -> list[tuple[Place, range, Content | None]]:
+        """As Mover.waiting: ranks that have asked for a request before it is sent, positions and prompt."""
+        return self._progress.submit(lambda mover: mover.waiting(request)).result()
+
+    def forget(self, engine: str, rank: int) -> None:
+        """As Mover.forget: the process of a rank is known to be dead."""
+        self._progress.submit(lambda mover: mover.forget(engine, rank)).result()
+
+    def produced(
+        self,
+        transfer: Transfer,
+        gate: Gate,
+        pages: Sequence[npt.ArrayLike] | None = None,
+        contents: Sequence[Content] = (),
+    ) -> None:
+        """As Mover.produced. Returns at once, also in a signal handler or a callback."""
+        given = (
+            transfer_of(transfer),
+            gate_of(gate),
+            None if pages is None else page_tables(pages),
+            contents_of(contents),
+        )
+        self._progress.tell(transfer, lambda mover: mover.produced(*given))
+
+    def allocated(self, transfer: Transfer, pages: Sequence[npt.ArrayLike]) -> None:
+        """As Mover.allocated. Returns at once, also in a signal handler or a callback."""
+        given = transfer_of(transfer), page_tables(pages)
+        self._progress.tell(transfer, lambda mover: mover.allocated(*given))
+
+    def attach(self, transfer: Transfer, payload: bytes) -> None:
+        """As Mover.attach, at most 64 KiB. Returns at once."""
+        given = transfer_of(transfer), payload_of(payload)
+        self._progress.tell(transfer, lambda mover: mover.attach(*given))
+
+    def abort(self, transfer: Transfer, reason: str) -> None:
+        """As Mover.abort. Returns at once; the transfer ends when nothing can touch its pages."""
+        self._progress.tell(transfer_of(transfer), lambda mover: mover.abort(transfer, reason))
+
+    def poll(self) -> None:
+        """Have the thread poll now: something happened that it cannot see, for example the event of a gate."""
+        self._progress.poll()
+
+    def ended(self, transfer: Transfer) -> futures.Future[Result]:
+        """The result to come; see Progress. `ended(t).add_done_callback(call)` has the progress thread call back."""
+        return self._progress.ended(transfer)
+
+    def wait(self, transfers: Sequence[Transfer], timeout_s: float | None = None) -> None:
+        """Sleep until all have ended. Raises DeadlineExceeded, naming the others, after `timeout_s`.
+
+        None is not for ever: each transfer has a deadline of its own.
+        """
+        if self._progress.inside:
+            raise KvmoverError("a callback of the progress thread would wait for itself")
+        ends = {self.ended(transfer): transfer.request for transfer in transfers}
+        late = futures.wait(ends, timeout_s).not_done
+        if late:
+            raise DeadlineExceeded(f"not ended within {timeout_s} s: {', '.join(sorted(ends[end] for end in late))}")
+
+    def snapshot(self) -> Snapshot:
+        """Counts, times and gauges; after `close` the last ones."""
+        return self._progress.snapshot()
+
+    def rejoin(self, make: Callable[[], Transport], model: Model, reason: str) -> None:
+        """As Mover.rejoin, once peers have let go of what was open, or their time is up: see Progress.rejoin."""
+        self._progress.rejoin(make, model, reason)
+
+    def close(self) -> None:
+        """Fail what is open with its reason, end the thread and close the mover. Safe to call twice."""
+        self._progress.close()
+
+    def __enter__(self) -> SharedMover:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
 
 
 class AsyncTransfer:
