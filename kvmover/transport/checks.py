@@ -10,6 +10,7 @@ import math
 from bisect import bisect_right
 from collections.abc import ItemsView, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -175,17 +176,33 @@ def check_runs(local: Descriptors, remote: Descriptors) -> None:
         raise DescriptorError(f"run {at} is {ours[at]} bytes here and {theirs[at]} bytes at the peer")
 
 
-def check_post(note: bytes, deadline_s: float) -> None:
-    """Raise ProtocolError for a note that is too long, DescriptorError for a deadline that is not in the future."""
-    check_note(note)
-    if not 0 < deadline_s < math.inf:
-        raise DescriptorError(f"an operation needs a finite deadline in seconds from now, got {deadline_s}")
+@dataclass(frozen=True, slots=True, eq=False)
+class Operation:
+    """An operation that a caller asks for: the arguments of `Transport.write` or `Transport.read`."""
 
+    verb: Literal["WRITE", "READ"]
+    peer: str
+    local: Descriptors
+    remote: Descriptors
+    note: bytes
+    deadline_s: float
+    until: float = math.inf
 
-def check_until(until: float, now: float, peer: str) -> None:
-    """Raise LeaseOver from `until` on."""
-    if now >= until:
-        raise LeaseOver(f"the permission to write to {peer} is over")
+    def check(self, ours: Ranges, theirs: Ranges) -> None:
+        """Raise ProtocolError for a note that is too long, DescriptorError for a deadline that is not in the future,
+        memory outside the registered ranges of either side, or runs that do not pair.
+        """
+        check_note(self.note)
+        if not 0 < self.deadline_s < math.inf:
+            raise DescriptorError(f"an operation needs a finite deadline in seconds from now, got {self.deadline_s}")
+        ours.check(self.local, "local")
+        theirs.check(self.remote, self.peer)
+        check_runs(self.local, self.remote)
+
+    def check_until(self, now: float) -> None:
+        """Raise LeaseOver from `until` on."""
+        if now >= self.until:
+            raise LeaseOver(f"the permission to write to {self.peer} is over")
 
 
 def check_note(note: bytes) -> None:

@@ -28,7 +28,7 @@ from kvmover.transport.base import (
     Revocation,
     Transport,
 )
-from kvmover.transport.checks import Ranges, check_note, check_post, check_runs, check_until, touches
+from kvmover.transport.checks import Operation, Ranges, check_note, touches
 from kvmover.transport.envelope import TransportCard, seal, unseal
 
 
@@ -210,29 +210,17 @@ class LoopbackTransport(Transport):
         deadline_s: float,
         until: float = math.inf,
     ) -> int:
-        return self._post("WRITE", peer, local, remote, note, deadline_s, until)
+        return self._post(Operation("WRITE", peer, local, remote, note, deadline_s, until))
 
     def read(self, peer: str, local: Descriptors, remote: Descriptors, note: bytes, deadline_s: float) -> int:
-        return self._post("READ", peer, local, remote, note, deadline_s)
+        return self._post(Operation("READ", peer, local, remote, note, deadline_s))
 
-    def _post(
-        self,
-        verb: Literal["WRITE", "READ"],
-        peer: str,
-        local: Descriptors,
-        remote: Descriptors,
-        note: bytes,
-        deadline_s: float,
-        until: float = math.inf,
-    ) -> int:
-        ranges = self._reachable(peer)
-        check_post(note, deadline_s)
-        self.ranges.check(local, "local")
-        ranges.check(remote, peer)
-        check_runs(local, remote)
-        check_until(until, self._clock(), peer)
-        ticket, serials = next(self._tickets), ranges.serials(remote)
-        flight = _Flight(ticket, verb, peer, local, remote, serials, note, self._clock() + deadline_s)
+    def _post(self, post: Operation) -> int:
+        ranges = self._reachable(post.peer)
+        post.check(self.ranges, ranges)
+        post.check_until(self._clock())
+        ticket, serials, deadline = next(self._tickets), ranges.serials(post.remote), self._clock() + post.deadline_s
+        flight = _Flight(ticket, post.verb, post.peer, post.local, post.remote, serials, post.note, deadline)
         self._flights[flight.ticket] = flight
         self._network.carry(self, flight)
         return flight.ticket

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from kvmover.errors import (
     DeadlineExceeded,
@@ -33,7 +33,7 @@ from kvmover.transport.base import (
     Timing,
     Transport,
 )
-from kvmover.transport.checks import Ranges, check_note, check_post, check_runs, check_until, touches
+from kvmover.transport.checks import Operation, Ranges, check_note, touches
 from kvmover.transport.envelope import TransportCard, seal, unseal
 from kvmover.transport.nixl_agent import Handle, NixlAgent, spare_forks, start_agent
 
@@ -195,40 +195,28 @@ class NixlTransport(Transport):
         until: float = math.inf,
     ) -> int:
         """`deadline_s` counts from now. An empty note is not sent. A write that failed may still land, and its note."""
-        return self._post("WRITE", peer, local, remote, note, deadline_s, until)
+        return self._post(Operation("WRITE", peer, local, remote, note, deadline_s, until))
 
     def read(self, peer: str, local: Descriptors, remote: Descriptors, note: bytes, deadline_s: float) -> int:
-        return self._post("READ", peer, local, remote, note, deadline_s)
+        return self._post(Operation("READ", peer, local, remote, note, deadline_s))
 
-    def _post(
-        self,
-        verb: Literal["WRITE", "READ"],
-        peer: str,
-        local: Descriptors,
-        remote: Descriptors,
-        note: bytes,
-        deadline_s: float,
-        until: float = math.inf,
-    ) -> int:
-        agent, known = self._ready(), self._peer(peer)
-        check_post(note, deadline_s)
-        self._ranges.check(local, "local")
-        known.ranges.check(remote, peer)
-        check_runs(local, remote)
+    def _post(self, post: Operation) -> int:
+        agent, peer = self._ready(), post.peer
+        post.check(self._ranges, self._peer(peer).ranges)
         try:
-            handle = agent.prepare(verb, local, peer, remote, note)
+            handle = agent.prepare(post.verb, post.local, peer, post.remote, post.note)
         except agent.gone as error:
             raise self._lose(peer, error) from error
         except agent.errors as error:
-            raise DescriptorError(f"NIXL refuses {verb} of {local.count} runs to {peer}: {error}") from error
+            raise DescriptorError(f"NIXL refuses {post.verb} of {post.local.count} runs to {peer}: {error}") from error
         begun = self._clock()
         try:  # preparing takes its time
-            check_until(until, begun, peer)
+            post.check_until(begun)
         except LeaseOver:
             handle.release()
             raise
         self._tickets += 1
-        flight = _Flight(self._tickets, peer, local, begun + deadline_s, deadline_s, handle, begun)
+        flight = _Flight(self._tickets, peer, post.local, begun + post.deadline_s, post.deadline_s, handle, begun)
         self._flights[flight.ticket] = flight
         self._advance(agent, flight, agent.nixl.transfer)
         flight.posted = self._clock()

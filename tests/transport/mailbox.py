@@ -13,7 +13,7 @@ import time
 from kvmover.errors import DescriptorError, PeerLost, PeerRefused, PeerUnknown, TransportError
 from kvmover.transport import Completed, Descriptors, Event, Failed, Memory, MemoryKind, Note, Revocation
 from kvmover.transport.base import ADDRESS, COUNT, NBYTES, STRIDE
-from kvmover.transport.checks import Ranges, check_note, check_post, check_runs, check_until
+from kvmover.transport.checks import Operation, Ranges, check_note
 from kvmover.transport.envelope import TransportCard, seal, unseal
 
 _generations = itertools.count(1)
@@ -76,11 +76,10 @@ class Mailbox:
         deadline_s: float,
         until: float = math.inf,
     ) -> int:
-        check_until(until, time.monotonic(), peer)
-        return self._post(peer, local, remote, note, deadline_s, writes=True)
+        return self._post(Operation("WRITE", peer, local, remote, note, deadline_s, until))
 
     def read(self, peer: str, local: Descriptors, remote: Descriptors, note: bytes, deadline_s: float) -> int:
-        return self._post(peer, local, remote, note, deadline_s, writes=False)
+        return self._post(Operation("READ", peer, local, remote, note, deadline_s))
 
     def notify(self, peer: str, note: bytes) -> None:
         self._known(peer)
@@ -98,25 +97,20 @@ class Mailbox:
     def close(self) -> None:
         self._street.pop(self.name, None)
 
-    def _post(
-        self, peer: str, local: Descriptors, remote: Descriptors, note: bytes, deadline_s: float, *, writes: bool
-    ) -> int:
-        theirs = self._known(peer)
-        check_post(note, deadline_s)
-        self.ranges.check(local, "local")
-        theirs.check(remote, peer)
-        check_runs(local, remote)
-        ticket, other = next(self._tickets), self._alive(peer)
+    def _post(self, post: Operation) -> int:
+        post.check_until(time.monotonic())
+        post.check(self.ranges, self._known(post.peer))
+        ticket, other = next(self._tickets), self._alive(post.peer)
         try:
-            other.ranges.check(remote, peer)
+            other.ranges.check(post.remote, post.peer)
         except DescriptorError as error:  # the peer has deregistered it since
-            self.inbox.append(Failed(ticket, peer, error, quiescent=True))
+            self.inbox.append(Failed(ticket, post.peer, error, quiescent=True))
             return ticket
-        for (here, nbytes), (there, _) in zip(_runs(local), _runs(remote), strict=True):
-            ctypes.memmove(*((there, here) if writes else (here, there)), nbytes)
+        for (here, nbytes), (there, _) in zip(_runs(post.local), _runs(post.remote), strict=True):
+            ctypes.memmove(*((there, here) if post.verb == "WRITE" else (here, there)), nbytes)
         self.inbox.append(Completed(ticket))
-        if note:
-            other.inbox.append(Note(self.name, note))
+        if post.note:
+            other.inbox.append(Note(self.name, post.note))
         return ticket
 
     def _known(self, peer: str) -> Ranges:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvmover.errors import DescriptorError, PeerRefused, ProtocolError
 from kvmover.transport import MAX_NOTE_BYTES, Descriptors, Memory, MemoryKind, memory_of, whole
 from kvmover.transport.base import union
-from kvmover.transport.checks import Ranges, check_note, check_post, check_runs, touches
+from kvmover.transport.checks import Operation, Ranges, check_note, check_runs, touches
 from kvmover.transport.envelope import TransportCard, seal, unseal
 
 HOST, DEVICE = MemoryKind.HOST, MemoryKind.DEVICE
@@ -176,8 +176,10 @@ def test_serials_are_of_the_ranges_that_runs_lie_in() -> None:
 
 @pytest.mark.parametrize("deadline_s", [0, -1, float("inf"), float("nan")])
 def test_an_operation_needs_a_finite_deadline(deadline_s: float) -> None:
+    post = Operation("READ", "peer", rows((BASE, 16, 0, 16, 1)), rows((BASE, 16, 0, 16, 1)), b"", deadline_s)
     with pytest.raises(DescriptorError, match="deadline"):
-        check_post(b"", deadline_s)
+        post.check(two_ranges(), two_ranges())
+    replace(post, deadline_s=1.0).check(two_ranges(), two_ranges())
 
 
 def test_a_note_longer_than_the_limit_is_refused() -> None:
