@@ -1,4 +1,4 @@
-"""Runs the destination's state machines of one rank: leases regions, scatters chunks, reads what sources stage, answers them."""
+"""Runs the state machines of a destination rank: leases regions, scatters chunks, reads staged bytes, answers sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mover for any thread, and one for tasks of asyncio. An engine that polls from its own loop holds a Mover instead."""
+"""A mover for any thread, and one for tasks of asyncio. An engine that polls in its own loop holds a Mover instead."""
 
 from __future__ import annotations
 
