@@ -1,4 +1,4 @@
-"""Runs the state machines of a destination rank: leases regions, scatters chunks, reads staged bytes, answers sources."""
+"""Runs the state machines of a destination rank: leases regions, scatters chunks, reads staged bytes, answers."""
 
 from __future__ import annotations
 

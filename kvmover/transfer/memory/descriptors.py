@@ -1,4 +1,4 @@
-"""Boxes with memory of the mover at both ends: regions for the kernels, descriptors for the wire, and those in flight."""
+"""Boxes with memory of the mover at both ends: regions for kernels, descriptors for the wire, and those in flight."""
 
 from __future__ import annotations
 
