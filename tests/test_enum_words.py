@@ -68,6 +68,7 @@ GIVEN: dict[type, Any] = {
 TOLD = {
     "cache.hints.actions.HintRefused",
     "cache.prefix.copies.CopyRecord",
+    "cache.page_tiers.page_tier.FinishedJob",
     "cache.tiers.storage.StorageRead",
     "tools.demo.scenarios.Scenario",
     "exposition.Metric",

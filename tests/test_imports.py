@@ -19,7 +19,7 @@ PURE = {"c_core", "errors", "exposition", "faces", "fields", "repeats", "shared_
 PLANNING = PURE | {"layout", "plan"}
 MOVING = PLANNING | {"kernels", "regions", "transfer", "transport"}
 KEEPING = PURE | {"cache.hints", "cache.ledger", "cache.prefix"}
-SERVING = MOVING | KEEPING | {"bounce", "store", "cache.peers", "cache.tiers"}
+SERVING = MOVING | KEEPING | {"bounce", "store", "cache.page_tiers", "cache.peers", "cache.tiers"}
 
 #: What each part may import of the others.
 MAY_IMPORT = {
@@ -46,6 +46,7 @@ MAY_IMPORT = {
     "cache.tiers": SERVING - {"cache.hints", "cache.tiers"},
     "migrate": {"cache.tiers", "transfer"} | PURE,
     "cache.peers": (MOVING | KEEPING) - {"cache.hints", "cache.peers"},
+    "cache.page_tiers": (MOVING | KEEPING | {"cache.peers", "store"}) - {"cache.hints"},
     "config": {"store", "transfer"} | PURE,
     "observe": SERVING | {"config"},
     "engines": SERVING | {"config", "observe"},
@@ -62,6 +63,7 @@ MUST_REACH = {
     "regions": {"kernels", "plan"},
     "plan": {"layout"},
     "cache.hints": {"cache.prefix"},
+    "cache.page_tiers": {"cache.peers", "cache.prefix", "store"},
     "cache.peers": {"cache.prefix", "transfer"},
     "cache.tiers": {"bounce", "cache.ledger", "cache.peers", "cache.prefix", "kernels", "store"},
     "observe": {"cache.ledger", "config", "plan", "transfer"},
@@ -76,7 +78,16 @@ MUST_REACH = {
         "transfer",
         "transport",
     },
-    "engines.vllm": {"cache.ledger", "cache.prefix", "config", "observe", "store", "transfer", "transport"},
+    "engines.vllm": {
+        "cache.ledger",
+        "cache.page_tiers",
+        "cache.prefix",
+        "config",
+        "observe",
+        "store",
+        "transfer",
+        "transport",
+    },
     "migrate": {"cache.tiers", "transfer"},
     "tools.advise": {"plan", "tools"},
     "tools.cli": {"config", "plan", "store"},
@@ -93,6 +104,7 @@ FACED = {
         "cache",
         "cache.hints",
         "cache.ledger",
+        "cache.page_tiers",
         "cache.peers",
         "cache.prefix",
         "cache.tiers",

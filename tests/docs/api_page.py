@@ -32,6 +32,7 @@ PACKAGES = (
     "kvmover.cache.ledger",
     "kvmover.cache.hints",
     "kvmover.cache.tiers",
+    "kvmover.cache.page_tiers",
     "kvmover.cache.peers",
     "kvmover.config",
     "kvmover.tools.replay",
@@ -53,6 +54,8 @@ IMPLEMENTS = {
     "NixlTransport": "Transport",
     "PlainFiles": "Files",
     "NixlFiles": "Files",
+    "StoreTier": "PageTier",
+    "RemoteTier": "PageTier",
 }
 
 #: Names of modules that have others too. The kernels take tensors and integers and know no type of other packages.
@@ -61,6 +64,7 @@ CHOSEN = {
     "kvmover.observe.logs": ("JsonFormatter", "Guest", "configure", "release", "text_formatter", "transfer"),
     "kvmover.observe.runlog": ("RunLog", "LineReader", "read_lines", "Lines", "Run", "Moved", "Accounted"),
     "kvmover.tools.conformance": ("StoreConformance", "Subject", "Identity"),
+    "kvmover.tools.tier_conformance": ("PageTierConformance", "TierEngine"),
     "kvmover.kernels.region": ("Planes", "Side", "Region", "RegionError"),
     "kvmover.kernels.reference": ("move",),
     "kvmover.kernels.rows": ("move", "prepare", "standing_program"),
@@ -120,6 +124,8 @@ TEXTS = {
     "kvmover.cache.tiers.ALL_PAGES": "A prefix needs every page.",
     "kvmover.cache.tiers.LAST_PAGE": "A prefix needs its last page only: states.",
     "kvmover.cache.tiers.SOLE": "The share of a rank that has its host pool to itself.",
+    "kvmover.cache.page_tiers.DROPPED": "The outcome of a page that was not written because too many were waiting.",
+    "kvmover.cache.page_tiers.LENT": "The outcome of a page that other engines may read from now on.",
     "kvmover.cache.peers.MOST_LOANS": "Loans of one rank at a time.",
     "kvmover.cache.tiers.Prefetch": "A BestEffort, a Wait, a Timeout or a CostAware.",
     "kvmover.config.settings": "Every setting, by its name.",

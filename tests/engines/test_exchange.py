@@ -38,7 +38,8 @@ from kvmover.engines.sglang.pd_exchange import CardTable, Exchange, Met, RankCar
 from kvmover.engines.vllm import caches as vllm
 from kvmover.engines.vllm.block_store import BlockStore
 from kvmover.engines.vllm.connector_metadata import LoadSpec
-from kvmover.engines.vllm.scheduler import Live, token_hashes
+from kvmover.engines.vllm.request_content import token_hashes
+from kvmover.engines.vllm.scheduler import Live
 from kvmover.errors import PeerRefused, ProtocolError
 from kvmover.kernels import reference
 from kvmover.layout import Component, Pool

@@ -142,7 +142,7 @@ class PeerTier:
                 raise TierError(f"{component.name} is not kept for every page of a prompt; peers share what is")
         config = replace(config or MoverConfig(silence_s=2.0, drain_s=0.5), verb=Verb.PULL)
         self.terms, self.engine = terms, place.engine
-        self._pools = len(pools)
+        self.pools = len(pools)
         self._lock = threading.Lock()
         self._inventory, self._loans = HostInventory(), Loans(terms.most_loans)
         self._sent: dict[str, Transfer] = {}
@@ -316,7 +316,7 @@ class PeerTier:
 
     def _lend(self, loan: Loan) -> bool:
         table = [-1] * loan.first + list(loan.ids)
-        tables, seconds = [table] * self._pools, self.terms.lend_s
+        tables, seconds = [table] * self.pools, self.terms.lend_s
         begun = self._progress.begin(lambda mover: mover.send(loan.request, tables, deadline_s=seconds))
         error = begun.exception()  # known already: this is the thread
         if error is None:

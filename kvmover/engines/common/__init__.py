@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     )
     from kvmover.engines.common.release import EngineUnsupported, Tested, odd_ones
     from kvmover.engines.common.routing_hints import RoutingHints, TenantGroups, hints_of
-    from kvmover.engines.common.store import StoreWorker, Upkeep, open_store
+    from kvmover.engines.common.store import Upkeep, open_row_tier, open_store
     from kvmover.engines.common.weights import (
         NO_VERSION,
         UPDATED,
@@ -138,8 +138,8 @@ _HOMES = {
         "hints_of",
     ),
     "store": (
-        "StoreWorker",
         "Upkeep",
+        "open_row_tier",
         "open_store",
     ),
     "weights": (
@@ -188,7 +188,6 @@ __all__ = [
     "RankGroup",
     "RoutingHints",
     "ServedWeights",
-    "StoreWorker",
     "TenantGroups",
     "Tested",
     "ToldLogprobs",
@@ -215,6 +214,7 @@ __all__ = [
     "odd_ones",
     "of_all",
     "open_peer_tier",
+    "open_row_tier",
     "open_store",
     "outcome_of",
     "page_ids",

@@ -1,4 +1,4 @@
-"""A rank's page store is opened here by its settings, driven from threads beside the engine's, and looked after."""
+"""A rank's page store is opened here by its settings, and looked after."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from queue import Queue
 from threading import Event, Thread
-from typing import Generic, TypeVar
 
+from kvmover.cache.page_tiers import PageVerb, StoredPages, StoreTier
 from kvmover.config.settings import StoreSettings
 from kvmover.errors import StoreError
-from kvmover.store import Namespace, PageStore, clear_unused, files_for
+from kvmover.layout import Component
+from kvmover.store import Namespace, PagePart, PageStore, clear_unused, files_for
+from kvmover.transport import Memory
 
 #: Unused namespaces are looked for this often at most.
 _LOOK_S = 3600.0
 
-log = logging.getLogger(__name__)
+#: The share of an engine's rows that may wait to be written: the engine keeps them as they are meanwhile.
+_WAITING_SHARE = 1 / 4
 
-Job = TypeVar("Job")
+log = logging.getLogger(__name__)
 
 
 def open_store(settings: StoreSettings, space: Namespace | None) -> PageStore:
@@ -39,9 +41,9 @@ class Upkeep:
     nobody uses are emptied where `namespace_ttl_s` says so. The engine's own threads wait for none of it.
     """
 
-    def __init__(self, store: PageStore, settings: StoreSettings, before: Callable[[], None] | None = None) -> None:
-        """`before` is called first each time. Close it before the store."""
-        self._store, self._before, self._settings = store, before, settings
+    def __init__(self, store: PageStore, settings: StoreSettings) -> None:
+        """Close it before the store."""
+        self._store, self._settings = store, settings
         self._every_s = {self._collect: settings.upkeep_s, self._flush: settings.flush_s}
         if settings.namespace_ttl_s is not None:
             self._every_s[self._clear_unused] = min(_LOOK_S, settings.namespace_ttl_s / 4)
@@ -71,8 +73,6 @@ class Upkeep:
             log.error("upkeep of the page store: %s", error)
 
     def _collect(self) -> None:
-        if self._before:
-            self._before()
         self._store.collect()
 
     def _flush(self) -> None:
@@ -83,36 +83,15 @@ class Upkeep:
             clear_unused(self._settings.location(), self._settings.namespace_ttl_s, self._store.name)
 
 
-class StoreWorker(Generic[Job]):
-    """A thread beside the engine's own that moves pages to or from the store, one job after the other.
+def open_row_tier(settings: StoreSettings, space: Namespace, what: str, memory: Memory, row_bytes: int) -> StoreTier:
+    """Returns a tier whose pages are rows of `row_bytes`, one after the other in `memory`: bytes without an axis.
 
-    `work` does a job and raises nothing.
+    `what`: all that must be equal for the bytes of a row to mean the same. More than a quarter of the rows never wait
+    to be written. Raises ConfigError without a root, StoreError for a bad one, LayoutError for rows of no bytes.
     """
-
-    def __init__(self, name: str, work: Callable[[Job], None]) -> None:
-        self._work = work
-        self._jobs = Queue[Job | None]()
-        self._thread = Thread(target=self._run, daemon=True, name=name)
-        self._thread.start()
-
-    def put(self, job: Job) -> None:
-        """Queue a job for the thread; returns at once."""
-        self._jobs.put(job)
-
-    def settle(self) -> None:
-        """Wait until every job that was put has been done."""
-        self._jobs.join()
-
-    def close(self) -> None:
-        """Do the jobs that are left and end the thread."""
-        self._jobs.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            job = self._jobs.get()
-            if job is not None:
-                self._work(job)
-            self._jobs.task_done()
-            if job is None:
-                return
+    part = PagePart.whole(Component.state(what, 1, 1, row_bytes, "uint8"), 1)
+    store = open_store(settings, space)
+    store.register(memory)
+    pages = {verb: StoredPages(store.view(space, part), memory.address, row_bytes) for verb in PageVerb}
+    most_waiting = int(memory.nbytes // row_bytes * _WAITING_SHARE)
+    return StoreTier(store, space, pages, most_waiting, Upkeep(store, settings).close)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from queue import Queue
 from typing import Any
 
+from kvmover.cache.page_tiers import StoreWorker
 from kvmover.engines.common import (
     BounceBuffer,
     Numbers,
     PackedBackend,
     ParallelRank,
-    StoreWorker,
     Upkeep,
     as_bytes,
     of_all,

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from kvmover.cache.page_tiers import StoreWorker, has_become
 from kvmover.config.settings import StoreSettings
-from kvmover.engines.common import BounceBuffer, PackedBackend, StoreWorker, Upkeep, election, of_all, open_store
+from kvmover.engines.common import BounceBuffer, PackedBackend, Upkeep, election, of_all, open_store
 from kvmover.engines.vllm.caches import ComponentCache
 from kvmover.engines.vllm.connector_metadata import LoadSpec, SaveSpec
-from kvmover.errors import KvmoverError, StoreError
+from kvmover.errors import KvmoverError
 from kvmover.layout import Fleet, Pool
 from kvmover.regions import CopyStream
 from kvmover.store import HASH_BYTES, Namespace, PagePart, PageStore, PartView
@@ -56,18 +57,6 @@ def page_of(block_hash: bytes) -> bytes:
 def pages_of(hashes: Sequence[bytes]) -> list[bytes]:
     """The pages of blocks, in order: see `page_of`."""
     return [page_of(block_hash) for block_hash in hashes]
-
-
-def has_become(store: PageStore, space: Namespace | None) -> bool:
-    """Returns whether a store has become that of another namespace. One that cannot be opened there costs its hits, as
-    any that fails: why is written.
-    """
-    try:
-        store.become(space)
-    except StoreError as error:
-        log.error("nothing is stored or found from now on: %s", error)
-        return False
-    return True
 
 
 @dataclass(slots=True)

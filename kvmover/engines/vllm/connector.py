@@ -38,8 +38,9 @@ from kvmover.engines.vllm.caches import (
 from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, RankEnding, SaveSpec, Tally
 from kvmover.engines.vllm.options import parse
 from kvmover.engines.vllm.request_accounts import ExternalTokens, RequestAccounts
+from kvmover.engines.vllm.request_content import token_hashes
 from kvmover.engines.vllm.request_hints import RequestHints
-from kvmover.engines.vllm.scheduler import ConnectorScheduler, HeldBlocks, Home, Role, token_hashes
+from kvmover.engines.vllm.scheduler import ConnectorScheduler, HeldBlocks, Home, Role
 from kvmover.engines.vllm.transfers import RequestTransfers
 from kvmover.engines.vllm.weight_updates import follow_in_scheduler, follow_in_worker
 from kvmover.engines.vllm.worker import ConnectorWorker, Ended, FailureLog, marks

@@ -1,7 +1,8 @@
-"""What kvmover adds to vLLM's own offloading: a page store behind the host's memory, and an account of every request.
+"""A page store behind the host memory of vLLM's own offloading, and an account of every request.
 
-vLLM moves its caches to that memory and back, whatever model they are of; KvmoverTier sees chunks of it. All methods
-are for vLLM's scheduler, and wait for nothing but `drain_jobs` and `shutdown`.
+vLLM moves its caches to that memory and back, whatever model they are of; a tier sees chunks of it. A chunk is a page,
+and its row in that memory the page's place: PageTierManager translates, and a PageTier does the rest. All methods are
+for vLLM's scheduler, and wait for nothing but `drain_jobs` and `shutdown`.
 
 All names of vLLM's that only offloading uses are imported here, by their paths: what a new release has to be read for.
 """
@@ -9,7 +10,9 @@ All names of vLLM's that only offloading uses are imported here, by their paths:
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib import import_module
 from importlib.metadata import version
@@ -18,16 +21,17 @@ from typing import Any, ClassVar
 import numpy as np
 
 from kvmover.cache.ledger import AccountGroup
-from kvmover.config import load
+from kvmover.cache.page_tiers import FinishedJob, PageJob, PageRequest, PageTier, PageVerb
+from kvmover.config import Settings, load
+from kvmover.engines.common import open_row_tier
 from kvmover.engines.vllm import engine
-from kvmover.engines.vllm.chunk_store import DROPPED, ChunkJob, ChunkStore, ChunkVerb, EndedJob
+from kvmover.engines.vllm.block_store import page_of
 from kvmover.engines.vllm.options import parse_tier
 from kvmover.engines.vllm.request_accounts import RequestAccounts
 from kvmover.engines.vllm.served_model import PEER_TIER, ServedModel, weights_of_tier
 from kvmover.engines.vllm.weight_updates import follow_in_scheduler
 from kvmover.observe.logs import Guest
 from kvmover.observe.observers import Observers, begin_logs
-from kvmover.store import Got, Put
 from kvmover.transport import Memory, MemoryKind
 
 _offload: Any = import_module("vllm.v1.kv_offload.base")
@@ -38,7 +42,6 @@ _platform: Any = import_module("vllm.platforms").current_platform
 
 OffloadingConnector: Any = _connector.OffloadingConnector
 SecondaryTierManager: Any = _tiers.SecondaryTierManager
-AsyncLookupManager: Any = import_module("vllm.v1.kv_offload.tiering.async_lookup").AsyncLookupManager
 JobResult: Any = _tiers.JobResult
 RequestOffloadingContext: Any = _offload.RequestOffloadingContext
 OffloadingEvent: Any = _offload.OffloadingEvent
@@ -100,33 +103,192 @@ log = logging.getLogger(__name__)
 
 #: vLLM's own counters say how many bytes and jobs there were of each tier; these say how each chunk ended.
 _METRICS = {
-    ChunkVerb.STORE: (
+    PageVerb.WRITE: (
         "vllm:kvmover_tier_stores",
         "Chunks that vLLM gave to the page store, by how that ended: written, present, failed, dropped.",
-        (Put.WRITTEN, Put.PRESENT, Put.FAILED, DROPPED),
     ),
-    ChunkVerb.LOAD: (
+    PageVerb.READ: (
         "vllm:kvmover_tier_loads",
         "Chunks that vLLM asked of the page store, by how that ended: read, absent, evicted, poisoned, failed.",
-        tuple(Got),
     ),
 }
 
 
-class StoreLookups(AsyncLookupManager):
-    """Look-ups of a step, done in a thread of their own while the model computes; a store that fails has nothing."""
+@dataclass(slots=True, eq=False)
+class Looked:
+    """The chunks that a request looked up. `found`: by key, None until it is known. `new`: keys of the next look-up, by
+    the names of their pages.
 
-    def __init__(self, chunks: ChunkStore, tier_type: str) -> None:
-        self._chunks = chunks  # before the thread starts that asks for it
-        AsyncLookupManager.__init__(self, tier_type)
+    Of a tier that needs a request: `pages` says which, and its pages are named by `hashes` of the tokens of `request`.
+    """
 
-    def batch_lookup(self, keys: list[bytes], req_context: Any) -> list[bool]:
-        """Whether each chunk is stored. Called in that thread."""
-        return self._chunks.exists(keys)
+    pages: PageRequest | None = None
+    request: Any = None
+    hashes: list[bytes] = field(default_factory=list[bytes])
+    found: dict[bytes, bool | None] = field(default_factory=dict[bytes, bool | None])
+    new: dict[bytes, bytes] = field(default_factory=dict[bytes, bytes])
 
 
-class KvmoverTier(SecondaryTierManager):
-    """Chunks of vLLM's CPU tier in a page store that any number of engines share. Every failure is a miss.
+class PageTierManager(SecondaryTierManager):
+    """A PageTier as vLLM's manager of tiers drives one. Every failure is a miss.
+
+    A subclass opens the tier and has the methods that raise NotImplementedError here.
+    """
+
+    def serve(self, tier: PageTier, settings: Settings, logger: str) -> None:
+        """Begin: `tier` belongs to this from now on."""
+        self._tier: PageTier | None = tier
+        self._requests: dict[str, Looked] = {}
+        self._jobs: dict[int, tuple[Any, list[bytes]]] = {}
+        self._lookups: dict[int, tuple[Looked, list[bytes]]] = {}
+        self._serial = 0
+        self._results: list[Any] = []
+        self._counts: Counter[tuple[PageVerb, str]] = Counter()
+        self._end_logs = begin_logs(settings.logging, None if log.hasHandlers() else Guest(engine.LOG, logger))
+
+    # A subclass's own
+
+    def name(self, key: bytes, looked: Looked, req_context: Any) -> bytes | None:
+        """Returns the name of a chunk's page; None where the tier has none for it."""
+        raise NotImplementedError
+
+    def begun(self, req_context: Any) -> Looked:
+        """Returns the state of a request that is new."""
+        return Looked()
+
+    def counted(self, verb: PageVerb, outcome: str) -> tuple[str, tuple[str, ...]]:
+        """Returns the counter of an outcome, and the values of its labels."""
+        raise NotImplementedError
+
+    def stored(self, keys: list[bytes]) -> None:
+        """Hear of chunks that are stored now."""
+
+    # Look-ups
+
+    def on_new_request(self, req_context: Any) -> Any:
+        """Returns that chunks are stored when they are computed, by whatever request."""
+        self._requests[req_context.req_id] = self.begun(req_context)
+        return RequestOffloadingContext()
+
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        """Returns HIT or MISS, or RETRY until the tier has answered."""
+        if self._tier is None:
+            return MISS
+        looked = self._requests.get(req_context.req_id)
+        if looked is None:
+            looked = self._requests[req_context.req_id] = self.begun(req_context)
+        if key not in looked.found:
+            name = self.name(key, looked, req_context)
+            looked.found[key] = False if name is None else None
+            if name is not None:
+                looked.new[name] = key
+        if looked.found[key] is None:
+            self._hear(self._tier)
+        found = looked.found[key]
+        if found is None:
+            return RETRY
+        return HIT if found else MISS
+
+    def on_schedule_end(self, context: Any) -> None:
+        """Submit the look-ups of this step, one job a request."""
+        for looked in self._requests.values():
+            if looked.new and self._tier:
+                self._serial += 1
+                self._lookups[self._serial] = looked, list(looked.new.values())
+                self._tier.lookup(PageJob(self._serial, tuple(looked.new), request=looked.pages))
+                looked.new = {}
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """Forget the request's look-ups; the tier gives back pages that were found and not read."""
+        looked = self._requests.pop(req_context.req_id, None)
+        if self._tier and looked is not None and looked.pages is not None:
+            self._tier.release(looked.pages)
+
+    # Chunks
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """Write chunks, which vLLM keeps as they are until the job has ended."""
+        assert self._tier, "vLLM submits nothing after `shutdown`"
+        self._tier.write(self._job(job_metadata))
+
+    def submit_load(self, job_metadata: Any) -> None:
+        """Read chunks, into rows that belong to the job until it has ended."""
+        assert self._tier, "vLLM submits nothing after `shutdown`"
+        job, looked = self._job(job_metadata), self._requests.get(job_metadata.req_context.req_id)
+        if looked is not None and looked.pages is not None:  # such a tier may bring no others: they are looked up again
+            own = set(job_metadata.keys)
+            looked.found = {key: found for key, found in looked.found.items() if found is None or key in own}
+        self._tier.read(job)
+
+    def _job(self, job: Any) -> PageJob:
+        looked = self._requests.get(job.req_context.req_id) or self.begun(job.req_context)
+        named = [
+            (key, name, row)
+            for key, row in zip(job.keys, job.chunk_ids.tolist(), strict=True)
+            if (name := self.name(key, looked, job.req_context)) is not None
+        ]
+        self._jobs[job.job_id] = job, [key for key, _, _ in named]
+        names, rows = tuple(name for _, name, _ in named), tuple(row for _, _, row in named)
+        return PageJob(job.job_id, names, rows, looked.pages)
+
+    def get_finished_jobs(self) -> Iterable[Any]:
+        """Returns jobs that have ended. A chunk that could not be read is a miss, and is not looked up again."""
+        if self._tier:
+            self._hear(self._tier)
+        taken, self._results = self._results, []
+        return taken
+
+    def _hear(self, tier: PageTier) -> None:
+        for ended in tier.finished():
+            if ended.verb is PageVerb.LOOKUP:
+                looked, keys = self._lookups.pop(ended.job.number)
+                looked.found.update(zip(keys, ended.done, strict=True))
+            else:
+                self._counts.update({(ended.verb, outcome): count for outcome, count in ended.outcomes.items()})
+                self._results.append(self._result(ended))
+
+    def _result(self, ended: FinishedJob) -> Any:
+        job, keys = self._jobs.pop(ended.job.number)
+        whole = [key for key, done in zip(keys, ended.done, strict=True) if done]
+        loads, looked = ended.verb is PageVerb.READ, self._requests.get(job.req_context.req_id)
+        if loads and looked is not None:
+            looked.found.update(dict.fromkeys(set(keys) - set(whole), False))
+        elif whole and not loads:
+            self.stored(whole)
+        return JobResult(
+            job_id=job.job_id,
+            success=ended.ok,
+            successful_keys=whole if loads else None,
+            transfer_time=ended.seconds,
+            transfer_bytes=ended.nbytes,
+        )
+
+    def drain_jobs(self) -> None:
+        """Return when no row is read or written any more."""
+        if self._tier:
+            self._tier.settle()
+
+    def shutdown(self) -> None:
+        """End what was submitted, and close the tier. Safe to call twice."""
+        tier, self._tier = self._tier, None
+        if tier:
+            tier.close()
+            self._end_logs()
+
+    def get_stats(self) -> Any:
+        """Returns chunks by how they ended since the last call; None for none."""
+        counts, self._counts = self._counts, Counter()
+        if not counts:
+            return None
+        stats = TierStats()
+        for (verb, outcome), count in counts.items():
+            name, labels = self.counted(verb, outcome)
+            stats.increase_counter(name, count, labels)
+        return stats
+
+
+class KvmoverTier(PageTierManager):
+    """Chunks of vLLM's CPU tier in a page store that any number of engines share.
 
     vLLM loads it by `"type": "KvmoverTier", "module_path": "kvmover.engines.vllm"` in `secondary_tiers`.
     """
@@ -151,12 +313,9 @@ class KvmoverTier(SecondaryTierManager):
         weights = weights_of_tier(config.model.name, options.model or config.model.name, settings)
         self._weights, self._page_tokens, self._tenant = weights, chunk_tokens(config), options.tenant
         space = weights.namespace(self._page_tokens, self._tenant)
-        what = chunk_content(offloading_spec)
-        memory = memory_of_view(primary_kv_view)
-        self._chunks: ChunkStore | None = ChunkStore.open(settings.store, space, what, memory, self.block_size_bytes)
-        self._lookups = StoreLookups(self._chunks, tier_type)
-        guest = None if log.hasHandlers() else Guest(engine.LOG, "kvmover tier")
-        self._end_logs = begin_logs(settings.logging, guest)
+        what, memory = chunk_content(offloading_spec), memory_of_view(primary_kv_view)
+        self._store_tier = open_row_tier(settings.store, space, what, memory, self.block_size_bytes)
+        self.serve(self._store_tier, settings, "kvmover tier")
         log.info("%s", weights.told())
         log.info("%d chunks of %d bytes in %s: %s", len(primary_kv_view), self.block_size_bytes, space, what)
         follow_in_scheduler(config.engine_id, self)
@@ -165,109 +324,37 @@ class KvmoverTier(SecondaryTierManager):
         """Other weights are served than at the start, `version` by the caller's word: go on with chunks of these; None:
         with none. vLLM's own memory is empty when there is a version."""
         weights = self._weights.updated(version)
-        if self._chunks:
-            self._chunks.become(weights.namespace(self._page_tokens, self._tenant) if weights.is_known else None)
+        if self._tier:
+            self._store_tier.become(weights.namespace(self._page_tokens, self._tenant) if weights.is_known else None)
             weights.log()
 
-    # Look-ups
-
-    def on_new_request(self, req_context: Any) -> Any:
-        """Chunks are stored when they are computed, whatever request they are of."""
-        return RequestOffloadingContext()
-
-    def lookup(self, key: bytes, req_context: Any) -> Any:
-        """HIT or MISS, or RETRY until the thread has looked."""
-        found = self._lookups.lookup(key, req_context)
-        if found is None:
-            return RETRY
-        return HIT if found else MISS
-
-    def on_schedule_end(self, context: Any) -> None:
-        """What was asked for in this step is looked up now."""
-        self._lookups.flush()
-
-    def on_request_finished(self, req_context: Any) -> None:
-        """What was found for this request alone is forgotten."""
-        self._lookups.cleanup(req_context.req_id)
+    def name(self, key: bytes, looked: Looked, req_context: Any) -> bytes | None:
+        """Returns the page that vLLM's hash, and its number of the cache group, name."""
+        return page_of(key)
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
-        """What is used on the device or the host is not the next to go from the store."""
-        if self._chunks:
-            self._chunks.touch(tuple(keys))
+        """Mark chunks as used on the device or the host: the store evicts them last."""
+        if self._tier:
+            self._tier.touch(map(page_of, tuple(keys)))
 
-    # Chunks
-
-    def submit_store(self, job_metadata: Any) -> None:
-        """Write chunks, which vLLM keeps as they are until the job has ended."""
-        self._open.submit_store(_job(job_metadata))
-
-    def submit_load(self, job_metadata: Any) -> None:
-        """Read chunks, into rows that are nobody's until the job has ended."""
-        self._open.submit_load(_job(job_metadata))
-
-    def get_finished_jobs(self) -> Iterable[Any]:
-        """Jobs that have ended. Of a load in part the rest is a miss, for which nobody asks the store again."""
-        return [self._result(ended) for ended in (self._chunks.ended() if self._chunks else ())]
-
-    def _result(self, ended: EndedJob) -> Any:
-        job = ended.job
-        whole = tuple(key for key, done in zip(job.keys, ended.done, strict=True) if done)
-        loads = ended.verb is ChunkVerb.LOAD
-        if loads:
-            self._lookups.mark_miss(set(job.keys) - set(whole))
-        elif self._tells and whole:
-            self._events.append(OffloadingEvent(list(whole), self.medium, False, self.locality))
-        return JobResult(
-            job_id=job.number,
-            success=ended.ok,
-            successful_keys=whole if loads else None,
-            transfer_time=ended.seconds,
-            transfer_bytes=ended.nbytes,
-        )
+    def stored(self, keys: list[bytes]) -> None:
+        """Tell of stored chunks, where events are on."""
+        if self._tells:
+            self._events.append(OffloadingEvent(keys, self.medium, False, self.locality))
 
     def take_events(self) -> Sequence[Any]:
         """KV events of chunks that were stored since the last call."""
         taken, self._events = self._events, []
         return taken
 
-    def drain_jobs(self) -> None:
-        """Return when no row is read or written any more."""
-        if self._chunks:
-            self._chunks.settle()
-
-    def shutdown(self) -> None:
-        """Store what was submitted, and close the store. Safe to call twice."""
-        chunks, self._chunks = self._chunks, None
-        if chunks:
-            self._lookups.shutdown()
-            chunks.close()
-            self._end_logs()
-
-    @property
-    def _open(self) -> ChunkStore:
-        assert self._chunks, "vLLM submits nothing after `shutdown`"
-        return self._chunks
-
-    # Metrics
-
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         """Counters in vLLM's own registry."""
-        return {name: CounterMetadata(text, ("outcome",)) for name, text, _ in _METRICS.values()}
+        return {name: CounterMetadata(text, ("outcome",)) for name, text in _METRICS.values()}
 
-    def get_stats(self) -> Any:
-        """Chunks by how they ended since the last call; None for none."""
-        counts = self._chunks.take_counts() if self._chunks else None
-        if not counts:
-            return None
-        stats = TierStats()
-        for (verb, outcome), count in counts.items():
-            stats.increase_counter(_METRICS[verb][0], count, (str(outcome),))
-        return stats
-
-
-def _job(job: Any) -> ChunkJob:
-    return ChunkJob(job.job_id, tuple(job.keys), tuple(job.chunk_ids.tolist()))
+    def counted(self, verb: PageVerb, outcome: str) -> tuple[str, tuple[str, ...]]:
+        """Returns the counter of the verb, with the outcome as its label."""
+        return _METRICS[verb][0], (str(outcome),)
 
 
 class KvmoverOffloadingConnector(OffloadingConnector):

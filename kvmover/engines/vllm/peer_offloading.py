@@ -6,36 +6,34 @@ a chunk's bytes are of the model, the connector says: neither is told to a tier.
 
 from __future__ import annotations
 
+import ctypes
 import logging
-from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
 from importlib import import_module
 from typing import Any, ClassVar
 from weakref import ReferenceType, ref
 
+from kvmover.cache.page_tiers import LENT, PageRequest, PageVerb, RemoteTier
+from kvmover.cache.prefix import DEFAULT_NAMESPACE, KeyUnits, RadixKey
 from kvmover.config import ConfigError
 from kvmover.engines.common import UPDATED, EngineUnsupported, Neighbours, odd_ones, open_peer_tier
 from kvmover.engines.vllm import engine
 from kvmover.engines.vllm.offloading import (
-    HIT,
-    MISS,
-    RETRY,
     CounterMetadata,
-    JobResult,
-    RequestOffloadingContext,
+    Looked,
+    PageTierManager,
     SecondaryTierManager,
-    TierStats,
     chunk_tokens,
     memory_of_view,
 )
 from kvmover.engines.vllm.options import parse_peer_tier
-from kvmover.engines.vllm.peer_chunks import ChunkLayout, PeerChunks, PeerPrompt, TokenOrder
+from kvmover.engines.vllm.request_content import is_tokens_alone, token_hashes
 from kvmover.engines.vllm.served_model import ServedModel, weights_of_tier
 from kvmover.engines.vllm.weight_updates import follow_in_scheduler
-from kvmover.layout import Component, Fleet
-from kvmover.observe.logs import Guest
-from kvmover.observe.observers import begin_logs
-from kvmover.transport import NixlTransport
+from kvmover.layout import Component, Fleet, Layout, Pool, PoolSpec
+from kvmover.transport import Memory, NixlTransport
 
 _policies: Any = import_module("vllm.v1.kv_offload.cpu.policies.lru")
 LRUCachePolicy: Any = _policies.LRUCachePolicy
@@ -56,7 +54,7 @@ class LendingPolicy(LRUCachePolicy):
 
     def __init__(self, cache_capacity: int) -> None:
         LRUCachePolicy.__init__(self, cache_capacity)
-        self.lender: PeerChunks | None = None
+        self.lender: RemoteTier | None = None
         LendingPolicy._last = ref(self)
 
     @classmethod
@@ -85,6 +83,45 @@ class LendingPolicy(LRUCachePolicy):
         LRUCachePolicy.clear(self)
 
 
+class TokenOrder(StrEnum):
+    """Which of tokens and heads is outside in a layer's part of a chunk, by vLLM's names of layouts."""
+
+    TOKEN_FIRST = "LBNHC"
+    HEAD_FIRST = "LBHNC"
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLayout:
+    """How a chunk lies in memory: `row_bytes` a chunk, in it layer after layer of `component`, K beside V of a head."""
+
+    component: Component
+    tokens: int
+    row_bytes: int
+    order: TokenOrder
+
+    def pool(self, memory: Memory) -> Pool:
+        """All chunks of `memory`, which stays its owner's and must outlive the pool. Raises EngineUnsupported."""
+        import torch
+
+        size, part = self.component.element_bytes, self.component
+        content = part.kv * part.dim
+        layer, rest = self.tokens * part.heads * content, self.row_bytes % size
+        if rest or part.layers * layer * size > self.row_bytes:
+            raise EngineUnsupported(
+                f"{part.layers} layers of {self.tokens} tokens take {part.layers * layer * size} B; rows of vLLM's host"
+                f" memory have {self.row_bytes} B: peers share attention over all tokens, of one cache group"
+            )
+        heads_out = self.order is TokenOrder.HEAD_FIRST
+        token, head = (content, self.tokens * content) if heads_out else (part.heads * content, content)
+        layout = Layout(
+            ("page", "layer", "kv", "head", "token", "dim"),
+            (memory.nbytes // self.row_bytes, part.layers, part.kv, part.heads, self.tokens, part.dim),
+            (self.row_bytes // size, layer, part.dim, head, token, 1),
+        )
+        every = (ctypes.c_uint8 * memory.nbytes).from_address(memory.address)  # a view of the view would keep it alive
+        return Pool(PoolSpec(part, layout), (torch.frombuffer(every, dtype=torch.uint8),))
+
+
 def chunk_layout(config: Any, component: Component, row_bytes: int) -> ChunkLayout:
     """Of vLLM's canonical layout. Raises EngineUnsupported for others."""
     odd = {
@@ -100,7 +137,7 @@ def chunk_layout(config: Any, component: Component, row_bytes: int) -> ChunkLayo
     return ChunkLayout(component, chunk_tokens(config), row_bytes, TokenOrder(config.kv_cache_layout))
 
 
-class KvmoverPeerTier(SecondaryTierManager):
+class KvmoverPeerTier(PageTierManager):
     """Chunks in the host memory of other engines, of any TP, block size and make. Every failure is a miss.
 
     vLLM loads it by `"type": "KvmoverPeerTier", "module_path": "kvmover.engines.vllm"` in `secondary_tiers`, where it
@@ -134,18 +171,16 @@ class KvmoverPeerTier(SecondaryTierManager):
         weights = weights_of_tier(config.model.name, model, settings).of_tenant(options.tenant)
         tier = open_peer_tier(settings, weights, Fleet(page_tokens=layout.tokens), 0, [pool])
         assert tier is not None
-        neighbours = Neighbours([tier], settings.peers)
-        self._served, self._results, self._weights = served, list[Any](), weights
-        self._keys: dict[int, dict[int, bytes]] = {}
-        self._chunks: PeerChunks | None = PeerChunks(tier, layout.tokens, neighbours.close)
-        self._policy, self._neighbours = policy, neighbours
-        self._end_logs = begin_logs(settings.logging, None if log.hasHandlers() else Guest(engine.LOG, "kvmover peers"))
+        self._served, self._weights, self._chunk_tokens = served, weights, layout.tokens
+        self._policy, self._neighbours = policy, Neighbours([tier], settings.peers)
+        self._remote = RemoteTier(tier, layout.tokens, self._neighbours.close)
+        self.serve(self._remote, settings, "kvmover peers")
         try:
-            neighbours.lay_out([tier.card])
+            self._neighbours.lay_out([tier.card])
         except BaseException:
             self.shutdown()
             raise
-        policy.lender = self._chunks
+        policy.lender = self._remote
         log.info("%s", weights.told())
         log.info("%s lends %d chunks of %d tokens", settings.peers.address, len(primary_kv_view), layout.tokens)
         follow_in_scheduler(config.engine_id, self)
@@ -154,94 +189,33 @@ class KvmoverPeerTier(SecondaryTierManager):
         """Other weights are served than at the start, `version` by the caller's word: lend and read chunks of these;
         None: none. vLLM's own memory is empty when there is a version."""
         weights = self._weights.updated(version)
-        if self._chunks:
+        if self._tier:
             weights.log()
-            tier = self._chunks.tier
-            tier.rejoin(partial(NixlTransport, f"peers-{tier.engine}"), weights.identity, UPDATED)
-            self._neighbours.lay_out([tier.card])
+            peers = self._remote.peers
+            peers.rejoin(partial(NixlTransport, f"peers-{peers.engine}"), weights.identity, UPDATED)
+            self._neighbours.lay_out([peers.card])
 
-    # Look-ups
-
-    def on_new_request(self, req_context: Any) -> Any:
-        """Chunks are lent when they are computed, whatever request they are of."""
+    def begun(self, req_context: Any) -> Looked:
+        """Returns the state of a request, without pages where other things than tokens make its KV."""
         request = self._served.request(req_context.req_id)
-        prompt = self._chunks.prompt(request) if self._chunks and request is not None else None
-        if prompt is not None:
-            req_context.set_state(prompt)
-        return RequestOffloadingContext()
+        if request is None or not is_tokens_alone(request):
+            return Looked()
+        tokens = request.all_token_ids[: request.num_tokens // self._chunk_tokens * self._chunk_tokens]
+        key = RadixKey.of(list(tokens), DEFAULT_NAMESPACE, KeyUnits.PLAIN)
+        return Looked(PageRequest(req_context.req_id, key), request)
 
-    def lookup(self, key: bytes, req_context: Any) -> Any:
-        """HIT or MISS, or RETRY until peers have answered, or had the time to."""
-        prompt, end = req_context.get_state(PeerPrompt), req_context.get_offload_key_position(key)
-        if self._chunks is None or prompt is None or end is None:
-            return MISS
-        found = self._chunks.has(prompt, end)
-        if found is None:
-            return RETRY
-        return HIT if found else MISS
-
-    def on_request_finished(self, req_context: Any) -> None:
-        """What was offered for it, and was not read, is given back."""
-        prompt = req_context.get_state(PeerPrompt)
-        if self._chunks is not None and prompt is not None:
-            self._chunks.give_up(prompt)
-
-    # Chunks
-
-    def submit_store(self, job_metadata: Any) -> None:
-        """Chunks are whole in vLLM's memory: they are lent from there, and nothing is copied."""
-        prompt = job_metadata.req_context.get_state(PeerPrompt)
-        if self._chunks is not None and prompt is not None:
-            self._chunks.came(prompt, self._rows(job_metadata))
-        self._results.append(JobResult(job_id=job_metadata.job_id, success=True))
-
-    def submit_load(self, job_metadata: Any) -> None:
-        """Read chunks, into rows that are nobody's until the job has ended."""
-        prompt = job_metadata.req_context.get_state(PeerPrompt)
-        assert self._chunks is not None
-        rows = self._rows(job_metadata)
-        self._keys[job_metadata.job_id] = dict(zip(rows, job_metadata.keys, strict=True))
-        self._chunks.load(job_metadata.job_id, prompt, rows)
-
-    def _rows(self, job: Any) -> dict[int, int]:
-        """By the number of the chunk in its request."""
-        assert self._chunks is not None
-        ends = [job.req_context.get_offload_key_position(key) for key in job.keys]
-        return {
-            end // self._chunks.chunk_tokens - 1: row for end, row in zip(ends, job.chunk_ids.tolist(), strict=True)
-        }
-
-    def get_finished_jobs(self) -> Iterable[Any]:
-        """Jobs that have ended. What could not be read is a miss."""
-        taken, self._results = self._results, []
-        for job in self._chunks.finished() if self._chunks else ():
-            whole = self._keys.pop(job.number)
-            keys = [key for chunk, key in whole.items() if chunk in job.done]
-            taken.append(
-                JobResult(
-                    job_id=job.number,
-                    success=len(keys) == len(whole),
-                    successful_keys=keys,
-                    transfer_time=job.seconds,
-                    transfer_bytes=len(keys) * self.block_size_bytes,
-                )
-            )
-        return taken
-
-    def drain_jobs(self) -> None:
-        """Return when no row is written any more."""
-        if self._chunks:
-            self._chunks.settle()
+    def name(self, key: bytes, looked: Looked, req_context: Any) -> bytes | None:
+        """Returns the hash of the tokens up to the end of the chunk; None while they are not all known."""
+        end: int | None = req_context.get_offload_key_position(key)
+        if looked.request is None or end is None:
+            return None
+        page, hashes = end // self._chunk_tokens - 1, token_hashes(looked, self._chunk_tokens)
+        return hashes[page] if page < len(hashes) else None
 
     def shutdown(self) -> None:
-        """Lend nothing any more, and ask nobody. Safe to call twice."""
-        chunks, self._chunks = self._chunks, None
-        if chunks:
-            self._policy.lender = None
-            chunks.close()
-            self._end_logs()
-
-    # Metrics
+        """Lend nothing any more, and ask no peer. Safe to call twice."""
+        self._policy.lender = None
+        PageTierManager.shutdown(self)
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
@@ -251,13 +225,6 @@ class KvmoverPeerTier(SecondaryTierManager):
             _LENT: CounterMetadata("Chunks of the host's memory that came to be lent to peers."),
         }
 
-    def get_stats(self) -> Any:
-        """Those since the last call; None for none."""
-        counts = self._chunks.take_counts() if self._chunks else None
-        if not counts:
-            return None
-        stats = TierStats()
-        stats.increase_counter(_LENT, counts.pop("lent", 0))
-        for outcome, count in counts.items():
-            stats.increase_counter(_LOADS, count, (outcome,))
-        return stats
+    def counted(self, verb: PageVerb, outcome: str) -> tuple[str, tuple[str, ...]]:
+        """Returns the counter of lent chunks, or that of loads with the outcome as its label."""
+        return (_LENT, ()) if outcome == LENT else (_LOADS, (outcome,))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
+from kvmover.cache.prefix import chain
 from kvmover.engines.common import PromptHasher, PromptInput, PromptParts, adapter_parts, content_of, digest_of_tensors
 from kvmover.transfer.protocol.content import Content
 
@@ -79,3 +80,28 @@ class RequestContent:
     def latest(self) -> tuple[Content, ...]:
         """The contents that `grown_to` returned last, for a request that is offered again after a preemption."""
         return tuple(self._latest)
+
+
+def is_tokens_alone(request: Any) -> bool:
+    """Whether token ids say all of what a request's KV is of: no images, adapters, embeddings or salt beside them."""
+    beside = (getattr(request, name, None) for name in ("mm_features", "lora_request", "cache_salt"))
+    return not any(beside) and getattr(request, "prompt_embeds", None) is None
+
+
+class Hashed(Protocol):
+    """A request of vLLM's, and the hashes of its pages so far."""
+
+    request: Any
+    hashes: list[bytes]
+
+
+def token_hashes(known: Hashed, block_tokens: int) -> Sequence[bytes]:
+    """Hashes that engines of any make take of the same tokens, SGLang's among them. A request of which other things
+    than tokens make its KV has none."""
+    if not is_tokens_alone(known.request):
+        return ()
+    done, tokens = len(known.hashes), known.request.all_token_ids
+    if (whole := len(tokens) // block_tokens) > done:
+        more = tokens[done * block_tokens : whole * block_tokens]
+        known.hashes += chain(known.hashes[-1] if done else b"", more, block_tokens)
+    return known.hashes

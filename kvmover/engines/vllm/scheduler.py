@@ -13,7 +13,6 @@ from enum import Enum, Flag, auto
 from time import monotonic
 from typing import Any, Protocol
 
-from kvmover.cache.prefix import chain
 from kvmover.engines.common import FirstToken
 from kvmover.engines.vllm.connector_metadata import (
     AbortSpec,
@@ -169,18 +168,6 @@ class Live:
 def vllm_hashes(known: Live, _: int) -> Sequence[bytes]:
     """vLLM's own, of all whole blocks of a request: by these vLLM alone finds pages."""
     return known.request.block_hashes
-
-
-def token_hashes(known: Live, block_tokens: int) -> Sequence[bytes]:
-    """Hashes that engines of any make take of the same tokens, SGLang's among them. A request of which other things
-    than tokens make its KV has none."""
-    if not is_tokens_alone(known.request):
-        return ()
-    done, tokens = len(known.hashes), known.request.all_token_ids
-    if (whole := len(tokens) // block_tokens) > done:
-        more = tokens[done * block_tokens : whole * block_tokens]
-        known.hashes += chain(known.hashes[-1] if done else b"", more, block_tokens)
-    return known.hashes
 
 
 @dataclass(slots=True)
@@ -592,9 +579,3 @@ def is_asked_for_its_prompt(request: Any) -> bool:
     engine that is asked for them fetches any KV."""
     sampling = getattr(request, "sampling_params", None)
     return getattr(sampling, "prompt_logprobs", None) is not None
-
-
-def is_tokens_alone(request: Any) -> bool:
-    """Whether token ids say all of what a request's KV is of: no images, adapters, embeddings or salt beside them."""
-    beside = (getattr(request, name, None) for name in ("mm_features", "lora_request", "cache_salt"))
-    return not any(beside) and getattr(request, "prompt_embeds", None) is None

@@ -30,7 +30,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvmover.config import ConfigError
 from kvmover.engines.common import EngineUnsupported, WeightSource
-from kvmover.engines.vllm.peer_chunks import ChunkLayout, TokenOrder
+from kvmover.engines.vllm.peer_offloading import ChunkLayout, TokenOrder
 from kvmover.engines.vllm.served_model import ServedModel
 from kvmover.layout import Component, Pool
 from kvmover.transport import Memory, MemoryKind
@@ -112,7 +112,7 @@ class Offload(Managed):
 
     def met(self, address: str) -> None:
         stop = time.monotonic() + 30
-        while not self.tier._chunks.tier.ranks(address):
+        while not self.tier._remote.peers.ranks(address):
             assert time.monotonic() < stop
             time.sleep(0.01)
 
@@ -276,7 +276,9 @@ def test_a_peer_that_went_away_costs_a_miss(start: Callable[..., Offload]) -> No
     while found is LookupResult.RETRY:
         assert time.monotonic() < stop
         found = second.manager.lookup(keys[0], context)
-        second.tier._chunks.tier.wait(0.01)
+        if found is LookupResult.RETRY:
+            second.step()
+            second.tier._remote.peers.wait(0.01)
     assert found is LookupResult.HIT_PENDING  # the peer offers it
     first.close()
     second.step()  # the read begins
@@ -292,8 +294,12 @@ def test_a_request_of_more_than_tokens_is_neither_lent_nor_asked_for(start: Call
     first, second = pair(start, (16, "LBHNC"), (16, "LBHNC"))
     prompt = Prompt("salted", PROMPT)
     prompt.cache_salt = "salt"  # type: ignore[attr-defined]
-    assert first.tier._chunks.prompt(prompt) is None
-    assert second.tier._chunks.prompt(Prompt("plain", PROMPT)) is not None
+    plain = Prompt("plain", PROMPT)
+    for engine in (first, second):
+        engine.served.seen(prompt)
+        engine.served.seen(plain)
+        assert engine.tier.begun(ReqContext("salted")).pages is None
+        assert engine.tier.begun(ReqContext("plain")).pages is not None
 
 
 def test_an_engine_that_cannot_lend_says_so(start: Callable[..., Offload]) -> None:
@@ -312,10 +318,10 @@ def test_an_engine_that_cannot_lend_says_so(start: Callable[..., Offload]) -> No
 def test_an_engine_whose_weights_are_updated_shares_chunks_of_its_version_alone(start: Callable[..., Offload]) -> None:
     first, second = pair(start, (16, "LBHNC"), (32, "LBNHC"))
     first.compute(PROMPT)
-    own = first.tier._chunks.tier.engine, second.tier._chunks.tier.engine
+    own = first.tier._remote.peers.engine, second.tier._remote.peers.engine
     first.core().collective_rpc(by_a_trainers_extension)
     assert second.ask(PROMPT) == 0
-    assert not second.tier._chunks.tier.ranks(own[0])
+    assert not second.tier._remote.peers.ranks(own[0])
     second.core().collective_rpc(by_a_trainers_extension)
     for engine in (first, second):
         engine.core().set_weight_version("7")

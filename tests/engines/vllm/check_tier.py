@@ -215,18 +215,18 @@ def test_chunks_are_shared_by_the_version_of_weights_that_were_updated_and_by_no
 def test_a_version_of_the_weights_counts_when_no_chunk_of_before_is_under_way(offload: Callable[..., Offload]) -> None:
     engine = offload()
     (tier,) = engine.manager.secondary_tiers
-    core, start = core_of_manager(engine.config.engine_id, engine.manager), tier._chunks.space
+    core, start = core_of_manager(engine.config.engine_id, engine.manager), tier._store_tier.space
     core.collective_rpc(by_a_trainers_extension)
     context = ReqContext("before")
     engine.manager.on_new_request(context)
     placed = engine.manager.prepare_store(PROMPT, context)
     engine.manager.complete_store(placed.keys_to_store, context)
     core.set_weight_version("7")
-    assert tier._chunks.space == start
+    assert tier._store_tier.space == start
     engine.manager.on_request_finished(context)
     engine.finish()
     core.post_step(True)
-    assert tier._chunks.space != start
+    assert tier._store_tier.space != start
     assert engine.ask(PROMPT) == [None] * 6
 
 
@@ -295,7 +295,7 @@ def test_a_slow_store_does_not_pin_the_host(offload: Callable[..., Offload]) -> 
     context = ReqContext("fast")
     engine.manager.on_new_request(context)
     keys = [make_offload_key(bytes([number]) * 32, 0) for number in range(10)]
-    with segments_of(tier._chunks.store).writing:  # a disk that takes its time
+    with segments_of(tier._store_tier.store).writing:  # a disk that takes its time
         for key in keys:
             placed = engine.manager.prepare_store([key], context)
             engine.memory[placed.store_spec.chunk_ids[0], :BLOCK_BYTES] = key[0] + 1
@@ -330,12 +330,12 @@ def test_what_vllm_uses_on_the_device_stays_in_the_store(offload: Callable[..., 
     (tier,) = engine.manager.secondary_tiers
     engine.manager.touch(keys[:2], ReqContext("hits"))
     stop = time.monotonic() + 60
-    while tier._chunks._touched:
+    while tier._store_tier._touched:
         assert time.monotonic() < stop
         time.sleep(0.001)
     for key in keys[4:10]:
         engine.compute([key])
-    assert tier._chunks.exists(keys[:4]) == [True, True, False, False]
+    assert offload().ask(keys[:4]) == [1, 2, None, None]
 
 
 def test_stored_chunks_are_announced_where_vllm_is_asked_to(offload: Callable[..., Offload]) -> None:
