@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         verify_stores,
     )
     from kvmover.store.files import DIRECT_BYTES, Access, FileRun, Files, OpenFile, PlainFiles, memory_of_buffer
-    from kvmover.store.keeper.command import serve_keeper
+    from kvmover.store.keeper.server import serve_keeper
     from kvmover.store.location import is_keeper, is_service, store_location
     from kvmover.store.machine import Machine, this_machine
     from kvmover.store.manifest import Found, namespaces
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "command": ("StoreRow", "chosen_stores", "clear_stores", "collect_stores", "stat_stores", "verify_stores"),
     "files": ("DIRECT_BYTES", "Access", "FileRun", "Files", "OpenFile", "PlainFiles", "memory_of_buffer"),
-    "keeper.command": ("serve_keeper",),
+    "keeper.server": ("serve_keeper",),
     "location": ("is_keeper", "is_service", "store_location"),
     "manifest": ("Found", "namespaces"),
     "namespace": ("HASH_BYTES", "Namespace"),

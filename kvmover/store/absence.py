@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvmover.store.budget import DELETIONS
-from kvmover.store.deletion import EMPTY, DeletionDoor, Look, Permit, Seen, TwoLooks
+from kvmover.store.deletion import DELETIONS, EMPTY, DeletionDoor, Look, Permit, Seen, TwoLooks
 from kvmover.store.files import close_quietly, is_absent, open_shared
 from kvmover.store.head import whole_records
 from kvmover.store.machine import NO_BOOT

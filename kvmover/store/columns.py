@@ -1,11 +1,13 @@
 """NumberColumns are numbers of many rows, one array each; a PageTable finds the row of a page's hash among millions.
 
 A row is taken and given back. One number is read through a memoryview, in a third of the time that numpy takes; many
-at once through numpy. Both look at the same memory.
+at once through numpy. Both look at the same memory, GrowingNumbers, which the kernel gives a longer range of addresses:
+a copy of an index of a million objects takes longer than its lock may be held.
 """
 
 from __future__ import annotations
 
+import mmap
 import struct
 from array import array
 from collections.abc import Sequence
@@ -14,8 +16,51 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvmover.store.growing import GrowingNumbers
 from kvmover.store.namespace import HASH_BYTES
+
+
+class GrowingNumbers:
+    """Numbers of one type, zeros where nobody wrote. Memory is taken when it is written.
+
+    `numbers` and `view` are the same memory, for numpy and for one number at a time; both are others after `grow`.
+    """
+
+    __slots__ = ("_memory", "_type", "numbers", "view")
+
+    numbers: npt.NDArray[Any]
+    view: memoryview[int]
+
+    def __init__(self, code: str) -> None:
+        """`code`: of the type, as `array` has them."""
+        self._type = np.dtype(code)
+        self._memory = _memory(mmap.PAGESIZE)
+        self._look()
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def grow(self, count: int) -> None:
+        """Have at least `count` numbers, and those that were there."""
+        nbytes = -(-count * self._type.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
+        if nbytes <= len(self._memory):
+            return
+        self.numbers, self.view = np.zeros(0, self._type), memoryview(b"")
+        try:
+            self._memory.resize(nbytes)
+        except BufferError:  # somebody still looks at it
+            longer = _memory(nbytes)
+            longer[: len(self._memory)] = self._memory[:]
+            self._memory = longer
+        self._look()
+
+    def _look(self) -> None:
+        self.numbers = np.frombuffer(self._memory, self._type)
+        self.view = memoryview(self.numbers.data)
+
+
+def _memory(nbytes: int) -> mmap.mmap:
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
 
 Rows = npt.NDArray[np.int32]
 

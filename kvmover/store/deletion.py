@@ -3,6 +3,9 @@
 Grounds are two looks at the truth of different kinds that agree, or an order: a policy's, or a person's. An index is no
 look, since it may lag. Whatever unlinks a file of a segment, kills a header, gives blocks back, or removes an object of
 a service takes a `Permit`, which is made here alone.
+
+A DeletionBudget bounds what one process deletes as bad: with bad memory, or a stale cache, it finds every page bad.
+Beyond its budget it forgets them alone.
 """
 
 from __future__ import annotations
@@ -13,7 +16,39 @@ from enum import StrEnum
 from threading import Lock
 
 from kvmover.errors import StoreError
-from kvmover.store.budget import DeletionBudget
+
+#: Bad objects that a process may delete at once, and again in so many seconds.
+DELETIONS, _REFILL_S = 32, 3600
+
+
+@dataclass(slots=True)
+class DeletionBudget:
+    """What is left at second `asked_s`; it fills up again with time.
+
+    >>> budget = DeletionBudget(100)
+    >>> sum(budget.spend(1, 100) for _ in range(99)), budget.spend(1, 200), budget.spend(1, 300)
+    (32, False, True)
+
+    What may cost others more than all of it takes all of it.
+
+    >>> budget = DeletionBudget(100)
+    >>> budget.spend(1000, 100), budget.spend(1, 100), budget.spend(0, 100)
+    (True, False, True)
+    """
+
+    asked_s: float
+    _left: float = DELETIONS
+
+    def spend(self, count: int, now_s: float) -> bool:
+        """Returns whether `count` more may be deleted: all of them, or none."""
+        self._left = min(DELETIONS, self._left + max(0, now_s - self.asked_s) * DELETIONS / _REFILL_S)
+        self.asked_s = now_s
+        cost = min(count, DELETIONS)
+        if self._left < cost:
+            return False
+        self._left -= cost
+        return True
+
 
 #: Why a segment goes in which nothing lives.
 EMPTY = "empty segment"

@@ -1,23 +1,90 @@
-"""`fetch` reads what covers a part: which bytes of which objects, and every cell checked before it counts as read."""
+"""`fetch` reads what covers a part, from files of objects, and checks every cell before it counts as read.
+
+`look_again` decides about an object whose bytes were wrong, by files opened anew; `suspects` reads all objects of a
+segment in the order of the file and compares them with their digests.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
+from pathlib import Path
 from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
+from kvmover.store.absence import is_data_missing
 from kvmover.store.cover import CellRun
-from kvmover.store.files import SHORT, FileRun, Files, OpenFile, reason_of
-from kvmover.store.objects import DIGEST, EIO, Failure, Fault, ObjectRead
+from kvmover.store.files import SHORT, FileRun, Files, OpenFile, close_quietly, is_absent, open_shared, reason_of
+from kvmover.store.machine import NO_BOOT
+from kvmover.store.objects import DIGEST, EIO, Failure, Fault, ObjectRead, Verdict
 from kvmover.store.part import PagePart, PartKey
-from kvmover.store.record import holds
-from kvmover.store.second_look import MISSING
+from kvmover.store.record import BLOCK_BYTES, DIGEST_BYTES, FIXED_BYTES, decode, holds
+from kvmover.store.segment import Life, Segment
 from kvmover.store.stored import StoredObject
+
+#: Reasons against an object without a file, or with a hole in it: its blocks were given back by whom this process has
+#: not heard, or never came to the disk before a power cut. Nothing says that the disk is bad.
+MISSING, BLANK = "data file is missing", "blank"
+GIVEN_BACK = (MISSING, BLANK)
+
+
+def look_again(folder: Path, each: StoredObject) -> tuple[Verdict, str]:
+    """What the files in `folder` say of an object, read anew, and why.
+
+    Raises OSError where the system does not say: that is nothing against the object, however often.
+    """
+    segment = Segment(folder, each.segment, NO_BOOT, Life.SEALED)
+    try:
+        fd = open_shared(segment.head)
+    except OSError as error:
+        if segment.is_removed(error):
+            return Verdict.GONE, "evicted"
+        raise
+    try:
+        raw = os.pread(fd, FIXED_BYTES + each.cells * DIGEST_BYTES, each.record)
+    finally:
+        close_quietly(fd)
+    header = decode(raw, each.record, each.record)
+    if not segment.state_anew(each.record)[0]:
+        return Verdict.GONE, "evicted"
+    if header is None or header.page != each.page:
+        return Verdict.BAD, "damaged header"
+    return _look_at_payload(segment, each, header.digests)
+
+
+def _look_at_payload(segment: Segment, each: StoredObject, digests: bytes) -> tuple[Verdict, str]:
+    payload, fd = bytearray(each.nbytes), -1
+    try:
+        fd = open_shared(segment.data)
+        got = os.preadv(fd, [payload], each.offset)
+    except OSError as error:
+        if not is_absent(error):
+            raise
+        if not segment.state_anew(each.record)[0]:
+            return Verdict.GONE, "evicted"
+        if is_data_missing(segment):
+            return Verdict.BAD, MISSING
+        raise  # a name that a listing has
+    finally:
+        close_quietly(fd)
+    if got < each.nbytes:
+        return Verdict.BAD, "truncated"
+    if holds(memoryview(payload), each.cells, digests, 0):
+        return Verdict.WELL, ""
+    if not segment.state_anew(each.record)[0]:
+        return Verdict.GONE, "evicted"
+    return Verdict.BAD, BLANK if _has_blank(payload) else "digest"
+
+
+def _has_blank(payload: bytearray) -> bool:
+    """Whether a whole block of a payload that is not what was written is zeros: it is a hole in the file."""
+    blocks = range(0, len(payload), BLOCK_BYTES)
+    return any(payload.count(0, at, at + BLOCK_BYTES) == len(payload[at : at + BLOCK_BYTES]) for at in blocks)
 
 
 class _Boxed(Protocol):
@@ -151,3 +218,54 @@ def scatter(read: ObjectRead[Boxed], run: CellRun, payload: memoryview, part: Pa
     out = np.frombuffer(memory, np.uint8).reshape(part.box.cells, *shape)
     rows = np.frombuffer(payload, np.uint8).reshape(run.count, part.component.kv, held, part.row_bytes)
     out[run.part_cell : run.part_cell + run.count, :, targets] = rows[:, :, sources]
+
+
+#: Bytes of a read; the next ones are on their way meanwhile.
+_READ_BYTES = 8 << 20
+
+
+def suspects(
+    catalog: PayloadSource, segment: str, objects: Sequence[StoredObject]
+) -> Iterator[tuple[StoredObject, bool]]:
+    """Each object, and whether it was not what its digests say. Not under the lock.
+
+    Raises OSError where the data file is there and cannot be opened: that says nothing against its objects.
+    """
+    ordered = sorted(objects, key=attrgetter("offset"))
+    tables = dict(zip(ordered, catalog.digests(ordered), strict=True))
+    groups = list(_groups(ordered))
+    with catalog.lend([segment]) as files:
+        if segment not in files:
+            yield from ((each, True) for each in ordered)
+            return
+        fd = files[segment].fd
+        buffer = bytearray(max((_span(group) for group in groups), default=0))
+        for number, group in enumerate(groups):
+            if number + 1 < len(groups):
+                following = groups[number + 1]
+                os.posix_fadvise(fd, following[0].offset, _span(following), os.POSIX_FADV_WILLNEED)
+            view = memoryview(buffer)[: _span(group)]
+            try:
+                got = os.preadv(fd, [view], group[0].offset)
+            except OSError:  # each is asked for by itself then
+                got = 0
+            for each in group:
+                at = each.offset - group[0].offset
+                whole = at + each.nbytes <= got
+                yield each, not whole or not holds(view[at : at + each.nbytes], each.cells, tables[each], 0)
+
+
+def _groups(ordered: Sequence[StoredObject]) -> Iterator[list[StoredObject]]:
+    """Neighbours in the file that are read at once."""
+    group: list[StoredObject] = []
+    for each in ordered:
+        if group and each.offset + each.nbytes - group[0].offset > _READ_BYTES:
+            yield group
+            group = []
+        group.append(each)
+    if group:
+        yield group
+
+
+def _span(group: Sequence[StoredObject]) -> int:
+    return group[-1].offset + group[-1].nbytes - group[0].offset

@@ -5,8 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from kvmover.store.record import FIXED_BYTES, MAGIC, PREAMBLE_BYTES, RecordTable, claimed_bytes, decode_table
-from kvmover.store.segment_rows import RECORDS_AT
+from kvmover.store.record import (
+    FIXED_BYTES,
+    MAGIC,
+    PREAMBLE_BYTES,
+    RECORDS_AT,
+    RecordTable,
+    claimed_bytes,
+    decode_table,
+)
 
 #: Bytes that are read at a time: some milliseconds.
 SOME_BYTES = 512 << 10

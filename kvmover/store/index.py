@@ -2,26 +2,109 @@
 
 Pure bookkeeping of what the head files say. It may be behind other processes and never has to be right: every read
 checks the bytes it gets. A store has millions of objects and every process has all of them here, so they are columns of
-numbers, some 110 bytes an object; a StoredObject or a Page is made when somebody asks for one.
+numbers, some 110 bytes an object; a StoredObject or a Page is made when somebody asks for one. SegmentRows find the
+objects of one segment; `Alike` are pages made of the same parts, which are read in the same way: in columns.
 """
 
 from __future__ import annotations
 
 import random
+from array import array
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
 
-from kvmover.store.alike import Alike, alike_pages
 from kvmover.store.columns import NumberColumns, PageTable
 from kvmover.store.objects import Watcher
 from kvmover.store.part import PartKey
-from kvmover.store.record import BLOCK_BYTES, LIVE, RecordTable
+from kvmover.store.record import BLOCK_BYTES, LIVE, RECORDS_AT, RecordTable
 from kvmover.store.results import Stat
-from kvmover.store.segment_rows import RECORDS_AT, SegmentRows
 from kvmover.store.stored import Holdings, Page, Placed, Places, Rows, StoredObject, padded
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Alike:
+    """Pages whose objects are of the same `parts`, a row for each of these and a column for each page.
+
+    `items`: which pages these are of those asked for. `segments` are numbers of the index.
+    """
+
+    items: Rows
+    parts: tuple[PartKey, ...]
+    segments: Rows
+    offsets: Places
+    sizes: Places
+
+
+def alike_pages(
+    rows: Rows, pages: NumberColumns, objects: NumberColumns, parts: Sequence[tuple[PartKey, ...]], sizes: Places
+) -> Iterator[Alike]:
+    """Of pages by their rows, -1 where there is none. `parts` and `sizes` are what numbers of columns stand for."""
+    numbers = np.where(rows >= 0, pages.column("parts")[rows], 0)
+    of = objects.column
+    known: list[int] = np.unique(numbers[numbers > 0]).tolist()
+    for number in known:
+        items = np.flatnonzero(numbers == number)
+        chain = [pages.column("first")[rows[items]]]
+        while len(chain) < len(parts[number]):
+            chain.append(of("next")[chain[-1]])
+        placed = np.stack(chain[::-1])  # the newest is the first of a chain
+        offsets = of("offset")[placed].astype(np.int64) * BLOCK_BYTES
+        yield Alike(items, parts[number], of("segment")[placed], offsets, sizes[of("kind")[placed]])
+
+
+@dataclass(slots=True, eq=False)
+class SegmentRows:
+    """Objects of one segment: places of their headers, rising, in `RECORDS_AT`, and their rows, or -1."""
+
+    number: int
+    records: array[int] = field(default_factory=lambda: array("I"))
+    rows: array[int] = field(default_factory=lambda: array("i"))
+    live: int = 0
+    held_bytes: int = 0
+
+    def add(self, records: Places, rows: Rows) -> None:
+        """Rising among themselves, and nearly always behind what is there."""
+        numbers = (records // RECORDS_AT).astype(np.uint32)
+        if not self.records or numbers[0] > self.records[-1]:
+            self.records.frombytes(numbers.tobytes())
+            self.rows.frombytes(rows.tobytes())
+            return
+        for record, row in zip(numbers.tolist(), rows.tolist(), strict=True):
+            at = bisect_left(self.records, record)
+            self.records.insert(at, record)
+            self.rows.insert(at, row)
+
+    def place(self, record: int) -> int:
+        """Where in the columns a header is, or -1."""
+        record //= RECORDS_AT
+        at = bisect_left(self.records, record)
+        return at if at < len(self.records) and self.records[at] == record and self.rows[at] >= 0 else -1
+
+    def at(self, records: Places) -> tuple[Places, Rows]:
+        """Where in the columns the headers are, and the rows, of those objects that live."""
+        known = np.frombuffer(self.records, np.uint32)
+        if not len(known):
+            return np.zeros(0, np.int64), np.zeros(0, np.int32)
+        wanted = records // RECORDS_AT
+        places = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
+        places = places[known[places] == wanted]
+        rows = np.frombuffer(self.rows, np.int32)[places]
+        return places[rows >= 0], rows[rows >= 0]
+
+    def remove(self, places: Places) -> None:
+        """These live no more."""
+        np.frombuffer(self.rows, np.int32)[places] = -1
+
+    def take(self) -> Rows:
+        """Rows of the objects that live."""
+        rows = np.array(self.rows, np.int32)
+        return rows[rows >= 0]
+
 
 #: So many pages are taken out of the order of use one by one; more at once.
 _FEW = 64

@@ -66,6 +66,9 @@ Truths = npt.NDArray[np.bool_]
 
 #: Odd factors, by which eight words are told apart from eight others; those that fall together are no part.
 _MIX = np.array([3, 5, 7, 9, 11, 13, 15, 17], np.uint64) ** np.uint64(21)
+#: Records of a head begin at multiples of this.
+RECORDS_AT = 8
+
 #: Bytes of a record without digests.
 FIXED_BYTES = _OUTER.size + _INNER.size
 

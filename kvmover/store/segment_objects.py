@@ -15,7 +15,7 @@ import msgspec
 
 from kvmover.errors import StoreError
 from kvmover.store.deletion import DeletionOrder, Look, Seen, TwoLooks
-from kvmover.store.fetch import SegmentFailure, SegmentRead, fetch
+from kvmover.store.fetch import GIVEN_BACK, MISSING, SegmentFailure, SegmentRead, fetch, look_again, suspects
 from kvmover.store.files import FileRun, Files, OpenFile, reason_of
 from kvmover.store.machine import Machine
 from kvmover.store.objects import ObjectDraft, Objects, Verdict, Watcher
@@ -24,9 +24,7 @@ from kvmover.store.policy import Policy
 from kvmover.store.record import table
 from kvmover.store.results import Collected, Recovered, Stat, Verified
 from kvmover.store.retention import Retention
-from kvmover.store.second_look import GIVEN_BACK, MISSING, look_again
 from kvmover.store.stored import Page, StoredObject, padded
-from kvmover.store.verify import suspects
 from kvmover.store.writer import FileOffset, Header
 from kvmover.transport import Memory
 

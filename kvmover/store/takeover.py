@@ -11,13 +11,12 @@ from pathlib import Path
 from kvmover.store.absence import TORN, gaps, read_head_anew, remove_orphan, remove_stillborn, why_orphan
 from kvmover.store.catalog import SLICE, Catalog
 from kvmover.store.deletion import Look, Seen, TwoLooks
+from kvmover.store.fetch import look_again, suspects
 from kvmover.store.files import is_shared
 from kvmover.store.guard_lock import GuardLock, off_lock
 from kvmover.store.objects import Verdict
-from kvmover.store.second_look import look_again
 from kvmover.store.segment import DATA, HEAD, Life, Segment, segments_in
 from kvmover.store.stored import StoredObject
-from kvmover.store.verify import suspects
 
 #: A head that another machine wrote is taken over once it has been silent for so long, on a network file system: its
 #: end may not be seen here before, and would be cut off.

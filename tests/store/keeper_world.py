@@ -10,7 +10,7 @@ from kvmover.layout import Fleet
 from kvmover.store import PagePart
 from kvmover.store.index import Index
 from kvmover.store.keeper.journal import JournalChange, decode_entries, removed_places, runs_of, slab_name, table_of
-from kvmover.store.keeper.machine import step
+from kvmover.store.keeper.machine import rewritten, step
 from kvmover.store.keeper.messages import (
     VERSION,
     Agreed,
@@ -28,7 +28,6 @@ from kvmover.store.keeper.messages import (
     SlabToFill,
     TrimNamespace,
 )
-from kvmover.store.keeper.rewriting import rewritten
 from kvmover.store.keeper.state import (
     AppendEntry,
     CopyObjects,

@@ -11,8 +11,8 @@ from pool_stores import FaultyClient, open_over
 from store_rank import GQA, PAGE, Rank, pages_of
 
 from kvmover.layout import Fleet
-from kvmover.store.mooncake.address import PoolAddress
 from kvmover.store.mooncake.client import PoolClient
+from kvmover.store.mooncake.format import PoolAddress
 
 POINTS = ("before the box", "after the box", "in objects", "after objects")
 

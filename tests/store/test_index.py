@@ -13,8 +13,7 @@ import kvmover.store.columns as columns
 import kvmover.store.index as index
 from kvmover.layout import Component
 from kvmover.store import Namespace, PagePart
-from kvmover.store.columns import NumberColumns, PageTable
-from kvmover.store.growing import GrowingNumbers
+from kvmover.store.columns import GrowingNumbers, NumberColumns, PageTable
 from kvmover.store.index import Index
 from kvmover.store.retention import _slack
 from kvmover.store.stored import StoredObject

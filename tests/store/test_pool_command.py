@@ -19,8 +19,8 @@ from kvmover.errors import StoreError
 from kvmover.layout import Fleet
 from kvmover.store import PagePart, PageStore, PlainFiles
 from kvmover.store.mooncake import client
-from kvmover.store.mooncake.address import PoolAddress
 from kvmover.store.mooncake.client import PoolClient
+from kvmover.store.mooncake.format import PoolAddress
 
 WHOLE = PagePart.whole(GQA, PAGE)
 __all__ = ["command"]

@@ -13,8 +13,8 @@ from pool_processes import PoolProcesses
 from pool_stores import NO_MASTER, NO_ROOM, NOT_MOVED, DictClient, FaultyClient, open_over
 from test_store_conformance import PageStoreConformance, PageStoreSubject, space_of
 
-from kvmover.store.mooncake.address import PoolAddress
 from kvmover.store.mooncake.client import PoolClient
+from kvmover.store.mooncake.format import PoolAddress
 from kvmover.tools.conformance import PAGES, Identity
 
 

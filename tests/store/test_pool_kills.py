@@ -20,8 +20,8 @@ from store_rank import GQA, PAGE, SPACE, Rank, pages_of
 from kvmover.errors import StoreError
 from kvmover.layout import Fleet
 from kvmover.store import Got, PagePart, PageStore, Put
-from kvmover.store.mooncake.address import PoolAddress
 from kvmover.store.mooncake.client import SILENT_MASTER, PoolClient
+from kvmover.store.mooncake.format import PoolAddress
 
 PEER, RACER = (Path(__file__).with_name(name) for name in ("pool_peer.py", "pool_racer.py"))
 ROOT = PEER.parents[2]

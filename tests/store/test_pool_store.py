@@ -12,8 +12,7 @@ from store_rank import GQA, MLA, PAGE, SPACE, Rank, pages_of
 from kvmover.errors import StoreError
 from kvmover.layout import Component, CpOrder, Fleet
 from kvmover.store import Got, Namespace, PagePart, PageStore, Policy, Put
-from kvmover.store.mooncake.call_lane import CallLane
-from kvmover.store.mooncake.client import STAGING_BYTES, Asker, PoolClient
+from kvmover.store.mooncake.client import STAGING_BYTES, Asker, CallLane, PoolClient
 from kvmover.store.mooncake.format import (
     decode_box,
     decode_header,

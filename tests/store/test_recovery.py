@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 from store_rank import GQA, PAGE, SPACE, Rank, pages_of
 
-import kvmover.store.deletion_log as deletion_log
 from kvmover.errors import StoreError
-from kvmover.store import Got, Machine, PagePart, PageStore, Policy
+from kvmover.store import Got, Machine, PagePart, PageStore, Policy, catalog
 from kvmover.store.record import PREAMBLE_BYTES, Kind, Preamble, decode_all
 from kvmover.store.segment import DATA, HEAD, Segment
 from tests.store.segments import segments_of
@@ -281,7 +280,7 @@ def test_deletions_are_heard_and_if_not_heard_they_are_read(tmp_path: Path) -> N
 def test_news_that_are_begun_anew_are_heard_to_the_end_and_no_header_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deletion_log, "_LONG_BYTES", 1)
+    monkeypatch.setattr(catalog, "_LONG_BYTES", 1)
     pages = pages_of(9)
     with PageStore.open(tmp_path, SPACE) as one, PageStore.open(tmp_path, SPACE) as two:
         rank = Rank(one, WHOLE)

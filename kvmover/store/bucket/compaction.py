@@ -19,15 +19,12 @@ from xxhash import xxh3_64_intdigest
 from kvmover.store.bucket.sealed import SealedSegment
 from kvmover.store.namespace import HASH_BYTES
 from kvmover.store.part import PartKey
-from kvmover.store.record import BLOCK_BYTES, LIVE, RecordTable, decode_part, encode_part
+from kvmover.store.record import BLOCK_BYTES, LIVE, RECORDS_AT, RecordTable, decode_part, encode_part
 
 CATALOG = ".catalog"
 
 _FORMAT = b"KVMCAT01"
 _CHECK_BYTES = 8
-#: Records of a head begin at multiples of this.
-_RECORDS_AT = 8
-
 #: So many segments beside the catalogs are worth another object.
 LOOSE = 32
 
@@ -64,7 +61,7 @@ def encode_catalog(namespace: bytes, segments: Sequence[SealedSegment]) -> bytes
     pages = np.concatenate([table.page for table in tables] or [np.zeros((0, HASH_BYTES), np.uint8)])
     names, rows = _told_apart(pages)
     columns = [
-        _delta([table.at // _RECORDS_AT for table in tables]),
+        _delta([table.at // RECORDS_AT for table in tables]),
         _delta([table.offset // BLOCK_BYTES for table in tables]),
         _packed([table.stamp for table in tables], "<u4"),
         _packed(numbered, "<u4"),
@@ -138,7 +135,7 @@ def decode_catalog(data: bytes, namespace: bytes) -> list[SealedSegment] | None:
     for each in contents.segments:
         mine = slice(first, first := first + each.rows)
         table = RecordTable(
-            at=np.cumsum(ats[mine]) * _RECORDS_AT,
+            at=np.cumsum(ats[mine]) * RECORDS_AT,
             state=np.full(each.rows, LIVE),
             stamp=stamps[mine],
             offset=np.cumsum(offsets[mine]) * BLOCK_BYTES,

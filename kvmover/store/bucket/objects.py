@@ -19,6 +19,7 @@ from kvmover.store.bucket.service import ObjectBucket
 from kvmover.store.bucket.upkeep import BucketUpkeep
 from kvmover.store.bucket.writer import SEGMENT_BYTES, BucketWriter, SentPayload
 from kvmover.store.deletion import DeletionOrder, Look, Seen, TwoLooks
+from kvmover.store.fetch import GIVEN_BACK
 from kvmover.store.files import HostMemory, reason_of
 from kvmover.store.machine import NO_BOOT, Machine
 from kvmover.store.objects import Failure, ObjectDraft, ObjectRead, Objects, Verdict, Watcher
@@ -26,7 +27,6 @@ from kvmover.store.part import PagePart, PartKey
 from kvmover.store.policy import Policy
 from kvmover.store.record import holds, table
 from kvmover.store.results import Collected, Counters, Recovered, Stat, Verified
-from kvmover.store.second_look import GIVEN_BACK
 from kvmover.store.stored import Page, StoredObject, padded
 from kvmover.transport import Memory
 

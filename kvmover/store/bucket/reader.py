@@ -12,12 +12,11 @@ from kvmover.store.bucket.catalog import BucketCatalog
 from kvmover.store.bucket.sealed import DATA, DEAD, HEAD, Dead
 from kvmover.store.bucket.service import RangeRequest, requests
 from kvmover.store.bucket.writer import BucketWriter
-from kvmover.store.fetch import scatter
+from kvmover.store.fetch import MISSING, scatter
 from kvmover.store.files import SHORT, reason_of
 from kvmover.store.objects import DIGEST, Failure, Fault, ObjectRead, Verdict
 from kvmover.store.part import PagePart
 from kvmover.store.record import DIGEST_BYTES, FIXED_BYTES, decode, holds
-from kvmover.store.second_look import MISSING
 from kvmover.store.stored import StoredObject
 
 #: What is on its way, and in memory twice, at once.

@@ -18,6 +18,7 @@ from weakref import WeakSet
 
 import numpy as np
 
+from kvmover.store.fetch import MISSING
 from kvmover.store.files import OpenFile, PlainFiles, reason_of
 from kvmover.store.guard_lock import GuardLock
 from kvmover.store.index import Index
@@ -39,7 +40,6 @@ from kvmover.store.lent_files import LentFiles
 from kvmover.store.objects import DIGEST, Plan, Verdict, Watcher
 from kvmover.store.part import PagePart
 from kvmover.store.record import holds
-from kvmover.store.second_look import MISSING
 from kvmover.store.stored import StoredObject
 
 #: Threads that copy out of slabs, beside the one that compares digests.

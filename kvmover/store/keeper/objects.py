@@ -1,45 +1,170 @@
 """KeeperObjects keeps the pages of a namespace in the memory of a keeper, which outlives this process.
 
-A put is answered once the keeper has committed it: from then on every process of the host reads it, whoever dies.
+A put is answered once the keeper has committed it: from then on every process of the host reads it, whoever dies. The
+SlabWriter writes payloads into the slab that the keeper granted, then asks it to commit them: a process that dies
+between the two leaves nothing.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from threading import RLock
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvmover.errors import StoreError
 from kvmover.store.deletion import DeletionDoor, Look, Permit, Seen, TwoLooks
-from kvmover.store.fetch import SegmentFailure, SegmentRead, fetch
-from kvmover.store.files import reason_of
+from kvmover.store.fetch import SegmentFailure, SegmentRead, fetch, suspects
+from kvmover.store.files import FileRun, OpenFile, reason_of
 from kvmover.store.keeper.catalog import KeeperCatalog
-from kvmover.store.keeper.filling import SlabWriter
-from kvmover.store.keeper.journal import slab_number
+from kvmover.store.keeper.journal import slab_name, slab_number
 from kvmover.store.keeper.link import KeeperLink, KeeperRefused, StoreFenced
 from kvmover.store.keeper.messages import (
+    LISTED,
+    PACKET_BYTES,
+    VERSION,
     Agreed,
+    AllocateSlab,
+    Attach,
     Cleared,
     ClearNamespace,
+    CommitObjects,
+    CommittedObject,
     KeeperRefusal,
+    Listed,
+    ListNamespaces,
     NoteUses,
     RemoveObjects,
     Request,
+    SlabToFill,
     Trimmed,
     TrimNamespace,
 )
+from kvmover.store.manifest import Found, Manifest, decode_manifest, encode_manifest, in_order
+from kvmover.store.namespace import Namespace
 from kvmover.store.objects import ObjectDraft, Objects, Plan, Verdict, Watcher
 from kvmover.store.part import PagePart, PartKey
 from kvmover.store.policy import Policy
+from kvmover.store.record import DIGEST_BYTES, FIXED_BYTES, encode_part, table
 from kvmover.store.results import Collected, Counters, Recovered, Stat, Verified
-from kvmover.store.stored import Page, StoredObject
-from kvmover.store.verify import suspects
+from kvmover.store.stored import Page, StoredObject, padded
 from kvmover.transport import Memory
 
 log = logging.getLogger(__name__)
+
+#: What a commit takes beside its objects, and an object beside what a record has; more than they need.
+_BESIDE_BYTES = 512
+
+#: A namespace with a quota is at least so many slabs, since they are evicted whole.
+_SLABS = 8
+
+#: Why a slab can be written no more: the keeper took it back.
+_SEALED = (errno.EPERM, errno.EBADF)
+
+
+@dataclass(slots=True, eq=False)
+class _FilledSlab:
+    """A slab that is being filled, from byte `end` on."""
+
+    number: int
+    nbytes: int
+    file: OpenFile
+    end: int = 0
+
+
+class SlabWriter:
+    """The slab of one client. Its methods are for one thread at a time."""
+
+    def __init__(self, catalog: KeeperCatalog, policy: Policy) -> None:
+        self._catalog, self._policy = catalog, policy
+        self._slab: _FilledSlab | None = None
+
+    def put(self, part: PagePart, key: PartKey, drafts: Sequence[ObjectDraft], keep: Collection[bytes]) -> list[str]:
+        """Put objects whole: of each "", or why it is not there."""
+        each_bytes = FIXED_BYTES + part.box.cells * DIGEST_BYTES + 64
+        most = (PACKET_BYTES - _BESIDE_BYTES) // each_bytes
+        if not most:
+            return [f"{part.box.cells} cells are more than a keeper takes of a page"] * len(drafts)
+        done, doubted = 0, False
+        while done < len(drafts):
+            try:
+                slab = self._slab_for(padded(part.nbytes), keep)
+                count = min(most, (slab.nbytes - slab.end) // padded(part.nbytes))
+                some = drafts[done : done + count]
+                self._put_some(slab, part, key, some)
+            except (OSError, StoreFenced) as error:
+                self._let_go()
+                took_back = isinstance(error, KeeperRefused) and error.refusal is KeeperRefusal.GONE
+                if doubted or not (took_back or getattr(error, "errno", 0) in _SEALED) or _is_fenced(error):
+                    reason = reason_of(error) if isinstance(error, OSError) else str(error)
+                    return [""] * done + [reason] * (len(drafts) - done)
+                doubted = True
+                continue
+            done, doubted = done + len(some), False
+        return [""] * done
+
+    def _slab_for(self, nbytes: int, keep: Collection[bytes]) -> _FilledSlab:
+        """One with room for `nbytes`. Raises OSError, or StoreFenced."""
+        link = self._catalog.link
+        if link.fenced is not None:
+            raise link.fenced
+        if self._slab is not None and self._slab.nbytes - self._slab.end >= nbytes:
+            return self._slab
+        self._let_go()
+        link.connect()
+        quota = self._policy.quota_bytes
+        size = min(link.slab_bytes, self._policy.segment_bytes)
+        size = size if quota is None else min(size, quota // _SLABS)
+        granted, fd = link.ask(AllocateSlab(nbytes, size, quota, self._slabs_of(keep)), SlabToFill)
+        file = OpenFile.of_descriptor(fd, Path("/keeper") / slab_name(granted.slab))
+        self._slab = _FilledSlab(granted.slab, granted.nbytes, file)
+        return self._slab
+
+    def _slabs_of(self, pages: Collection[bytes]) -> list[int]:
+        index = self._catalog.index
+        with self._catalog.lock:
+            return sorted({slab_number(name) for name, _ in index.placed(index.pages_at(list(pages))).by_segment()})
+
+    def _put_some(self, slab: _FilledSlab, part: PagePart, key: PartKey, drafts: Sequence[ObjectDraft]) -> None:
+        """Payloads a few at a time, while they are in the cache for their digests, and one commit. Raises OSError."""
+        size, files = part.nbytes, self._catalog.files
+        count = max(1, files.group_bytes // size)
+        name, end = encode_part(key), slab.end
+        objects: list[CommittedObject] = []
+        for first in range(0, len(drafts), count):
+            runs: list[FileRun] = []
+            for draft in drafts[first : first + count]:
+                digests = table(files.view(draft.address, size), part.box.cells)
+                objects.append(CommittedObject(end, size, draft.page, name, digests))
+                runs.append(FileRun(slab.file, end, draft.address, size))
+                end += padded(size)
+            for reason in files.write(runs):
+                if reason:
+                    raise OSError(errno.EPERM, reason)
+        self._catalog.link.ask(CommitObjects(slab.number, objects), Agreed)
+        slab.end = end
+
+    def _let_go(self) -> None:
+        if self._slab is not None:
+            self._slab.file.close()
+        self._slab = None
+
+    def close(self) -> None:
+        """Fill nothing more. Safe to call twice."""
+        self._let_go()
+
+
+def _is_fenced(error: Exception) -> bool:
+    return isinstance(error, StoreFenced) or (
+        isinstance(error, KeeperRefused) and error.refusal is KeeperRefusal.FENCED
+    )
+
 
 #: Uses of pages go to the keeper so many at a time.
 _TOLD = 1024
@@ -281,3 +406,75 @@ class KeeperObjects(Objects[StoredObject]):
                 self._tell_uses()
             self._writer.close()
             self.catalog.close()
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperLocation:
+    """A socket, and who comes: a generation of a fleet, which fences those before it; "" and 0 is nobody.
+
+    >>> KeeperLocation.parse("keeper:///run/kv.sock?fleet=decode&generation=3")
+    KeeperLocation(path=PosixPath('/run/kv.sock'), fleet='decode', generation=3)
+    """
+
+    path: Path
+    fleet: str = ""
+    generation: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> KeeperLocation:
+        """Raises StoreError for what names no socket, or nobody."""
+        parts = urlsplit(text)
+        said = dict(parse_qsl(parts.query, keep_blank_values=True))
+        fleet, generation = said.pop("fleet", ""), said.pop("generation", "0")
+        is_sound = parts.scheme == "keeper" and not parts.netloc and parts.path.startswith("/") and not said
+        if not is_sound or not generation.isascii() or not generation.isdigit() or (int(generation) and not fleet):
+            raise StoreError(f"{text} is no keeper; one is keeper:///PATH.sock?fleet=NAME&generation=NUMBER")
+        return cls(Path(unquote(parts.path)), fleet, int(generation))
+
+
+def open_keeper(location: str, namespace: Namespace, policy: Policy) -> KeeperObjects:
+    """The pages of `namespace` with the keeper of a location. Raises StoreError; StoreFenced is one."""
+    return _open(location, namespace.digest, encode_manifest(namespace), policy)
+
+
+def keeper_of_namespace(found: Found, policy: Policy) -> KeeperObjects:
+    """A namespace that was found, for tools that know no model: they own nothing. Raises StoreError."""
+    location = str(found.folder).removesuffix("/" + found.name)
+    return _open(location, found.digest, b"", policy)
+
+
+def _open(location: str, namespace: bytes, manifest: bytes, policy: Policy) -> KeeperObjects:
+    at = KeeperLocation.parse(location)
+    link = KeeperLink(at.path, Attach(VERSION, namespace, manifest, at.fleet, at.generation))
+    try:
+        return KeeperObjects(link, policy)
+    except OSError as error:
+        raise StoreError(f"cannot open the page store in {location}: {reason_of(error)}") from error
+
+
+def keeper_namespaces(location: str) -> list[Found]:
+    """Every namespace of a keeper, by model. Raises StoreError."""
+    at = KeeperLocation.parse(location)
+    link, manifests = KeeperLink(at.path, None), list[bytes]()
+    try:
+        while True:
+            listed, _ = link.ask(ListNamespaces(len(manifests)), Listed)
+            manifests += listed.manifests
+            if len(listed.manifests) < LISTED:
+                break
+    except OSError as error:
+        raise StoreError(f"cannot read {location}: {reason_of(error)}") from error
+    finally:
+        link.close()
+    known = [manifest for data in manifests if (manifest := _manifest(data))]
+    return in_order([Found(f"keeper://{at.path}/{each.digest[:32]}", each) for each in known])
+
+
+def _manifest(data: bytes) -> Manifest | None:
+    import msgspec
+
+    try:
+        folder = msgspec.json.decode(data, type=Manifest).digest[:32]
+    except (msgspec.DecodeError, ValueError):
+        return None
+    return decode_manifest(data, folder)

@@ -1,6 +1,7 @@
 """A KeeperServer serves one socket: it has the memory that the state machine grants, and does what that says.
 
 One thread answers, so that all happens in one order. It waits for nobody: who does not take an answer is disconnected.
+A SlabProver, in a thread of its own, compares sealed slabs with their digests once, so that no reader has to.
 """
 
 from __future__ import annotations
@@ -10,18 +11,26 @@ import contextlib
 import fcntl
 import logging
 import os
+import resource
 import selectors
+import signal
 import socket
 import stat
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from queue import Queue
+from socket import socketpair
+from threading import Event, Thread
 
 from kvmover.errors import StoreError
 from kvmover.store.files import reason_of
 from kvmover.store.keeper import memory
-from kvmover.store.keeper.journal import JournalChange, encode_entry
-from kvmover.store.keeper.machine import step
+from kvmover.store.keeper.journal import JournalChange, encode_entry, page_and_digests
+from kvmover.store.keeper.machine import is_overgrown, rewritten, step
 from kvmover.store.keeper.messages import (
     PACKET_BYTES,
     Attach,
@@ -31,8 +40,6 @@ from kvmover.store.keeper.messages import (
     decode_request,
     encode,
 )
-from kvmover.store.keeper.proving import SealedSlab, SlabProver
-from kvmover.store.keeper.rewriting import is_overgrown, rewritten
 from kvmover.store.keeper.state import (
     AppendEntry,
     CopyObjects,
@@ -54,8 +61,108 @@ from kvmover.store.keeper.state import (
     SlabFailed,
     SlabProved,
 )
+from kvmover.store.record import DIGEST_BYTES, RecordTable, holds
 
 log = logging.getLogger(__name__)
+
+#: What is read and compared at a time, in whole cells.
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SealedSlab:
+    """A slab to look at: descriptors of its memory and of the journal, which are given up, and where what is in it is.
+
+    `base`: the place of the journal's first byte.
+    """
+
+    number: int
+    fd: int
+    nbytes: int
+    journal: int
+    base: int
+    objects: RecordTable
+
+    def bad(self) -> frozenset[int]:
+        """Offsets of the objects that are not what their digests say. Raises OSError."""
+        found, of = set[int](), self.objects
+        buffer = bytearray(_CHUNK_BYTES)
+        for at, offset, nbytes in zip(of.at.tolist(), of.offset.tolist(), of.nbytes.tolist(), strict=True):
+            _, digests = page_and_digests(self._read, at)
+            cells = len(digests) // DIGEST_BYTES
+            size = nbytes // cells
+            if size > len(buffer):
+                buffer = bytearray(size)
+            step = len(buffer) // size
+            for first in range(0, cells, step):
+                count = min(step, cells - first)
+                view = memoryview(buffer)[: count * size]
+                if os.preadv(self.fd, [view], offset + first * size) < len(view) or not holds(
+                    view, count, digests, first
+                ):
+                    found.add(offset)
+        return frozenset(found)
+
+    def _read(self, place: int, nbytes: int) -> bytes:
+        return os.pread(self.journal, nbytes, place - self.base)
+
+    def close(self) -> None:
+        """Give up the descriptors."""
+        os.close(self.fd)
+        os.close(self.journal)
+
+
+class SlabProver:
+    """Takes slabs, and has an event for each that was proved; `wake_fd` can be read where there is one."""
+
+    def __init__(self) -> None:
+        self._slabs = Queue[SealedSlab | None]()
+        self._proved = deque[SlabProved]()
+        self._near, self._far = socketpair()
+        self._near.setblocking(False)
+        self._far.setblocking(False)
+        self._thread = Thread(target=self._work, daemon=True, name="kvmover-prover")
+        self._thread.start()
+
+    @property
+    def wake_fd(self) -> int:
+        """Has something to read where `take` has something, or `wake` was called."""
+        return self._near.fileno()
+
+    def prove(self, slab: SealedSlab) -> None:
+        """One after the other."""
+        self._slabs.put(slab)
+
+    def wake(self) -> None:
+        """Let `wake_fd` be read."""
+        with suppress(OSError):
+            self._far.send(b".")
+
+    def take(self) -> list[SlabProved]:
+        """What was proved since the last time."""
+        with suppress(BlockingIOError):
+            self._near.recv(4096)
+        return [self._proved.popleft() for _ in range(len(self._proved))]
+
+    def _work(self) -> None:
+        while (slab := self._slabs.get()) is not None:
+            try:
+                memory.collapse(slab.fd, slab.nbytes)
+                if memory.is_sealed(slab.fd):
+                    self._proved.append(SlabProved(slab.number, slab.bad()))
+                    self.wake()
+            except OSError:  # it was evicted meanwhile
+                pass
+            finally:
+                slab.close()
+
+    def close(self) -> None:
+        """End, once what was begun is done."""
+        self._slabs.put(None)
+        self._thread.join()
+        self._near.close()
+        self._far.close()
+
 
 #: Connections at once; more are closed at once.
 SESSIONS = 1024
@@ -388,3 +495,26 @@ def _listen(path: Path) -> tuple[int, socket.socket]:
         words = "another keeper serves it" if taken else reason_of(error)
         raise StoreError(f"no keeper can serve {path}: {words}") from error
     return fd, listener
+
+
+def serve_keeper(path: Path, capacity_bytes: int, begun: Callable[[], None] = lambda: None) -> None:
+    """Own so much memory, and serve it at `path`, until SIGINT or SIGTERM. Raises StoreError.
+
+    `begun` is called once engines can connect. All that was kept is gone when this returns.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a slab is a descriptor
+    server, is_over = KeeperServer(path, capacity_bytes), Event()
+
+    def end(*_: object) -> None:
+        """Raises nothing, wherever it comes between."""
+        is_over.set()
+        server.wake()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+    begun()
+    try:
+        server.serve(is_over.is_set)
+    finally:
+        server.close()

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover.c_core import NATIVE
-from kvmover.store.alike import Alike
+from kvmover.store.index import Alike
 from kvmover.store.objects import Plan
 from kvmover.store.part import PagePart
 from kvmover.store.stored import Rows

@@ -2,13 +2,15 @@
 
 All bytes go by way of memory of its own, which is registered once: what comes late then comes into nobody's pages.
 Whatever Mooncake says becomes an OSError or a reason of few words, so that counters have few names. Its calls release
-Python's lock, but for `setup`, so a master is first seen to be alive.
+Python's lock, but for `setup`, so a master is first seen to be alive. Calls that may hang run in a CallLane, one at a
+time in its thread, with a limit; after a master's Silence no worker waits for it for a while.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import mmap
 import socket
 import time
@@ -17,14 +19,106 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from importlib import import_module
-from typing import Any, Literal, Protocol, TypeAlias, cast
+from queue import SimpleQueue
+from threading import Event, Lock, Thread
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
 from kvmover.errors import StoreError, how_to_install
 from kvmover.store.deletion import Permit
 from kvmover.store.files import SHORT
-from kvmover.store.mooncake.address import PoolAddress
-from kvmover.store.mooncake.call_lane import CallLane
-from kvmover.store.mooncake.silence import Silence
+from kvmover.store.mooncake.format import PoolAddress
+
+#: An answer that failed within this cost nothing: the next call asks again.
+_SLOW_S = 1.0
+#: A master that was silent is asked again after this.
+_REST_S = 10.0
+
+
+class Silence:
+    """A dead master takes seconds to fail each call: stores in a row would hold the pages of requests as long."""
+
+    def __init__(self, said: str, clock: Callable[[], float]) -> None:
+        """`said`: the words for a call that is refused. `clock`: in seconds."""
+        self._said, self._clock, self._over_s = said, clock, -math.inf
+
+    def now(self) -> float:
+        """Return the time, for `heard`."""
+        return self._clock()
+
+    def check(self) -> None:
+        """Raise OSError while the master is left alone."""
+        if self._clock() < self._over_s:
+            raise OSError(errno.ETIMEDOUT, self._said)
+
+    def heard_nothing(self, began_s: float) -> None:
+        """Leave the master alone for a while, if a call that began then was long without an answer."""
+        if self._clock() - began_s >= _SLOW_S:
+            self._over_s = self._clock() + _REST_S
+
+
+Answer = TypeVar("Answer")
+
+
+class _Call:
+    """One call, and how it ended."""
+
+    def __init__(self, make: Callable[[], object]) -> None:
+        self.make, self.ended = make, Event()
+        self.answer: Any = None
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self.answer = self.make()
+        except Exception as error:  # it is the caller's, who waits for it
+            self.error = error
+
+
+class CallLane:
+    """A call that runs beyond its limit goes on alone; until it has ended every other is refused at once.
+
+    So who asks often waits for a limit once, and the memory of a call is its own until it has ended.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls = SimpleQueue[_Call | None]()
+        self._free = Lock()
+        self._late_s = math.inf
+        Thread(target=self._run, daemon=True, name=name).start()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call is under way."""
+        return self._free.locked()
+
+    def call(self, make: Callable[[], Answer], limit_s: float, silent: str) -> Answer:
+        """What `make` answers, or raises. `silent`: the words for who did not answer.
+
+        Raises OSError where that takes longer than `limit_s`, the wait for the call before included.
+        """
+        until_s = time.monotonic() + limit_s
+        if time.monotonic() >= self._late_s or not self._free.acquire(timeout=limit_s):
+            raise OSError(errno.ETIMEDOUT, silent)
+        call = _Call(make)
+        self._late_s = until_s
+        self._calls.put(call)
+        if not call.ended.wait(max(0.0, until_s - time.monotonic())):
+            raise OSError(errno.ETIMEDOUT, silent)
+        if call.error is not None:
+            raise call.error
+        return call.answer
+
+    def close(self) -> None:
+        """End the thread, once what it is at is done. Waits for nothing."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call.run()
+            self._late_s = math.inf
+            self._free.release()
+            call.ended.set()
+
 
 #: Nobody waits longer for bytes.
 _MOVE_S = 20.0

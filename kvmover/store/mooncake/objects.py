@@ -2,6 +2,10 @@
 
 A pool can't be listed, so a look-up asks its master for each page and each box in use, all in one question. Nothing is
 known here of what the pool holds, and nothing evicted: its master does that.
+
+Namespaces and the boxes in use are short lists: numbered entries, each put once by the process that found its number
+free. Reading asks for all numbers. Entries stay until the list is removed, or the donors that hold them are gone; the
+process that put one puts it again then.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import errno
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import lru_cache
 from threading import Lock
 from typing import TypeAlias, TypeVar
 from weakref import WeakSet
@@ -20,17 +25,117 @@ from kvmover.errors import StoreError
 from kvmover.store.deletion import DeletionDoor, DeletionOrder, Look, Seen, TwoLooks
 from kvmover.store.fetch import scatter
 from kvmover.store.files import SHORT, HostMemory, reason_of
-from kvmover.store.mooncake.boxes import BoxesInUse
+from kvmover.store.manifest import Found, decode_manifest, encode_manifest, in_order
 from kvmover.store.mooncake.client import NO_OBJECT, STAGING_BYTES, Asker, ObjectRanges, PoolClient
-from kvmover.store.mooncake.format import decode_header, encode_header, header_bytes, object_key
+from kvmover.store.mooncake.format import (
+    ENTRIES,
+    PoolAddress,
+    decode_box,
+    decode_header,
+    encode_box,
+    encode_header,
+    entry_key,
+    header_bytes,
+    object_key,
+)
+from kvmover.store.namespace import Namespace
 from kvmover.store.objects import DIGEST, Failure, Fault, ObjectDraft, ObjectRead, Objects, Verdict, Watcher
-from kvmover.store.part import PagePart, PartKey
+from kvmover.store.part import PageBox, PagePart, PartKey
 from kvmover.store.policy import Policy
 from kvmover.store.record import holds, table
 from kvmover.store.results import Collected, Counters, Recovered, Stat, Verified
 from kvmover.transport import Memory
 
 log = logging.getLogger(__name__)
+
+#: Numbers without a known entry that each look-up asks for too, so that a new box is seen by the next of them.
+_AHEAD = 4
+
+#: How often the whole list is read: entries may have come where others are known that were lost with a donor.
+_READ_S = 30.0
+
+
+class BoxesInUse:
+    """Of one namespace. What was learnt is not forgotten: a box that nobody writes any more costs a key a page."""
+
+    def __init__(self, pool: PoolClient, folder: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._list, self._pool, self._clock = ShortList(pool, f"{folder}/boxes"), pool, clock
+        self._entries: dict[int, bytes] = {}
+        self._parts: dict[bytes, PartKey] = {}
+        self._read_s = float("-inf")
+        self._lock = Lock()
+
+    def parts_for(self, wanted: PartKey) -> tuple[PartKey, ...]:
+        """The parts that `wanted` may be made of, of those known."""
+        return _overlapping(wanted, tuple(self._parts.values()))
+
+    def ahead(self) -> tuple[str, ...]:
+        """Keys of entries that would be news: a look-up that finds one reads the list."""
+        unknown = (number for number in range(len(self._list.keys)) if number not in self._entries)
+        return tuple(self._list.keys[number] for number, _ in zip(unknown, range(_AHEAD), strict=False))
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the whole list is to be read again."""
+        return self._clock() - self._read_s >= _READ_S
+
+    def read(self, asker: Asker) -> None:
+        """Learn the whole list. Raises OSError."""
+        self._learn(self._list.read(asker))
+        self._read_s = self._clock()
+
+    def announce(self, part: PartKey) -> None:
+        """Let everybody know that there are objects of `part`, before there are. Raises OSError."""
+        entry = encode_box(part)
+        number = next((number for number, known in self._entries.items() if known == entry), None)
+        if number is None or not self._pool.exists([self._list.keys[number]], Asker.WORKER)[0]:
+            self._learn(self._list.add(entry))
+
+    def _learn(self, entries: dict[int, bytes]) -> None:
+        parts = {entry: part for entry in entries.values() if (part := decode_box(entry))}
+        with self._lock:
+            self._entries, self._parts = entries, self._parts | parts
+
+
+@lru_cache(maxsize=1024)
+def _overlapping(wanted: PartKey, known: tuple[PartKey, ...]) -> tuple[PartKey, ...]:
+    """Of the same component, with heads and layers in common: ranks of one shape ask for one key a page."""
+    return tuple(part for part in known if part.component == wanted.component and _meet(part.box, wanted.box))
+
+
+def _meet(left: PageBox, right: PageBox) -> bool:
+    return bool(left.heads & right.heads) and bool(left.layers & right.layers)
+
+
+class ShortList:
+    """At most `ENTRIES` entries below `name`."""
+
+    def __init__(self, pool: PoolClient, name: str) -> None:
+        self._pool = pool
+        self.keys = [entry_key(name, number) for number in range(ENTRIES)]
+
+    def read(self, asker: Asker) -> dict[int, bytes]:
+        """What each number has, of those that are taken. Raises OSError."""
+        taken = [number for number, there in enumerate(self._pool.exists(self.keys, asker)) if there]
+        found = self._pool.entries([self.keys[number] for number in taken], asker) if taken else []
+        return dict(zip(taken, found, strict=True))
+
+    def add(self, entry: bytes) -> dict[int, bytes]:
+        """Put an entry that is not there yet; the whole list. Raises OSError, ENOSPC where no number is free."""
+        tried = set[int]()
+        while True:
+            entries = self.read(Asker.WORKER)
+            if entry in entries.values():
+                return entries
+            taken = tried | entries.keys()
+            free = next((number for number in range(ENTRIES) if number not in taken), None)
+            if free is None:
+                break
+            # Of two writers the first wins, and one that died at it keeps the number for a while: look again.
+            self._pool.put_entry(self.keys[free], entry)
+            tried.add(free)
+        raise OSError(errno.ENOSPC, f"all {ENTRIES} entries of a list of the pool are taken")
+
 
 Item = TypeVar("Item")
 
@@ -334,3 +439,55 @@ def _some(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
     """As many at a time as staging memory holds, of so many bytes each."""
     count = max(1, STAGING_BYTES // size)
     return (items[first : first + count] for first in range(0, len(items), count))
+
+
+#: Characters of a namespace's folder, which an entry begins with.
+_FOLDER = 32
+
+
+def open_pool(location: str, namespace: Namespace, policy: Policy) -> MooncakeObjects:
+    """The pages of `namespace` in the pool at a location. Raises StoreError."""
+    address = PoolAddress.parse(location)
+    pool = PoolClient.open(address)
+    objects = _objects_of(pool, address, namespace.folder, policy)
+    try:
+        _manifests(pool, address).add(namespace.folder.encode() + encode_manifest(namespace))
+    except OSError as error:
+        objects.lag(error)  # for people and tools: pages do without
+    return objects
+
+
+def pool_of_namespace(found: Found, policy: Policy) -> MooncakeObjects:
+    """A namespace that was found, for tools that know no model. Raises StoreError."""
+    address = PoolAddress.parse(str(found.folder).removesuffix("/" + found.name))
+    return _objects_of(PoolClient.open(address), address, found.name, policy)
+
+
+def pool_namespaces(location: str) -> list[Found]:
+    """Every namespace that was opened in a pool, by model. Raises StoreError."""
+    address = PoolAddress.parse(location)
+    pool = PoolClient.open(address.without_gift())
+    try:
+        entries = _manifests(pool, address).read(Asker.WORKER).values()
+    except OSError as error:
+        raise StoreError(f"cannot read {address.location}: {error.strerror}") from error
+    finally:
+        pool.close()
+    known = [(name, decode_manifest(entry[_FOLDER:], name)) for entry in entries if (name := _name_in(entry))]
+    return in_order([Found(f"{address.location}/{name}", manifest) for name, manifest in known if manifest])
+
+
+def _objects_of(pool: PoolClient, address: PoolAddress, folder: str, policy: Policy) -> MooncakeObjects:
+    try:
+        return MooncakeObjects(pool, f"{address.prefix}/{folder}", policy)
+    except StoreError:
+        pool.close()
+        raise
+
+
+def _manifests(pool: PoolClient, address: PoolAddress) -> ShortList:
+    return ShortList(pool, f"{address.prefix}/namespaces")
+
+
+def _name_in(entry: bytes) -> str:
+    return entry[:_FOLDER].decode("ascii", "replace")
