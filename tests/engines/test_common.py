@@ -8,7 +8,8 @@ from threading import Event
 
 import pytest
 
-from kvmover.engines.common import EngineUnsupported, ParallelRank, StoreWorker, layers_of, parallel_rank
+from kvmover.cache.page_tiers import StoreWorker
+from kvmover.engines.common import EngineUnsupported, ParallelRank, layers_of, parallel_rank
 
 WITHIN_S = 10.0
 
