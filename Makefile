@@ -49,8 +49,7 @@ engines: setup environments ## build the engines' own environments (GiB), and ru
 	@$(BIN)/python -m pytest -q -m engine tests/engines
 
 live: setup environments mooncake ## serve with the engines through kvmover, and compare every token (half an hour); ENGINE=vllm runs one
-	@KVMOVER_LIVE="$(ENGINE)" $(BIN)/python -m pytest -q -n 2 --dist loadfile --ignore-glob='*_peers.py' tests/live
-	@KVMOVER_LIVE="$(ENGINE)" $(BIN)/python -m pytest -q $(wildcard tests/live/*/*_peers.py)
+	@KVMOVER_LIVE="$(ENGINE)" $(BIN)/python -m pytest -q -n 2 --dist loadfile tests/live
 
 live-pair: setup ## the smallest part of it: one prefill and one decode of vLLM
 	@bash tests/engines/setup.sh vllm

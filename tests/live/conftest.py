@@ -42,6 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_configure(config: pytest.Config) -> None:
     """One live run at a time: two would make each other's servers too late."""
+    config.addinivalue_line("markers", "alone: no other live test runs beside this one, for it times something")
     config.stash[_RESULTS] = Results()
     if os.environ.get("KVMOVER_LIVE") and not _is_worker(config):
         ENVIRONMENTS.mkdir(exist_ok=True)
@@ -83,6 +84,23 @@ def failed_tests(reporter: pytest.TerminalReporter) -> list[str]:
     """Return the names of tests that failed, or whose servers did not start or end, each once."""
     reports = [*reporter.stats.get("failed", ()), *reporter.stats.get("error", ())]
     return sorted({report.nodeid.rpartition("::")[2] for report in reports})
+
+
+@pytest.fixture(autouse=True)
+def _room(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Two processes share the files of tests: one whose test is marked `alone` lets the other one wait between tests.
+
+    Whoever asks for the room waits at the door, so that a test that is to be alone is not passed by.
+    """
+    if not os.environ.get("KVMOVER_LIVE"):
+        yield
+        return
+    kind = fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH
+    with (ENVIRONMENTS / "live.door").open("w") as door, (ENVIRONMENTS / "live.room").open("w") as room:
+        fcntl.flock(door, fcntl.LOCK_EX)
+        fcntl.flock(room, kind)
+        fcntl.flock(door, fcntl.LOCK_UN)
+        yield
 
 
 @dataclass(slots=True)

@@ -3,6 +3,8 @@ and where all are sent with the last, as kvmover did before."""
 
 from __future__ import annotations
 
+import pytest
+
 from perf.before import tree_of
 from tests.live.answers import prompts_of
 from tests.live.beside import Way, measure
@@ -16,6 +18,7 @@ _BEFORE = "3118932"
 _CHUNKED = ("--chunked-prefill-size", "256")
 
 
+@pytest.mark.alone
 def test_times_of_long_prompts_in_chunks(plain: Server, servers: Servers, model: ModelMaker) -> None:
     weights, tokens = model("llama", "sglang"), 8
     with tree_of(_BEFORE) as before:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.live.answers import prompts_of
 from tests.live.beside import Way, measure
 from tests.live.conftest import ModelMaker, Servers
@@ -10,6 +12,7 @@ from tests.live.sglang_client import ask_streamed, split_streamed, tokens_of, wa
 from tests.live.sglang_servers import DECODE, PREFILL, sglang
 
 
+@pytest.mark.alone
 def test_times_beside_the_nixl_backend(plain: Server, servers: Servers, model: ModelMaker) -> None:
     weights, tokens = model("llama", "sglang"), 8
     first, second, their_first, their_second = servers.start(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.live.answers import many, prompts_of
 from tests.live.conftest import ModelMaker, Servers
 from tests.live.server import Server
@@ -13,6 +15,7 @@ from tests.store.pool_processes import PoolProcesses
 _PAGE_TOKENS = 16
 
 
+@pytest.mark.alone
 def test_tp2_reads_from_a_pool_what_tp4_wrote_until_donor_and_master_die(
     plain: Server, servers: Servers, model: ModelMaker, results: Results, pool: PoolProcesses
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.live.answers import prompts_of
 from tests.live.beside import Way, measure
 from tests.live.conftest import ModelMaker, Servers
@@ -10,6 +12,7 @@ from tests.live.vllm_client import ask_streamed, split_streamed, tokens_of, warm
 from tests.live.vllm_servers import kvmover, nixl_connector, vllm
 
 
+@pytest.mark.alone
 def test_times_beside_nixl_connector(plain: Server, servers: Servers, model: ModelMaker) -> None:
     weights, tokens = model("qwen3", "vllm"), 8
     ports = [{"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())} for _ in range(2)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.live.answers import many, prompts_of
 from tests.live.conftest import ModelMaker, Servers
 from tests.live.server import Server
@@ -16,6 +18,7 @@ def blocks(server: Server, what: str, ranks: int) -> float:
     return server.metrics(f"vllm:kvmover_{what}")[f"vllm:kvmover_{what}_total"] / ranks
 
 
+@pytest.mark.alone
 def test_tp2_reads_from_a_pool_what_tp4_wrote_until_donor_and_master_die(
     plain: Server, servers: Servers, model: ModelMaker, results: Results, pool: PoolProcesses
 ) -> None:
