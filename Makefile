@@ -58,10 +58,11 @@ live-pair: setup ## the smallest part of it: one prefill and one decode of vLLM
 environments:
 	@for engine in $(ENGINE); do bash tests/engines/setup.sh $$engine || exit 1; done
 
-lint: $(READY) ## check style and spelling
+lint: $(READY) ## check style, spelling, and words that name nothing
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/codespell
+	@$(BIN)/python -m tests.docs.prose --check
 
 types: $(READY) ## check types
 	@$(BIN)/pyright

@@ -1,0 +1,148 @@
+"""Counts words that stand for nothing named, in all prose of a package, and holds each package to its budget.
+
+    python -m tests.docs.prose            print the counts, and fail where one is over its budget
+    python -m tests.docs.prose --check    print only what is over its budget
+    python -m tests.docs.prose --lower    write the counts as budgets where they have fallen
+
+Prose is docstrings, comments, texts of errors, help texts, and pages of documentation outside their code. Budgets only
+fall. A package whose counts are all at or below `GOALS` needs no budget: the goals hold it.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import re
+import sys
+import tokenize
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BUDGETS = Path(__file__).with_name("prose_budgets.json")
+
+#: Words by what they are counted as, per 1,000 words. Python's None and the noun "none" of a list are not told apart.
+WORDS: Mapping[str, re.Pattern[str]] = {
+    "what": re.compile(r"\b[Ww]hat(ever)?\b"),
+    "nobody": re.compile(r"\b([Nn]obody|[Nn]othing|[Nn]o one|none)\b"),
+    "who": re.compile(r"\b[Ww]ho(ever)?\b"),
+    "whichever": re.compile(r"\b([Ww]hichever|that which)\b"),
+}
+#: First words of docstrings, per 100 docstrings: a method begins with a verb, a class with an article and a noun.
+OPENINGS = frozenset(
+    {"What", "Whatever", "Who", "Whoever", "Where", "Whether", "Which", "Whichever", "Of", "As", "How"}
+)
+
+GOALS: Mapping[str, float] = {"what": 4.0, "nobody": 2.0, "who": 0.2, "whichever": 0.5, "openings": 0.0}
+
+_FENCE = re.compile(r"^```.*?^```", re.M | re.S)
+_DOCTEST = re.compile(r"^\s*(>>>|\.\.\.).*$", re.M)
+
+
+def packages() -> dict[str, list[Path]]:
+    """Returns the files of each package of kvmover, of its modules beside them, and of the documentation."""
+    code = ROOT / "kvmover"
+    found = {each.parent.name: sorted(each.parent.rglob("*.py")) for each in sorted(code.glob("*/__init__.py"))}
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("perf/*.md"), *code.rglob("*.md")]
+    # What programs write is counted where it comes from.
+    written = {"api.md", "configuration.md", "metrics.md"}
+    return {
+        **found,
+        "modules": sorted(code.glob("*.py")),
+        "pages": [each for each in pages if each.name not in written],
+    }
+
+
+@cache
+def counts(name: str) -> dict[str, float]:
+    """Returns the counts of a package, by the names of `GOALS`."""
+    texts, first_words = list[str](), list[str]()
+    for path in packages()[name]:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".md":
+            texts.append(_FENCE.sub("", text))
+            continue
+        docstrings = [_DOCTEST.sub("", each) for each in _docstrings(ast.parse(text))]
+        first_words += [words[0] for each in docstrings if (words := re.findall(r"[A-Za-z']+", each))]
+        texts += [*docstrings, *_comments(text), *messages(ast.parse(text))]
+    return rates(texts, first_words)
+
+
+def rates(texts: Sequence[str], first_words: Sequence[str]) -> dict[str, float]:
+    """Returns how often each of `WORDS` is in 1,000 words of texts, and an opening in 100 first words.
+
+    >>> rates(["What is kept is what nobody reads."], ["What", "Returns"])["what"]
+    285.7142857142857
+    """
+    prose = "\n".join(texts)
+    total = max(1, len(re.findall(r"[A-Za-z']+", prose)))
+    found = {kind: 1000 * len(words.findall(prose)) / total for kind, words in WORDS.items()}
+    odd = sum(word in OPENINGS for word in first_words)
+    return {**found, "openings": 100 * odd / max(1, len(first_words))}
+
+
+def over_budget(budgets: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    """Yields a line for each count that is over its budget, or over its goal where it has no budget."""
+    for name in packages():
+        for kind, count in counts(name).items():
+            most = budgets.get(name, {}).get(kind, GOALS[kind])
+            if round(count, 1) > most:
+                yield f"{name}: {count:.1f} of {kind!r}, and its budget is {most}"
+
+
+def lowered(budgets: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Returns the budgets, each at the count of today where that is lower, without those that have met their goals."""
+    fresh = dict[str, dict[str, float]]()
+    for name in packages():
+        before = budgets.get(name, {}) if budgets else counts(name)
+        least = {kind: min(round(counts(name)[kind], 1), round(most, 1)) for kind, most in before.items()}
+        if above := {kind: most for kind, most in least.items() if most > GOALS[kind]}:
+            fresh[name] = above
+    return fresh
+
+
+def _docstrings(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if documented and (said := ast.get_docstring(node)):
+            yield said
+
+
+def _comments(text: str) -> Iterator[str]:
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string.lstrip("#: ")
+
+
+def messages(tree: ast.Module) -> Iterator[str]:
+    """Yields texts of what is raised, and of `help=`."""
+    for node in ast.walk(tree):
+        inside: ast.AST | None = None
+        if isinstance(node, ast.Raise):
+            inside = node.exc
+        elif isinstance(node, ast.keyword) and node.arg == "help":
+            inside = node.value
+        for each in ast.walk(inside) if inside else ():
+            if isinstance(each, ast.Constant) and isinstance(each.value, str):
+                yield each.value
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command. Returns its exit code."""
+    budgets = json.loads(BUDGETS.read_text()) if BUDGETS.exists() else {}
+    if arguments == ["--lower"]:
+        BUDGETS.write_text(json.dumps(lowered(budgets), indent=2, sort_keys=True) + "\n")
+        return 0
+    for name in packages() if not arguments else ():
+        sys.stdout.write(
+            "  ".join([f"{name:12}", *(f"{kind} {count:4.1f}" for kind, count in counts(name).items())]) + "\n"
+        )
+    over = list(over_budget(budgets))
+    sys.stdout.writelines(f"{line}\n" for line in over)
+    return bool(over)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
