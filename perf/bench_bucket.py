@@ -28,7 +28,7 @@ from obstore.store import LocalStore, MemoryStore
 
 from kvmover.layout import Component
 from kvmover.store import Namespace, PagePart, PageStore, Policy, memory_of_buffer
-from kvmover.store.bucket.objects import BucketObjects
+from kvmover.store.bucket.bucket_objects import BucketObjects
 from kvmover.store.bucket.sealed import HEAD, FillingSegment, segment_name
 from kvmover.store.bucket.service import ObjectBucket
 from kvmover.store.part import part_key

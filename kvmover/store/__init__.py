@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kvmover.faces import public
 
 if TYPE_CHECKING:
+    from kvmover.store.boot import HostBoot, this_boot
     from kvmover.store.command import (
         StoreRow,
         chosen_stores,
@@ -18,15 +19,14 @@ if TYPE_CHECKING:
     from kvmover.store.files import DIRECT_BYTES, Access, FileRun, Files, OpenFile, PlainFiles, memory_of_buffer
     from kvmover.store.keeper.server import serve_keeper
     from kvmover.store.location import is_keeper, is_service, store_location
-    from kvmover.store.machine import Machine, this_machine
     from kvmover.store.manifest import Found, namespaces
     from kvmover.store.namespace import HASH_BYTES, Namespace
     from kvmover.store.nixl_files import NixlFiles, StoragePlugin, files_for
     from kvmover.store.page_store import PageStore
     from kvmover.store.part import PageBox, PagePart, elected, replicas
     from kvmover.store.part_view import PartView
-    from kvmover.store.policy import Policy
-    from kvmover.store.results import (
+    from kvmover.store.store_policy import Policy
+    from kvmover.store.store_results import (
         Collected,
         Counters,
         Got,
@@ -49,8 +49,8 @@ _HOMES = {
     "namespace": ("HASH_BYTES", "Namespace"),
     "nixl_files": ("NixlFiles", "StoragePlugin", "files_for"),
     "part": ("PageBox", "PagePart", "elected", "replicas"),
-    "policy": ("Policy",),
-    "results": (
+    "store_policy": ("Policy",),
+    "store_results": (
         "Collected",
         "Counters",
         "Got",
@@ -61,7 +61,7 @@ _HOMES = {
         "Stat",
         "Verified",
     ),
-    "machine": ("Machine", "this_machine"),
+    "boot": ("HostBoot", "this_boot"),
     "page_store": ("PageStore",),
     "part_view": ("PartView",),
     "unused": ("clear_unused",),
@@ -79,7 +79,7 @@ __all__ = [
     "Found",
     "Got",
     "GotResult",
-    "Machine",
+    "HostBoot",
     "Namespace",
     "NixlFiles",
     "OpenFile",
@@ -110,7 +110,7 @@ __all__ = [
     "serve_keeper",
     "stat_stores",
     "store_location",
-    "this_machine",
+    "this_boot",
     "verify_stores",
 ]
 

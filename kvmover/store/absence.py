@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvmover.store.boot import NO_BOOT
 from kvmover.store.deletion import DELETIONS, EMPTY, DeletionDoor, Look, Permit, Seen, TwoLooks
 from kvmover.store.files import close_quietly, is_absent, open_shared
 from kvmover.store.head import whole_records
-from kvmover.store.machine import NO_BOOT
 from kvmover.store.record import BLOCK_BYTES, DIGEST_BYTES, FIXED_BYTES, LIVE, PREAMBLE_BYTES
 from kvmover.store.segment import DATA, HEAD, Life, Segment
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from kvmover.errors import StoreError
 from kvmover.store.manifest import Found, namespaces
 from kvmover.store.page_store import PageStore
-from kvmover.store.policy import Policy
-from kvmover.store.results import Recovered, Stat, Verified
 from kvmover.store.services import service_namespaces
+from kvmover.store.store_policy import Policy
+from kvmover.store.store_results import Recovered, Stat, Verified
 
 if TYPE_CHECKING:
     from rich.progress import Progress

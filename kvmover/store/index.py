@@ -18,11 +18,11 @@ from weakref import WeakSet
 import numpy as np
 import numpy.typing as npt
 
-from kvmover.store.columns import NumberColumns, PageTable
+from kvmover.store.number_columns import NumberColumns, PageTable
 from kvmover.store.objects import Watcher
 from kvmover.store.part import PartKey
 from kvmover.store.record import BLOCK_BYTES, LIVE, RECORDS_AT, RecordTable
-from kvmover.store.results import Stat
+from kvmover.store.store_results import Stat
 from kvmover.store.stored import Holdings, Page, Placed, Places, Rows, StoredObject, padded
 
 

@@ -18,7 +18,7 @@ import msgspec
 
 from kvmover.store.cover import ObjectShare
 from kvmover.store.part import PagePart, PartKey
-from kvmover.store.results import Collected, Counters, Recovered, Stat, Verified
+from kvmover.store.store_results import Collected, Counters, Recovered, Stat, Verified
 from kvmover.transport import Memory
 
 DIGEST, EIO = "digest", os.strerror(errno.EIO)

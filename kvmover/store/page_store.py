@@ -12,17 +12,17 @@ from typing import Any
 from weakref import WeakSet
 
 from kvmover.errors import DescriptorError, StoreError
+from kvmover.store.boot import HostBoot, this_boot
 from kvmover.store.files import Files, PlainFiles
-from kvmover.store.machine import Machine, this_machine
 from kvmover.store.manifest import Found, write_manifest
 from kvmover.store.namespace import Namespace
 from kvmover.store.objects import Objects, Watcher
 from kvmover.store.part import PagePart
 from kvmover.store.part_view import PartView
-from kvmover.store.policy import Policy
-from kvmover.store.results import Collected, Counters, Recovered, Stat, Verified
 from kvmover.store.segment_objects import SegmentObjects
 from kvmover.store.services import open_service, service_of_found
+from kvmover.store.store_policy import Policy
+from kvmover.store.store_results import Collected, Counters, Recovered, Stat, Verified
 from kvmover.store.tenure import NOWHERE, NoObjects, Tenure
 from kvmover.transport import Memory
 
@@ -58,7 +58,7 @@ class PageStore:
         namespace: Namespace | None,
         policy: Policy | None = None,
         files: Files | None = None,
-        machine: Machine | None = None,
+        machine: HostBoot | None = None,
     ) -> PageStore:
         """The pages of `namespace` under `root`: a directory that exists, or as text who keeps them. None: no pages.
 
@@ -71,7 +71,7 @@ class PageStore:
                 raise StoreError(f"{root} is no directory, and takes neither files nor a machine")
             opens: Opens = partial(open_service, root, policy=policy)
         else:
-            opens = partial(_open_folder, root, policy, files or PlainFiles(), machine or this_machine())
+            opens = partial(_open_folder, root, policy, files or PlainFiles(), machine or this_boot())
         if namespace is None:
             return cls("", NoObjects(NOWHERE), opens)
         return cls(namespace.folder, opens(namespace), opens)
@@ -79,7 +79,7 @@ class PageStore:
     @classmethod
     def of_folder(cls, folder: Path, namespace: bytes, policy: Policy | None = None) -> PageStore:
         """The segments of a directory, by the digest of their namespace. Raises OSError."""
-        return cls(folder.name, SegmentObjects(folder, namespace, policy or Policy(), PlainFiles(), this_machine()))
+        return cls(folder.name, SegmentObjects(folder, namespace, policy or Policy(), PlainFiles(), this_boot()))
 
     @classmethod
     def of_found(cls, found: Found, policy: Policy | None = None) -> PageStore:
@@ -222,7 +222,7 @@ class PageStore:
         self.close()
 
 
-def _open_folder(root: Path, policy: Policy, files: Files, machine: Machine, namespace: Namespace) -> SegmentObjects:
+def _open_folder(root: Path, policy: Policy, files: Files, machine: HostBoot, namespace: Namespace) -> SegmentObjects:
     folder = root / namespace.folder
     try:
         if not root.is_dir():

@@ -11,7 +11,7 @@ from kvmover.store.cover import ObjectShare, shares
 from kvmover.store.namespace import check_page
 from kvmover.store.objects import Failure, Fault, ObjectDraft, ObjectRead, Objects, Verdict
 from kvmover.store.part import PagePart, PartKey
-from kvmover.store.results import Got, GotResult, Put, PutResult
+from kvmover.store.store_results import Got, GotResult, Put, PutResult
 from kvmover.store.tenure import Tenure
 
 _WRITTEN, _PRESENT, _ELSEWHERE = (PutResult(put) for put in (Put.WRITTEN, Put.PRESENT, Put.ELSEWHERE))

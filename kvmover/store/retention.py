@@ -16,19 +16,19 @@ from pathlib import Path
 
 import numpy as np
 
-from kvmover.store.catalog import SLICE, Catalog
+from kvmover.store.boot import HostBoot
 from kvmover.store.deletion import DeletionOrder, TwoLooks
 from kvmover.store.fetch import GIVEN_BACK
 from kvmover.store.files import Files, close_quietly, open_shared
 from kvmover.store.guard_lock import GuardLock, off_lock, under_lock
-from kvmover.store.machine import Machine
-from kvmover.store.policy import Policy
 from kvmover.store.record import holds
-from kvmover.store.results import Counters
 from kvmover.store.segment import Segment
+from kvmover.store.segment_catalog import SLICE, Catalog
+from kvmover.store.segment_writer import FileOffset, Header, Writer
+from kvmover.store.store_policy import Policy
+from kvmover.store.store_results import Counters
 from kvmover.store.stored import Placed, Rows, StoredObject
 from kvmover.store.takeover import SegmentTakeover
-from kvmover.store.writer import FileOffset, Header, Writer
 
 #: Pages that are looked at to choose a segment by.
 _COLD = 4096
@@ -215,7 +215,7 @@ class Retention:
     as long as one flushes or collects, which no put waits for. They are taken in the order tidying, writing, lock.
     """
 
-    def __init__(self, folder: Path, namespace: bytes, policy: Policy, files: Files, machine: Machine) -> None:
+    def __init__(self, folder: Path, namespace: bytes, policy: Policy, files: Files, machine: HostBoot) -> None:
         self.folder = folder
         self.policy = policy
         self.files = files

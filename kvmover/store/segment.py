@@ -21,10 +21,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from kvmover.store.boot import NO_BOOT
 from kvmover.store.deletion import Permit
 from kvmover.store.files import close_quietly, is_absent, is_gone, open_shared
 from kvmover.store.head import SOME_BYTES, next_record, some_records
-from kvmover.store.machine import NO_BOOT
 from kvmover.store.record import (
     DEAD,
     DIGEST_BYTES,

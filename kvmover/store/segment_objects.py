@@ -14,18 +14,18 @@ from pathlib import Path
 import msgspec
 
 from kvmover.errors import StoreError
+from kvmover.store.boot import HostBoot
 from kvmover.store.deletion import DeletionOrder, Look, Seen, TwoLooks
 from kvmover.store.fetch import GIVEN_BACK, MISSING, SegmentFailure, SegmentRead, fetch, look_again, suspects
 from kvmover.store.files import FileRun, Files, OpenFile, reason_of
-from kvmover.store.machine import Machine
 from kvmover.store.objects import ObjectDraft, Objects, Verdict, Watcher
 from kvmover.store.part import PagePart, PartKey
-from kvmover.store.policy import Policy
 from kvmover.store.record import table
-from kvmover.store.results import Collected, Recovered, Stat, Verified
 from kvmover.store.retention import Retention
+from kvmover.store.segment_writer import FileOffset, Header
+from kvmover.store.store_policy import Policy
+from kvmover.store.store_results import Collected, Recovered, Stat, Verified
 from kvmover.store.stored import Page, StoredObject, padded
-from kvmover.store.writer import FileOffset, Header
 from kvmover.transport import Memory
 
 #: What a disk says that is full, or a user who may have no more of it.
@@ -60,7 +60,7 @@ class _Batch(msgspec.Struct, frozen=True, gc=False):
 class SegmentObjects(Retention, Objects[StoredObject]):
     """Objects of one namespace as ranges of files, which any number of processes share."""
 
-    def __init__(self, folder: Path, namespace: bytes, policy: Policy, files: Files, machine: Machine) -> None:
+    def __init__(self, folder: Path, namespace: bytes, policy: Policy, files: Files, machine: HostBoot) -> None:
         """The caller gives up `files`. Raises OSError."""
         super().__init__(folder, namespace, policy, files, machine)
         self.catalog.read_heads()

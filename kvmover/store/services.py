@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kvmover.store.bucket.namespaces import bucket_namespaces, bucket_of_namespace, open_bucket
-from kvmover.store.keeper.objects import keeper_namespaces, keeper_of_namespace, open_keeper
+from kvmover.store.keeper.keeper_objects import keeper_namespaces, keeper_of_namespace, open_keeper
 from kvmover.store.location import KEEPER, POOL
 from kvmover.store.manifest import Found
-from kvmover.store.mooncake.objects import open_pool, pool_namespaces, pool_of_namespace
+from kvmover.store.mooncake.pool_objects import open_pool, pool_namespaces, pool_of_namespace
 from kvmover.store.namespace import Namespace
 from kvmover.store.objects import Objects
-from kvmover.store.policy import Policy
+from kvmover.store.store_policy import Policy
 
 
 class _Service(NamedTuple):

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvmover.store.absence import TORN, gaps, read_head_anew, remove_orphan, remove_stillborn, why_orphan
-from kvmover.store.catalog import SLICE, Catalog
 from kvmover.store.deletion import Look, Seen, TwoLooks
 from kvmover.store.fetch import look_again, suspects
 from kvmover.store.files import is_shared
 from kvmover.store.guard_lock import GuardLock, off_lock
 from kvmover.store.objects import Verdict
 from kvmover.store.segment import DATA, HEAD, Life, Segment, segments_in
+from kvmover.store.segment_catalog import SLICE, Catalog
 from kvmover.store.stored import StoredObject
 
 #: A head that another machine wrote is taken over once it has been silent for so long, on a network file system: its

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvmover.store.objects import Failure, ObjectDraft, ObjectRead, Objects, Verdict, Watcher
 from kvmover.store.part import PagePart, PartKey
-from kvmover.store.results import Collected, Counters, Recovered, Stat, Verified
+from kvmover.store.store_results import Collected, Counters, Recovered, Stat, Verified
 from kvmover.transport import Memory
 
 #: Why no page is put: by a store that holds nothing, and through a view of a namespace that it has left.

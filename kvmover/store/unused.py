@@ -10,10 +10,10 @@ from pathlib import Path
 
 from kvmover.errors import StoreError
 from kvmover.store.absence import names_in
+from kvmover.store.boot import NO_BOOT
 from kvmover.store.bucket.namespaces import bucket_namespaces, empty_unused
 from kvmover.store.deletion import DeletionDoor, Look, Seen, TwoLooks
 from kvmover.store.files import close_quietly, is_absent, open_shared
-from kvmover.store.machine import NO_BOOT
 from kvmover.store.manifest import MANIFEST, Found, namespaces
 from kvmover.store.segment import HEAD, Life, Segment, segments_in
 

@@ -356,7 +356,7 @@ def test_reading_a_configuration_loads_the_values_of_its_sections_and_none_of_th
     assert {name.split(".")[1] for name in ours} == parts
     assert [name for name in ours if name.startswith("kvmover.kernels.")] == ["kvmover.kernels.copy_engine"]
     assert [name for name in ours if name.startswith("kvmover.store.")] == [
-        "kvmover.store.policy",
+        "kvmover.store.store_policy",
         "kvmover.store.location",
     ]
     assert [name for name in ours if name.startswith("kvmover.transport.")] == ["kvmover.transport.base"]

@@ -12,7 +12,7 @@ import obstore
 from store_rank import GQA, PAGE, SPACE, Rank, pages_of
 
 from kvmover.store import PagePart, PageStore, Policy
-from kvmover.store.bucket.objects import BucketObjects
+from kvmover.store.bucket.bucket_objects import BucketObjects
 from kvmover.store.bucket.service import ObjectBucket
 
 POINTS = ("before data", "in data", "before head", "after head")

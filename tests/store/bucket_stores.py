@@ -18,7 +18,7 @@ from obstore.store import MemoryStore
 from store_rank import SPACE
 
 from kvmover.store import Namespace, PageStore, Policy
-from kvmover.store.bucket.objects import BucketObjects
+from kvmover.store.bucket.bucket_objects import BucketObjects
 from kvmover.store.bucket.service import ObjectBucket
 
 #: All that obstore raises for what a service answered, and what the system raises beneath it.

@@ -22,13 +22,13 @@ from typing import Any
 from store_rank import GQA, PAGE, SPACE, Rank, pages_of
 
 from kvmover.errors import StoreError
-from kvmover.store import Machine, PagePart, PageStore, Policy, clear_unused
+from kvmover.store import HostBoot, PagePart, PageStore, Policy, clear_unused
 from kvmover.store import segment as segment_module
 from tests.store.segments import segments_of
 
 WHOLE = PagePart.whole(GQA, PAGE)
 POLICY = Policy(segment_bytes=4 * WHOLE.nbytes)
-HERE, THERE, JUDGE = Machine(b"this machine...."), Machine(b"another machine."), Machine(b"who sees after..")
+HERE, THERE, JUDGE = HostBoot(b"this machine...."), HostBoot(b"another machine."), HostBoot(b"who sees after..")
 PAGES = pages_of(24)
 
 #: Where each call lives that can fail. `fallocate` is the C library's, which gives blocks back.

@@ -10,7 +10,7 @@ from kvmover.layout import Fleet
 from kvmover.store import PagePart
 from kvmover.store.index import Index
 from kvmover.store.keeper.journal import JournalChange, decode_entries, removed_places, runs_of, slab_name, table_of
-from kvmover.store.keeper.machine import rewritten, step
+from kvmover.store.keeper.keeper_machine import rewritten, step
 from kvmover.store.keeper.messages import (
     VERSION,
     Agreed,

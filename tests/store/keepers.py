@@ -9,7 +9,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from kvmover.store.keeper import machine, memory
+from kvmover.store.keeper import keeper_machine as machine
+from kvmover.store.keeper import memory
 from kvmover.store.keeper.server import KeeperServer
 
 #: Of each keeper here.

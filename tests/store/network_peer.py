@@ -12,7 +12,7 @@ from pathlib import Path
 
 from store_rank import GQA, MLA, PAGE, SPACE, Rank, pages_of
 
-from kvmover.store import Got, Machine, PagePart, PageStore, Policy
+from kvmover.store import Got, HostBoot, PagePart, PageStore, Policy
 
 PAGES = 60
 #: What a read may be answered by where others evict.
@@ -23,7 +23,7 @@ def main(folder: Path, host: int, seed: int) -> None:
     """Work for ever."""
     chance = random.Random(seed)
     policy = Policy(segment_bytes=chance.choice([64 << 10, 512 << 10]))
-    store = PageStore.open(folder, SPACE, policy, machine=Machine(bytes([host]) * 16))
+    store = PageStore.open(folder, SPACE, policy, machine=HostBoot(bytes([host]) * 16))
     ranks = [Rank(store, PagePart.whole(component, PAGE), 8) for component in (GQA, MLA)]
     pages = pages_of(PAGES)
     while True:

@@ -10,7 +10,7 @@ from store_rank import SPACE
 
 from kvmover.store import Namespace, PageStore, Policy
 from kvmover.store.mooncake.client import MooncakeClient, PoolClient
-from kvmover.store.mooncake.objects import MooncakeObjects
+from kvmover.store.mooncake.pool_objects import MooncakeObjects
 
 #: What Mooncake says to what went wrong: no object, no room, a range outside, no transfer, no master, a late master.
 NO_OBJECT, NO_ROOM, OUT_OF_RANGE, NOT_MOVED, NO_MASTER, LATE_MASTER = -704, -200, -600, -800, -900, -901

@@ -14,13 +14,13 @@ import pytest
 from store_rank import GQA, PAGE, SPACE, Rank, pages_of
 
 from kvmover.errors import StoreError
-from kvmover.store import Got, Machine, PagePart, PageStore, Policy, Put, clear_unused
+from kvmover.store import Got, HostBoot, PagePart, PageStore, Policy, Put, clear_unused
 from kvmover.store.segment import DATA, HEAD
 from tests.store.segments import segments_of
 
 WHOLE = PagePart.whole(GQA, PAGE)
 SMALL = Policy(segment_bytes=4 * WHOLE.nbytes)
-HERE, THERE, JUDGE = Machine(b"this machine...."), Machine(b"another machine."), Machine(b"who sees after..")
+HERE, THERE, JUDGE = HostBoot(b"this machine...."), HostBoot(b"another machine."), HostBoot(b"who sees after..")
 PAGES = pages_of(24)
 
 
@@ -61,7 +61,7 @@ def left(root: Path, pages: Sequence[bytes] = PAGES) -> int:
 @pytest.mark.parametrize("machine", [HERE, THERE], ids=["here", "there"])
 @pytest.mark.parametrize("times", [1, 1 << 30])
 @pytest.mark.parametrize("code", [errno.ENOMEM, errno.EIO, errno.ETIMEDOUT, errno.EACCES, errno.ESTALE, errno.ENOENT])
-def test_a_size_that_nobody_tells_costs_nobody_a_page(filled: Path, code: int, times: int, machine: Machine) -> None:
+def test_a_size_that_nobody_tells_costs_nobody_a_page(filled: Path, code: int, times: int, machine: HostBoot) -> None:
     with failing("stat", code, DATA, times) as failed:
         store = PageStore.open(filled, SPACE, SMALL, machine=machine)
         store.collect()
@@ -184,7 +184,7 @@ def test_a_page_whose_last_use_nobody_tells_is_not_the_next_to_go(
     filled: Path, monkeypatch: pytest.MonkeyPatch, policy: Policy
 ) -> None:
     """Another process has used all of them a moment ago, and its word cannot be read."""
-    monkeypatch.setattr(Machine, "now", staticmethod(lambda: int(time.time()) + 3600))
+    monkeypatch.setattr(HostBoot, "now", staticmethod(lambda: int(time.time()) + 3600))
     with PageStore.open(filled, SPACE, policy, machine=THERE) as store:
         with failing("pread", errno.EIO) as failed:
             store.collect()

@@ -72,7 +72,7 @@ def test_engines_reach_a_bucket_by_the_option_that_names_a_directory(bucket: str
 
 def test_a_scheduler_that_only_asks_learns_of_pages(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each question looks at memory, and lets a thread look at the bucket where nobody has of late."""
-    monkeypatch.setattr("kvmover.store.bucket.catalog._LOOK_S", 0.02)
+    monkeypatch.setattr("kvmover.store.bucket.bucket_catalog._LOOK_S", 0.02)
     lookup = StoreLookup.open(bucket, SPACE, [WHOLE, WHOLE])
     pages = pages_of(4)
     assert lookup.leading(pages) == 0

@@ -16,7 +16,7 @@ from obstore.store import LocalStore
 from test_store_conformance import PageStoreConformance, PageStoreSubject, space_of
 
 from kvmover.errors import StoreError
-from kvmover.store.bucket.objects import BucketObjects
+from kvmover.store.bucket.bucket_objects import BucketObjects
 from kvmover.store.bucket.service import ObjectBucket
 from kvmover.tools.conformance import Identity, StoreConformance
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmover.layout import Span, Stripe
-from kvmover.store.bucket.catalog import KeptSegment
+from kvmover.store.bucket.bucket_catalog import KeptSegment
 from kvmover.store.bucket.choice import ALONE_S, EvictionCandidate, LeftOver, Listing, left_overs, victim
 from kvmover.store.bucket.compaction import LOOSE, compaction, decode_catalog, encode_catalog, segments_within
 from kvmover.store.bucket.sealed import (

@@ -12,7 +12,7 @@ from store_rank import GQA, PAGE, SPACE, Rank, pages_of
 
 from kvmover.layout import Fleet
 from kvmover.store import PageStore, Policy
-from kvmover.store.bucket.objects import BucketObjects
+from kvmover.store.bucket.bucket_objects import BucketObjects
 from kvmover.store.bucket.service import ObjectBucket
 
 PEER = Path(__file__).with_name("bucket_peer.py")

@@ -9,12 +9,12 @@ import sys
 import numpy as np
 import pytest
 
-import kvmover.store.columns as columns
 import kvmover.store.index as index
+import kvmover.store.number_columns as columns
 from kvmover.layout import Component
 from kvmover.store import Namespace, PagePart
-from kvmover.store.columns import GrowingNumbers, NumberColumns, PageTable
 from kvmover.store.index import Index
+from kvmover.store.number_columns import GrowingNumbers, NumberColumns, PageTable
 from kvmover.store.retention import _slack
 from kvmover.store.stored import StoredObject
 

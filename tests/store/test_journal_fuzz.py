@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from keeper_world import KEY, OBJECT_BYTES, PAGES, PART
 
-from kvmover.store.keeper.catalog import KeeperCatalog
 from kvmover.store.keeper.journal import AddedObject, JournalChange, encode_added, encode_entry
+from kvmover.store.keeper.keeper_catalog import KeeperCatalog
 from kvmover.store.keeper.link import FollowedJournal
 from kvmover.store.record import DIGEST_BYTES
 from tests.drawn_values import ODD, damaged

@@ -26,8 +26,8 @@ from kvmover.layout import Fleet
 from kvmover.store import Found, Got, Namespace, PageStore, Policy, Put, clear_stores, stat_stores, verify_stores
 from kvmover.store.deletion import DeletionOrder
 from kvmover.store.keeper import memory
+from kvmover.store.keeper.keeper_objects import KeeperLocation, keeper_namespaces
 from kvmover.store.keeper.messages import PACKET_BYTES, ListNamespaces, decode_answer, encode
-from kvmover.store.keeper.objects import KeeperLocation, keeper_namespaces
 from kvmover.store.keeper.server import KeeperServer
 
 ALONE, TP2 = Fleet(page_tokens=PAGE), Fleet(tp=2, page_tokens=PAGE)
@@ -141,7 +141,7 @@ def test_a_slab_that_was_cut_by_who_fills_it_is_given_up(keeper: Served) -> None
 
 def test_who_follows_a_journal_that_is_written_anew_loses_nothing(keeper: Served, monkeypatch) -> None:
     with keeper.open() as store, keeper.open() as other, keeper.open() as idle:
-        monkeypatch.setattr("kvmover.store.keeper.machine._LEAST_BYTES", 1024)
+        monkeypatch.setattr("kvmover.store.keeper.keeper_machine._LEAST_BYTES", 1024)
         lost: list[bytes] = []
 
         class Watcher:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from keeper_world import KEY, OBJECT_BYTES, PAGES, PART, SLAB_BYTES
 
 from kvmover.store.keeper.journal import decode_entries
-from kvmover.store.keeper.machine import step
+from kvmover.store.keeper.keeper_machine import step
 from kvmover.store.keeper.messages import VERSION, Attach, Request, decode_request, encode
 from kvmover.store.keeper.state import (
     AppendEntry,

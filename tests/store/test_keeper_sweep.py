@@ -107,8 +107,8 @@ def test_a_journal_that_is_written_anew_knows_what_was_proved(keeper: Served, mo
         soon(lambda: proved(store))
         before = proved(store)
         base = store.objects.catalog.link.journal.base
-        monkeypatch.setattr("kvmover.store.keeper.machine._LEAST_BYTES", 256)
-        monkeypatch.setattr("kvmover.store.keeper.machine._TIMES", 0)
+        monkeypatch.setattr("kvmover.store.keeper.keeper_machine._LEAST_BYTES", 256)
+        monkeypatch.setattr("kvmover.store.keeper.keeper_machine._TIMES", 0)
         store.flush()
 
         def follows() -> bool:  # the keeper writes it when it has answered

@@ -21,7 +21,7 @@ import pytest
 from network_peer import PAGES
 from store_rank import GQA, PAGE, SPACE, Rank, pages_of
 
-from kvmover.store import Machine, PagePart, PageStore
+from kvmover.store import HostBoot, PagePart, PageStore
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(300)]
 
@@ -82,8 +82,8 @@ def shared(mounts: tuple[Path, Path]) -> tuple[Path, Path]:
     return mounts[0] / name, mounts[1] / name
 
 
-def machine(host: int) -> Machine:
-    return Machine(bytes([host]) * 16)
+def machine(host: int) -> HostBoot:
+    return HostBoot(bytes([host]) * 16)
 
 
 def test_what_one_machine_flushed_another_reads_and_what_it_evicts_is_no_poison(shared: tuple[Path, Path]) -> None:

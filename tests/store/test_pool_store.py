@@ -22,7 +22,7 @@ from kvmover.store.mooncake.format import (
     header_bytes,
     object_key,
 )
-from kvmover.store.mooncake.objects import MooncakeObjects
+from kvmover.store.mooncake.pool_objects import MooncakeObjects
 from tests.proofs import family
 
 WHOLE = PagePart.whole(GQA, PAGE)

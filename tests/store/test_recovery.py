@@ -14,13 +14,13 @@ import pytest
 from store_rank import GQA, PAGE, SPACE, Rank, pages_of
 
 from kvmover.errors import StoreError
-from kvmover.store import Got, Machine, PagePart, PageStore, Policy, catalog
+from kvmover.store import Got, HostBoot, PagePart, PageStore, Policy, segment_catalog
 from kvmover.store.record import PREAMBLE_BYTES, Kind, Preamble, decode_all
 from kvmover.store.segment import DATA, HEAD, Segment
 from tests.store.segments import segments_of
 
 WHOLE = PagePart.whole(GQA, PAGE)
-NEXT_BOOT = Machine(bytes(16))
+NEXT_BOOT = HostBoot(bytes(16))
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def only(root: Path, suffix: str) -> Path:
     return path
 
 
-def reopened(root: Path, machine: Machine | None = None) -> tuple[list[bool], dict[str, int], int]:
+def reopened(root: Path, machine: HostBoot | None = None) -> tuple[list[bool], dict[str, int], int]:
     """Which of the ten pages exist, all of which must read well; what was dropped; and bytes of objects kept."""
     with PageStore.open(root, SPACE, machine=machine) as store:
         rank, pages = Rank(store, WHOLE), pages_of(10)
@@ -280,7 +280,7 @@ def test_deletions_are_heard_and_if_not_heard_they_are_read(tmp_path: Path) -> N
 def test_news_that_are_begun_anew_are_heard_to_the_end_and_no_header_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catalog, "_LONG_BYTES", 1)
+    monkeypatch.setattr(segment_catalog, "_LONG_BYTES", 1)
     pages = pages_of(9)
     with PageStore.open(tmp_path, SPACE) as one, PageStore.open(tmp_path, SPACE) as two:
         rank = Rank(one, WHOLE)

@@ -16,7 +16,7 @@ from store_rank import GQA, MLA, PAGE, SPACE, Rank, pages_of
 
 from kvmover.errors import DescriptorError, StoreError
 from kvmover.layout import Component, Fleet
-from kvmover.store import Got, Machine, Namespace, PagePart, PageStore, Policy, Put, this_machine
+from kvmover.store import Got, HostBoot, Namespace, PagePart, PageStore, Policy, Put, this_boot
 from kvmover.store.deletion import DeletionOrder
 from kvmover.store.files import Access, PlainFiles
 from tests.store.segments import segments_of
@@ -184,7 +184,7 @@ def test_the_quota_is_never_exceeded_and_says_so(tmp_path: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Clock(Machine):
+class Clock(HostBoot):
     """The machine at another time."""
 
     hands: tuple[list[int], ...] = ()
@@ -195,7 +195,7 @@ class Clock(Machine):
 
 def test_a_page_nobody_used_for_the_ttl_is_gone(tmp_path: Path) -> None:
     hand = [1000]
-    clock = Clock(this_machine().boot, (hand,))
+    clock = Clock(this_boot().boot, (hand,))
     with PageStore.open(tmp_path, SPACE, Policy(ttl_s=60), machine=clock) as store:
         rank, pages = Rank(store, WHOLE), pages_of(3)
         rank.put(pages)
@@ -210,7 +210,7 @@ def test_a_page_nobody_used_for_the_ttl_is_gone(tmp_path: Path) -> None:
 
 def test_a_read_in_one_process_keeps_a_page_from_the_cleaner_of_another(tmp_path: Path) -> None:
     hand = [1000]
-    clock = Clock(this_machine().boot, (hand,))
+    clock = Clock(this_boot().boot, (hand,))
     pages = pages_of(4)
     with PageStore.open(tmp_path, SPACE, machine=clock) as one, PageStore.open(tmp_path, SPACE, machine=clock) as two:
         reader = Rank(one, WHOLE)
@@ -402,7 +402,7 @@ def test_a_namespace_that_is_a_link_is_refused(tmp_path: Path) -> None:
 def test_a_file_system_that_frees_whole_files_only_keeps_to_the_quota(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvmover.store.catalog.punch", lambda fd, offset, nbytes: False)
+    monkeypatch.setattr("kvmover.store.segment_catalog.punch", lambda fd, offset, nbytes: False)
     policy = Policy(quota_bytes=8 * WHOLE.nbytes, segment_bytes=2 * WHOLE.nbytes)
     with PageStore.open(tmp_path, SPACE, policy) as store:
         rank = Rank(store, WHOLE)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvmover.errors import StoreError
-from kvmover.store import Machine, Namespace, PageStore, elected
+from kvmover.store import HostBoot, Namespace, PageStore, elected
 from kvmover.store.files import PlainFiles, memory_of_buffer
 from kvmover.store.nixl_files import NixlFiles
 from kvmover.store.tenure import LEFT, NOWHERE
@@ -28,7 +28,7 @@ def space_of(identity: Identity) -> Namespace:
 class PageStoreSubject:
     """The page store as the kit drives it."""
 
-    def __init__(self, folder: Path, identity: Identity, files, machine: Machine | None = None) -> None:
+    def __init__(self, folder: Path, identity: Identity, files, machine: HostBoot | None = None) -> None:
         space = space_of(identity)
         self.over(PageStore.open(folder, space, files=files, machine=machine), space, identity)
 
@@ -162,7 +162,7 @@ class TestPageStore(PageStoreConformance):
         return PageStoreSubject(folder, identity, PlainFiles())
 
     def open_elsewhere(self, folder: Path, identity: Identity) -> PageStoreSubject:
-        return PageStoreSubject(folder, identity, PlainFiles(), Machine(b"another machine."))
+        return PageStoreSubject(folder, identity, PlainFiles(), HostBoot(b"another machine."))
 
 
 class TestPageStoreThroughTheRecipesFiles(PageStoreConformance):

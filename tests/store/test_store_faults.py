@@ -15,14 +15,14 @@ import pytest
 from store_rank import GQA, PAGE, SPACE, Rank, pages_of
 
 from kvmover.errors import StoreError
-from kvmover.store import Got, Machine, PagePart, PageStore, Policy, Put
+from kvmover.store import Got, HostBoot, PagePart, PageStore, Policy, Put
 from kvmover.store.files import Access, PlainFiles
 from kvmover.store.nixl_files import files_for
 from kvmover.store.segment import DATA, HEAD
 from tests.store.segments import segments_of
 
 WHOLE = PagePart.whole(GQA, PAGE)
-OTHER_HOST = Machine(b"the other host..")
+OTHER_HOST = HostBoot(b"the other host..")
 CODES = [errno.EIO, errno.ENOMEM, errno.ETIMEDOUT, errno.ESTALE, errno.EINVAL, errno.EAGAIN, errno.EACCES, errno.EMFILE]
 
 
@@ -398,7 +398,7 @@ def test_sealed_segments_hold_no_descriptor(tmp_path: Path) -> None:
 
 def test_one_hot_page_a_segment_does_not_cost_the_whole_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a file system without hole punching, asked for room of two pages of two hundred."""
-    monkeypatch.setattr("kvmover.store.catalog.punch", lambda fd, offset, nbytes: False)
+    monkeypatch.setattr("kvmover.store.segment_catalog.punch", lambda fd, offset, nbytes: False)
     pages = pages_of(200)
     with PageStore.open(tmp_path, SPACE, Policy(segment_bytes=20 * WHOLE.nbytes)) as store:
         rank = Rank(store, WHOLE, 20)
@@ -417,13 +417,13 @@ def test_one_hot_page_a_segment_does_not_cost_the_whole_cache(tmp_path: Path, mo
 
 def test_a_page_of_the_future_does_not_outlive_the_others(tmp_path: Path) -> None:
     """It was written by a machine whose clock was a day ahead."""
-    hand = [Machine.now() + 86400]
+    hand = [HostBoot.now() + 86400]
 
-    class Clock(Machine):
+    class Clock(HostBoot):
         def now(self) -> int:
             return hand[0]
 
-    clock = Clock(Machine(b"the other host..").boot)
+    clock = Clock(HostBoot(b"the other host..").boot)
     with PageStore.open(tmp_path, SPACE, machine=clock) as store:
         rank = Rank(store, WHOLE)
         rank.put(pages_of(1))

@@ -12,11 +12,11 @@ import pytest
 from store_rank import GQA, PAGE, SPACE, Rank, pages_of
 
 from kvmover.layout import Component
-from kvmover.store import Machine, PagePart, PageStore, PartView, Policy, memory_of_buffer
-from kvmover.store.catalog import Catalog
+from kvmover.store import HostBoot, PagePart, PageStore, PartView, Policy, memory_of_buffer
 from kvmover.store.guard_lock import GuardLock
 from kvmover.store.index import Index
 from kvmover.store.segment import Segment, punch
+from kvmover.store.segment_catalog import Catalog
 from kvmover.store.stored import Placed
 from tests.store.segments import segments_of
 
@@ -122,7 +122,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 
     monkeypatch.setattr(Catalog, "__init__", opened)
     monkeypatch.setattr(GuardLock, "__exit__", left)
-    monkeypatch.setattr("kvmover.store.catalog.punch", watch.wrap("punch", punch))
+    monkeypatch.setattr("kvmover.store.segment_catalog.punch", watch.wrap("punch", punch))
     monkeypatch.setattr(Index, "_object", watch.wrap("_object", Index._object))
     remove = Index.remove_placed
 
@@ -136,9 +136,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 def test_nothing_waits_for_a_disk_under_the_lock(tmp_path: Path, watched: Watched) -> None:
     """Two processes put, get, look up, evict, expire, verify, flush, collect and clear."""
-    hand = [Machine.now()]
+    hand = [HostBoot.now()]
 
-    class Clock(Machine):
+    class Clock(HostBoot):
         def now(self) -> int:
             return hand[0]
 
@@ -201,7 +201,7 @@ def test_one_hold_of_the_lock_does_a_little_however_much_there_is(tmp_path: Path
         for path in list(dead.glob("*.head")):
             path.with_name(f"0123456789abcdef-00000000{path.suffix}").write_bytes(path.read_bytes())
             path.with_name("0123456789abcdef-00000000.data").write_bytes(path.with_suffix(".data").read_bytes())
-    machine = Machine(b"another machine.")
+    machine = HostBoot(b"another machine.")
     with (
         PageStore.open(tmp_path, SPACE, machine=machine) as later,
         PageStore.open(tmp_path, SPACE, machine=machine) as beside,
@@ -220,7 +220,7 @@ def test_one_hold_of_the_lock_does_a_little_however_much_there_is(tmp_path: Path
 def test_a_look_up_of_pages_that_are_all_too_old_deletes_a_few(tmp_path: Path) -> None:
     hand = [1000]
 
-    class Clock(Machine):
+    class Clock(HostBoot):
         def now(self) -> int:
             return hand[0]
 
@@ -234,7 +234,7 @@ def test_a_look_up_of_pages_that_are_all_too_old_deletes_a_few(tmp_path: Path) -
 
 
 def whole_files_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvmover.store.catalog.punch", lambda *_: False)
+    monkeypatch.setattr("kvmover.store.segment_catalog.punch", lambda *_: False)
 
 
 def test_one_hold_does_a_little_where_whole_files_are_freed(

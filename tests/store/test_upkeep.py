@@ -13,7 +13,7 @@ import pytest
 from store_rank import GQA, PAGE, SPACE, Rank, pages_of
 
 from kvmover import cli
-from kvmover.store import Machine, Namespace, PagePart, PageStore
+from kvmover.store import HostBoot, Namespace, PagePart, PageStore
 
 WHOLE = PagePart.whole(GQA, PAGE)
 OTHER = Namespace("mistral", "7", PAGE, salt="secret")
@@ -102,7 +102,7 @@ def test_gc_keeps_to_the_configured_quota_and_age_unless_it_is_told_others(
     assert (row["pages"], row["deleted_pages"]) == (4, 1)
     (row,) = json.loads(command(*mine)[1])
     assert (row["pages"], row["deleted_pages"]) == (3, 1)
-    monkeypatch.setattr(Machine, "now", staticmethod(lambda: int(time.time()) + 100))
+    monkeypatch.setattr(HostBoot, "now", staticmethod(lambda: int(time.time()) + 100))
     monkeypatch.setenv("KVMOVER_STORE_TTL_S", "60")
     (row,) = json.loads(command(*mine, "--ttl", 3600)[1])
     assert (row["pages"], row["deleted_pages"]) == (3, 0)

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from kvmover.errors import StoreError
-from kvmover.store.bucket.objects import BucketObjects
+from kvmover.store.bucket.bucket_objects import BucketObjects
 from kvmover.store.bucket.sealed import HEAD
 from kvmover.store.bucket.service import ObjectBucket, PutMode
 from kvmover.store.deletion import DeletionDoor, Look, Seen, TwoLooks
 from kvmover.store.manifest import MANIFEST, Found, Manifest, decode_manifest, encode_manifest, in_order, unknown
 from kvmover.store.namespace import Namespace
-from kvmover.store.policy import Policy
 from kvmover.store.record import PREAMBLE_BYTES, Preamble
+from kvmover.store.store_policy import Policy
 
 
 def open_bucket(location: str, namespace: Namespace, policy: Policy) -> BucketObjects:

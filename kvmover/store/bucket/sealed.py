@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from kvmover.store.machine import NO_BOOT
+from kvmover.store.boot import NO_BOOT
 from kvmover.store.namespace import HASH_BYTES
 from kvmover.store.part import PartKey
 from kvmover.store.record import (

@@ -11,13 +11,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvmover.store.bucket.catalog import BucketCatalog, KeptSegment
+from kvmover.store.bucket.bucket_catalog import BucketCatalog, KeptSegment
+from kvmover.store.bucket.bucket_reader import BucketReader
+from kvmover.store.bucket.bucket_writer import BucketWriter, SentPayload
 from kvmover.store.bucket.choice import CARRIED_SHARE, EvictionCandidate, Listing, left_overs, victim
 from kvmover.store.bucket.compaction import CATALOG, compaction, encode_catalog
-from kvmover.store.bucket.reader import BucketReader
 from kvmover.store.bucket.sealed import DEAD, HEAD, USED, USES, Dead, SealedSegment, encode_uses, read_head
 from kvmover.store.bucket.service import PutMode
-from kvmover.store.bucket.writer import BucketWriter, SentPayload
 from kvmover.store.deletion import EMPTY, DeletionOrder, Look, Permit, Seen, TwoLooks
 from kvmover.store.record import holds
 from kvmover.store.stored import Page, StoredObject

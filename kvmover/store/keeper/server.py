@@ -30,7 +30,7 @@ from kvmover.errors import StoreError
 from kvmover.store.files import reason_of
 from kvmover.store.keeper import memory
 from kvmover.store.keeper.journal import JournalChange, encode_entry, page_and_digests
-from kvmover.store.keeper.machine import is_overgrown, rewritten, step
+from kvmover.store.keeper.keeper_machine import is_overgrown, rewritten, step
 from kvmover.store.keeper.messages import (
     PACKET_BYTES,
     Attach,

@@ -28,7 +28,7 @@ from kvmover.engines.sglang.page_parts import TpPlacement
 from kvmover.engines.sglang.store_adapter import MAIN, Batches, ServedRank, StoreAdapter
 from kvmover.errors import StoreError
 from kvmover.layout import Component
-from kvmover.store import Machine, Namespace, PagePart, PageStore, memory_of_buffer
+from kvmover.store import HostBoot, Namespace, PagePart, PageStore, memory_of_buffer
 
 PAGE, PAGES, LAYERS, HEADS, DIM = 4, 7, 3, 2, 8
 HASHES = [bytes([number]) * 32 for number in range(16)]
@@ -195,7 +195,10 @@ def test_an_idle_rank_flushes_what_it_put_and_collects(tmp_path: Path) -> None:
     space, part = Namespace("llama", "1", PAGE), PagePart.whole(COMPONENT, PAGE)
     page = bytearray(part.nbytes)
     memory = memory_of_buffer(page)
-    with PageStore.open(tmp_path, space) as store, PageStore.open(tmp_path, space, machine=Machine(bytes(16))) as other:
+    with (
+        PageStore.open(tmp_path, space) as store,
+        PageStore.open(tmp_path, space, machine=HostBoot(bytes(16))) as other,
+    ):
         store.register(memory)
         assert store.view(space, part).put([bytes(32)], [memory.address])[0].ok
         seen = other.view(space, part)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvmover.store.bucket.catalog import BucketCatalog
+from kvmover.store.bucket.bucket_catalog import BucketCatalog
+from kvmover.store.bucket.bucket_writer import BucketWriter
 from kvmover.store.bucket.sealed import DATA, DEAD, HEAD, Dead
 from kvmover.store.bucket.service import RangeRequest, requests
-from kvmover.store.bucket.writer import BucketWriter
 from kvmover.store.fetch import MISSING, scatter
 from kvmover.store.files import SHORT, reason_of
 from kvmover.store.objects import DIGEST, Failure, Fault, ObjectRead, Verdict

@@ -41,9 +41,9 @@ from kvmover.store.mooncake.format import (
 from kvmover.store.namespace import Namespace
 from kvmover.store.objects import DIGEST, Failure, Fault, ObjectDraft, ObjectRead, Objects, Verdict, Watcher
 from kvmover.store.part import PageBox, PagePart, PartKey
-from kvmover.store.policy import Policy
 from kvmover.store.record import holds, table
-from kvmover.store.results import Collected, Counters, Recovered, Stat, Verified
+from kvmover.store.store_policy import Policy
+from kvmover.store.store_results import Collected, Counters, Recovered, Stat, Verified
 from kvmover.transport import Memory
 
 log = logging.getLogger(__name__)

@@ -13,20 +13,20 @@ from contextlib import suppress
 from threading import RLock
 
 from kvmover.errors import StoreError
-from kvmover.store.bucket.catalog import BucketCatalog
-from kvmover.store.bucket.reader import BucketReader
+from kvmover.store.boot import NO_BOOT, HostBoot
+from kvmover.store.bucket.bucket_catalog import BucketCatalog
+from kvmover.store.bucket.bucket_reader import BucketReader
+from kvmover.store.bucket.bucket_writer import SEGMENT_BYTES, BucketWriter, SentPayload
 from kvmover.store.bucket.service import ObjectBucket
 from kvmover.store.bucket.upkeep import BucketUpkeep
-from kvmover.store.bucket.writer import SEGMENT_BYTES, BucketWriter, SentPayload
 from kvmover.store.deletion import DeletionOrder, Look, Seen, TwoLooks
 from kvmover.store.fetch import GIVEN_BACK
 from kvmover.store.files import HostMemory, reason_of
-from kvmover.store.machine import NO_BOOT, Machine
 from kvmover.store.objects import Failure, ObjectDraft, ObjectRead, Objects, Verdict, Watcher
 from kvmover.store.part import PagePart, PartKey
-from kvmover.store.policy import Policy
 from kvmover.store.record import holds, table
-from kvmover.store.results import Collected, Counters, Recovered, Stat, Verified
+from kvmover.store.store_policy import Policy
+from kvmover.store.store_results import Collected, Counters, Recovered, Stat, Verified
 from kvmover.store.stored import Page, StoredObject, padded
 from kvmover.transport import Memory
 
@@ -51,7 +51,7 @@ class BucketObjects(Objects[StoredObject]):
         self.policy = policy
         self._bucket = bucket
         self._memory = HostMemory()
-        self.catalog = BucketCatalog(bucket, folder, namespace, Machine(NO_BOOT))
+        self.catalog = BucketCatalog(bucket, folder, namespace, HostBoot(NO_BOOT))
         self._writer = BucketWriter(self.catalog, _segment_bytes(policy))
         self._reader = BucketReader(self.catalog, self._writer, self.memory_at)
         self._upkeep = BucketUpkeep(self.catalog, self._writer, self._reader, policy.stamp_s)

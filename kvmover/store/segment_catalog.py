@@ -26,12 +26,12 @@ import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from kvmover.store.absence import ByteRange, why_empty
+from kvmover.store.boot import NO_BOOT, HostBoot
 from kvmover.store.deletion import DeletionDoor, Grounds, Permit
 from kvmover.store.files import Files, OpenFile, close_quietly, is_gone, open_shared, reason_of
 from kvmover.store.guard_lock import GuardLock, off_lock, under_lock
 from kvmover.store.index import Index
 from kvmover.store.lent_files import LentFiles
-from kvmover.store.machine import NO_BOOT, Machine
 from kvmover.store.record import LIVE, RecordTable
 from kvmover.store.segment import Life, Segment, punch, segments_in
 from kvmover.store.stored import Placed, Places, StoredObject
@@ -266,7 +266,7 @@ class Catalog:
     What each method needs of it is said by `under_lock` and `off_lock`.
     """
 
-    def __init__(self, folder: Path, namespace: bytes, files: Files, machine: Machine) -> None:
+    def __init__(self, folder: Path, namespace: bytes, files: Files, machine: HostBoot) -> None:
         self.folder, self.namespace, self.files, self.machine = folder, namespace, files, machine
         self.lock = GuardLock()
         self.index = Index()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock, RLock
 
+from kvmover.store.boot import HostBoot
 from kvmover.store.bucket.choice import Listing
 from kvmover.store.bucket.compaction import decode_catalog, segments_within
 from kvmover.store.bucket.sealed import DATA, DEAD, HEAD, Dead, SealedSegment, decode_uses, read_head, segment_name
@@ -22,7 +23,6 @@ from kvmover.store.bucket.service import BucketEntry, ObjectBucket
 from kvmover.store.deletion import DeletionDoor, Permit
 from kvmover.store.files import reason_of
 from kvmover.store.index import Index
-from kvmover.store.machine import Machine
 from kvmover.store.stored import StoredObject
 
 #: The youngest segments are looked for so often, and all of them.
@@ -57,7 +57,7 @@ class KeptSegment:
 class BucketCatalog:
     """Segments of one folder of a bucket, and their index. `lock` is held for a moment, and never around a request."""
 
-    def __init__(self, bucket: ObjectBucket, folder: str, namespace: bytes, machine: Machine) -> None:
+    def __init__(self, bucket: ObjectBucket, folder: str, namespace: bytes, machine: HostBoot) -> None:
         self.bucket, self.folder, self.namespace, self.machine = bucket, folder, namespace, machine
         self.lock = RLock()
         self.index = Index()

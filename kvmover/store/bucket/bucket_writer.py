@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from threading import Lock
 
-from kvmover.store.bucket.catalog import BucketCatalog, KeptSegment
+from kvmover.store.bucket.bucket_catalog import BucketCatalog, KeptSegment
 from kvmover.store.bucket.sealed import DATA, HEAD, FillingSegment, segment_name
 from kvmover.store.bucket.service import PutMode
 from kvmover.store.part import PartKey

@@ -22,8 +22,8 @@ from kvmover.errors import StoreError
 from kvmover.store.deletion import DeletionDoor, Look, Permit, Seen, TwoLooks
 from kvmover.store.fetch import SegmentFailure, SegmentRead, fetch, suspects
 from kvmover.store.files import FileRun, OpenFile, reason_of
-from kvmover.store.keeper.catalog import KeeperCatalog
 from kvmover.store.keeper.journal import slab_name, slab_number
+from kvmover.store.keeper.keeper_catalog import KeeperCatalog
 from kvmover.store.keeper.link import KeeperLink, KeeperRefused, StoreFenced
 from kvmover.store.keeper.messages import (
     LISTED,
@@ -50,9 +50,9 @@ from kvmover.store.manifest import Found, Manifest, decode_manifest, encode_mani
 from kvmover.store.namespace import Namespace
 from kvmover.store.objects import ObjectDraft, Objects, Plan, Verdict, Watcher
 from kvmover.store.part import PagePart, PartKey
-from kvmover.store.policy import Policy
 from kvmover.store.record import DIGEST_BYTES, FIXED_BYTES, encode_part, table
-from kvmover.store.results import Collected, Counters, Recovered, Stat, Verified
+from kvmover.store.store_policy import Policy
+from kvmover.store.store_results import Collected, Counters, Recovered, Stat, Verified
 from kvmover.store.stored import Page, StoredObject, padded
 from kvmover.transport import Memory
 

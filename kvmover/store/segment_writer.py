@@ -9,12 +9,12 @@ from contextlib import suppress
 
 import msgspec
 
-from kvmover.store.catalog import Catalog
 from kvmover.store.deletion import DeletionOrder
 from kvmover.store.files import close_quietly, reason_of
 from kvmover.store.part import PartKey
 from kvmover.store.record import FIXED_BYTES, Preamble, encode_object
 from kvmover.store.segment import Life, Segment, WritesLost, settle, sync_folder
+from kvmover.store.segment_catalog import Catalog
 from kvmover.store.stored import StoredObject, padded
 
 #: Names that are tried for a new segment: one may be taken, or its empty head be a cleaner's left-over.
