@@ -23,14 +23,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 BUDGETS = Path(__file__).with_name("prose_budgets.json")
 
-#: Words by what they are counted as, per 1,000 words. Python's None and the noun "none" of a list are not told apart.
+#: Words by the name of their count, which is per 1,000 words. Python's None does not count.
 WORDS: Mapping[str, re.Pattern[str]] = {
     "what": re.compile(r"\b[Ww]hat(ever)?\b"),
     "nobody": re.compile(r"\b([Nn]obody|[Nn]othing|[Nn]o one|none)\b"),
     "who": re.compile(r"\b[Ww]ho(ever)?\b"),
     "whichever": re.compile(r"\b([Ww]hichever|that which)\b"),
 }
-#: First words of docstrings, per 100 docstrings: a method begins with a verb, a class with an article and a noun.
+#: First words of docstrings, which are counted: a method begins with a verb, a class with an article and a noun.
 OPENINGS = frozenset(
     {"What", "Whatever", "Who", "Whoever", "Where", "Whether", "Which", "Whichever", "Of", "As", "How"}
 )
@@ -71,7 +71,7 @@ def counts(name: str) -> dict[str, float]:
 
 
 def rates(texts: Sequence[str], first_words: Sequence[str]) -> dict[str, float]:
-    """Returns how often each of `WORDS` is in 1,000 words of texts, and an opening in 100 first words.
+    """Returns how often each of `WORDS` is in 1,000 words of texts, and how many first words are among `OPENINGS`.
 
     >>> rates(["What is kept is what nobody reads."], ["What", "Returns"])["what"]
     285.7142857142857
@@ -79,8 +79,7 @@ def rates(texts: Sequence[str], first_words: Sequence[str]) -> dict[str, float]:
     prose = "\n".join(texts)
     total = max(1, len(re.findall(r"[A-Za-z']+", prose)))
     found = {kind: 1000 * len(words.findall(prose)) / total for kind, words in WORDS.items()}
-    odd = sum(word in OPENINGS for word in first_words)
-    return {**found, "openings": 100 * odd / max(1, len(first_words))}
+    return {**found, "openings": sum(word in OPENINGS for word in first_words)}
 
 
 def over_budget(budgets: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
