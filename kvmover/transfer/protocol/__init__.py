@@ -1,4 +1,4 @@
-"""What both ends must agree on byte for byte: messages, cards, authentication, and which chunk holds what.
+"""The protocol on which both ends must agree byte for byte: messages, cards, authentication, and the cut into chunks.
 
-Pure. With docs/protocol.md it is all that another implementation needs.
+Pure. Together with docs/protocol.md it suffices to write another implementation.
 """

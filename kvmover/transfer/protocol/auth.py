@@ -1,11 +1,11 @@
-"""Seals: control messages and cards that only holders of a shared key can have written, each of them once.
+"""The seals of control messages and cards: only holders of a shared key can write them, and each message is read once.
 
 A sealed message is `kvs`, the version of this format, a number, a tag and the message. The tag is HMAC-SHA256 (RFC
 2104) over the purpose, both ends' names, the number and the message. A transport name carries a generation and is never
-used again, so a seal of a process that is over, or for one, opens nothing; among two that live, numbers only grow, and
-a window of them tells what came before from what is late (RFC 4303, section 3.4.3). Nothing here keeps a clock.
+reused, so a seal from or for an ended process opens no message; between two live ones numbers only grow, and a window
+of them tells a repeated message from a late one (RFC 4303, section 3.4.3). No clock is needed.
 
-Writes and reads of memory are the network's own, and are not sealed: see docs/threat-model.md.
+Reads and writes of memory are the network's own and are not sealed: see docs/threat-model.md.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from enum import StrEnum
 from kvmover.errors import KvmoverError, LayoutError, PeerRefused
 from kvmover.transfer.protocol.wire import SEAL_BYTES, SEALED
 
-#: Numbers that may arrive after a later one did. A write's note comes when its bytes have landed, and grants, pings and
-#: notes of smaller writes overtake it.
+#: Numbers that may arrive after a later one. A write's note arrives after its bytes, and grants, pings and notes of
+#: smaller writes overtake it.
 WINDOW = 4096
 
 _TAG = 32
 _HEAD = len(SEALED) + 8
 assert _HEAD + _TAG <= SEAL_BYTES
 
-#: Shorter ones can be guessed from one message that was overheard.
+#: Shorter keys can be guessed from one overheard message.
 LEAST_KEY_BYTES = 16
-#: A random key of 16 hexadecimal digits has fewer three times in 10**5, any longer one never.
+#: A random key of 16 hexadecimal digits has fewer different bytes three times in 10**5, a longer one never.
 LEAST_DIFFERENT_BYTES = 6
 
 _MESSAGE, _CARD = b"kvmover message", b"kvmover card"
 
 
 class Refusal(StrEnum):
-    """Why a message was not opened. A forged one has another key's tag, other ends, or other bytes."""
+    """The reason why a message was not opened. FORGED: the tag is of another key, other ends, or other bytes."""
 
     UNSEALED = "unsealed"
     FORGED = "forged"
@@ -43,7 +43,7 @@ class Refusal(StrEnum):
 
 
 class Unverified(KvmoverError):
-    """A message that no holder of the key wrote to us, or that was here before."""
+    """A message that no holder of the key wrote to this process, or that was read before."""
 
     def __init__(self, refusal: Refusal, words: str) -> None:
         super().__init__(words)
@@ -51,7 +51,7 @@ class Unverified(KvmoverError):
 
 
 class Key:
-    """A secret that neither its text nor an error shows."""
+    """A secret, which its text and errors never show."""
 
     __slots__ = ("_secret",)
 
@@ -65,7 +65,9 @@ class Key:
         self._secret = secret
 
     def tag(self, *parts: bytes) -> bytes:
-        """Of the parts and of where one ends: none can give a byte to its neighbour."""
+        """Returns the 32-byte HMAC-SHA256 of the parts. Each part's length goes in, so a byte can't move to the next
+        part.
+        """
         text = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
         return hmac.digest(self._secret, text, "sha256")
 
@@ -81,33 +83,33 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """`seals` is what we write with; messages under it and under those of `accepted` are read.
+    """The shared keys: `seals` seals messages, and messages under it or one of `accepted` are read.
 
-    To change keys under traffic: let every side accept the new one, then every side seal with it and accept the old
-    one, then forget that.
+    To change keys under traffic: let every side accept the new key, then every side seal with it and accept the old
+    one, then drop the old one.
     """
 
     seals: Key
     accepted: tuple[Key, ...] = ()
 
     def write(self, *parts: bytes) -> bytes:
-        """The tag that the first key writes under `parts`, of 32 bytes."""
+        """Returns the 32-byte tag of `parts` under `seals`."""
         return self.seals.tag(*parts)
 
     def wrote(self, tag: bytes, *parts: bytes) -> bool:
-        """Whether one of the keys did. Every key is tried in the same time, whatever the tag."""
+        """Returns True if `tag` is of `parts` under any of the keys. The time is the same for every tag."""
         return sum(hmac.compare_digest(tag, key.tag(*parts)) for key in (self.seals, *self.accepted)) > 0
 
 
 @dataclass(slots=True)
 class Window:
-    """Which numbers of one sender were seen: the highest, and a bit for each of the WINDOW before it, itself first."""
+    """The numbers seen from one sender: the highest, and one bit for each of the WINDOW numbers up to it."""
 
     highest: int = -1
     seen: int = 0
 
     def look(self, number: int) -> Refusal | None:
-        """Whether `number` is one to refuse. Looking changes nothing: a forged number must not move the window."""
+        """Returns why to refuse `number`, or None. The window stays as it is: a forged number must not move it."""
         behind = self.highest - number
         if behind < 0:
             return None
@@ -126,22 +128,22 @@ class Window:
 
 
 class NoAuth:
-    """What stands in for a MessageAuth where no key is configured: messages go as they are."""
+    """A stand-in for MessageAuth without a key: messages and cards go unsealed."""
 
     def sign(self, peer: str, message: bytes) -> bytes:
-        """The message as it is."""
+        """Returns the message unchanged."""
         return message
 
     def verify(self, peer: str, sealed: bytes) -> bytes:
-        """The message as it came."""
+        """Returns the message unchanged."""
         return sealed
 
     def sign_card(self, card: bytes) -> bytes:
-        """The card as it is."""
+        """Returns the card unchanged."""
         return card
 
     def verify_card(self, sealed: bytes) -> bytes:
-        """The card as it came. Raises PeerRefused for a sealed one."""
+        """Returns the card unchanged. Raises PeerRefused for a sealed one."""
         if sealed.startswith(SEALED):
             raise PeerRefused("the peer's card is sealed, and this side has no shared key")
         return sealed
@@ -149,9 +151,10 @@ class NoAuth:
 
 @dataclass(slots=True, eq=False)
 class MessageAuth:
-    """One process's end, `name` being its transport's. Numbers and windows are kept for every peer, for ever: a peer
-    that is lost and comes back under its name goes on where it was. A peer takes 1 KB; signing 100 bytes 4 us, opening
-    them 6 us, a page table of 1 MiB 2.4 ms.
+    """The sealing end of one process, whose transport is called `name`.
+
+    Numbers and windows are kept per peer, for ever: a lost peer that returns under its name continues its numbers. A
+    peer takes 1 KB; signing 100 bytes takes 4 us, opening them 6 us, a page table of 1 MiB 2.4 ms.
     """
 
     keys: Keys
@@ -160,7 +163,7 @@ class MessageAuth:
     _windows: dict[str, Window] = field(default_factory=dict[str, Window])
 
     def sign(self, peer: str, message: bytes) -> bytes:
-        """`message` for `peer` and nobody else. Every call gives other bytes, which are read once."""
+        """Returns `message` sealed for `peer` alone, under the next number: it can be read once."""
         number = self._next.get(peer, 0)
         self._next[peer] = number + 1
         counted = number.to_bytes(8, "big")
@@ -168,7 +171,9 @@ class MessageAuth:
         return b"".join((SEALED, counted, tag, message))
 
     def verify(self, peer: str, sealed: bytes) -> bytes:
-        """What `peer` said to us. Raises Unverified, whatever the bytes, and has then changed nothing."""
+        """Returns the message of `peer`, and marks its number as read. Raises Unverified for all other bytes, and
+        changes no window then.
+        """
         counted, tag, message = _parts(sealed, f"a message from {peer}")
         if not self.keys.wrote(tag, _MESSAGE, peer.encode(), self.name.encode(), counted, message):
             raise Unverified(Refusal.FORGED, f"a message from {peer} has a seal that is not of a key of ours")
@@ -181,11 +186,11 @@ class MessageAuth:
         return message
 
     def sign_card(self, card: bytes) -> bytes:
-        """A card for whoever has the key, as often as they like: who connects to an old one finds nobody there."""
+        """Returns the card sealed, readable any number of times by each holder of the key."""
         return b"".join((SEALED, bytes(8), self.keys.write(_CARD, card), card))
 
     def verify_card(self, sealed: bytes) -> bytes:
-        """Raises PeerRefused."""
+        """Returns the card within its seal. Raises PeerRefused without a seal of a known key."""
         try:
             _, tag, card = _parts(sealed, "the peer's card")
         except Unverified as error:
@@ -196,12 +201,12 @@ class MessageAuth:
 
 
 def _parts(sealed: bytes, what: str) -> tuple[bytes, bytes, bytes]:
-    """Number, tag and what they are of."""
+    """Returns (number, tag, message). Raises Unverified for bytes without a seal; `what` names them in the error."""
     if not sealed.startswith(SEALED) or len(sealed) < _HEAD + _TAG:
         raise Unverified(Refusal.UNSEALED, f"{what} has no seal, and this side has a shared key")
     return sealed[len(SEALED) : _HEAD], sealed[_HEAD : _HEAD + _TAG], sealed[_HEAD + _TAG :]
 
 
 def authentication(keys: Keys | None, name: str) -> MessageAuth | NoAuth:
-    """What a mover of that transport name speaks through."""
+    """Returns the authentication of a mover with transport name `name`: NoAuth without keys."""
     return NoAuth() if keys is None else MessageAuth(keys, name)

@@ -1,4 +1,4 @@
-"""Chunks: all that goes from one rank to one rank for a request, a Lane, cut so that both sides derive them alike."""
+"""The chunk plan of a request between two ranks, a Lane: both sides derive the same one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from kvmover.plan.recode import Forms, Recode, form_text, forms_of, recode_of
 from kvmover.plan.units import Units
 from kvmover.transfer.protocol.wire import MAX_CHUNKS
 
-#: Pieces of a chunk start at multiples of this, so that every piece can be moved in 16-byte words.
+#: Alignment of pieces in a chunk, so that each piece can be moved in 16-byte words.
 PIECE_ALIGN_BYTES = 16
 
 
@@ -48,17 +48,18 @@ class End(msgspec.Struct, frozen=True):
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """How a lane is cut: chunks of at most `nbytes`, and none that holds layers of two groups of `layers` (0: one
-    group), so that a group can go while the next one is computed."""
+    """The cut of a lane: chunks of at most `nbytes`, each within one group of `layers` layers (0: all layers are one
+    group), so that a group can go while the next one is computed.
+    """
 
     nbytes: int
     layers: int = 0
 
 
 class Piece(msgspec.Struct, frozen=True, eq=False):
-    """Some units of one component's leg, or of some of its layers, and where they start in the packed chunk.
+    """A run of units of one component's leg, or of some of its layers, and its byte offset in the packed chunk.
 
-    They are those from `first_unit` on of a `group` of the component's units.
+    `units` are the component's unit group number `group`, from `first_unit` on.
     """
 
     component: int
@@ -70,7 +71,7 @@ class Piece(msgspec.Struct, frozen=True, eq=False):
 
 
 class ChunkPlan(msgspec.Struct, frozen=True, eq=False):
-    """What one write carries. `nbytes` is payload, `span_bytes` what it takes in an arena."""
+    """The content of one write. `nbytes` is payload, `span_bytes` its size in an arena, with padding."""
 
     pieces: tuple[Piece, ...]
     nbytes: int
@@ -78,18 +79,18 @@ class ChunkPlan(msgspec.Struct, frozen=True, eq=False):
 
 
 class _Placed(msgspec.Struct, frozen=True, eq=False):
-    """Byte offsets of all units of a component in one pool [group][unit], by a page `table` that covers them."""
+    """The byte offsets of all units of a component in one pool [group][unit], for a page `table` that covers them."""
 
     table: npt.NDArray[np.int64]
     units: tuple[npt.NDArray[np.int64], ...]
 
 
 class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
-    """The legs between two ranks, one a component (None: nothing of it), their units and their chunks.
+    """The legs between two ranks, one a component (None: the component sends no tokens), with their units and chunks.
 
-    `forms`: how each component travels; None: in the bytes that both sides store.
+    `forms`: the form in which each component travels; None: as both sides store it.
 
-    `_cuts`, `_placed`: what is kept of the pools between chunks, by whether it is the source's, and by component.
+    `_cuts`, `_placed`: caches of pool cuts and unit offsets, by side (True: the source) and component.
     """
 
     src: tuple[Held, ...]
@@ -105,9 +106,10 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @classmethod
     def between(cls, plans: Sequence[Plan | None], src: End, dst: End, cut: Cut) -> Lane:
-        """Pure and the same on both sides: page ids stay out of it. None for a component of which nothing is wanted.
+        """Returns the lane of two ranks. Pure and equal on both sides: page ids are not part of it.
 
-        Raises PlanError for more than MAX_CHUNKS chunks: nobody derives more because a peer says so.
+        `plans`: one a component; None: no tokens of it are wanted. Raises PlanError for more than MAX_CHUNKS chunks, so
+        that a peer can't make this side derive more.
         """
         held_src, held_dst, legs = list[Held](), list[Held](), list[Leg | None]()
         for plan, source, target in zip(plans, src.pools, dst.pools, strict=True):
@@ -126,18 +128,22 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
         return cls(tuple(held_src), tuple(held_dst), tuple(legs), units, chunks, forms)
 
     def recut(self, cut: Cut) -> Lane:
-        """The same lane in other chunks. Raises PlanError for more than MAX_CHUNKS of them."""
+        """Returns the same lane cut into other chunks. Raises PlanError for more than MAX_CHUNKS of them."""
         carried = _carried([held.spec for held in self.src], self.forms)
         chunks = _chunks(self.legs, carried, self.units, cut)
         return Lane(self.src, self.dst, self.legs, self.units, chunks, self.forms)
 
     @property
     def converts(self) -> bool:
-        """Whether anything changes its form on the way: it is packed then, for bytes are not what both sides store."""
+        """True if a component changes its form on the way. Its bytes differ from both sides' then, so it must be
+        packed.
+        """
         return any(self.forms)
 
     def check_route(self, route: Route) -> None:
-        """Raise PlanError for a route by which bytes travel as they are stored, where both sides store others."""
+        """Raise PlanError for the direct and mapped routes, which move bytes as stored, if a component needs
+        converting.
+        """
         if route is Route.PACKED or not self.converts:
             return
         number = next(number for number, forms in enumerate(self.forms) if forms)
@@ -154,7 +160,7 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @cached_property
     def direct_runs(self) -> int:
-        """Byte runs if every leg went straight from pool to pool, pages scattered."""
+        """The number of byte runs if every leg went straight from pool to pool, with scattered pages."""
         return sum(
             count_runs(leg, src, dst, units)
             for leg, src, dst, units in zip(self.legs, self.src, self.dst, self.units, strict=True)
@@ -162,14 +168,14 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
         )
 
     def gather_boxes(self, chunk: int, pages: Sequence[npt.NDArray[np.int64]]) -> list[tuple[int, Box]]:
-        """(component, box) from the source's pools to the packed chunk."""
+        """Returns (component, box) of each piece, from the source's pools to the packed chunk."""
         return [
             (piece.component, self._box(piece, self._source(piece, pages), self._packed(piece), "gathers"))
             for piece in self.chunks[chunk].pieces
         ]
 
     def scatter_boxes(self, chunk: int, pages: Sequence[npt.NDArray[np.int64]]) -> list[tuple[int, Box]]:
-        """(component, box) from the packed chunk to the destination's pools."""
+        """Returns (component, box) of each piece, from the packed chunk to the destination's pools."""
         return [
             (piece.component, self._box(piece, self._packed(piece), self._target(piece, pages), "scatters"))
             for piece in self.chunks[chunk].pieces
@@ -178,23 +184,25 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
     def direct_boxes(
         self, chunk: int, src: Sequence[npt.NDArray[np.int64]], dst: Sequence[npt.NDArray[np.int64]]
     ) -> list[tuple[int, Box]]:
-        """(component, box) from pool to pool."""
+        """Returns (component, box) of each piece, from pool to pool."""
         return [
             (piece.component, self._box(piece, self._source(piece, src), self._target(piece, dst)))
             for piece in self.chunks[chunk].pieces
         ]
 
     def reach(self, chunk: int, stop: int) -> tuple[int, int]:
-        """(layer, position) that the chunk stays below: what must be produced, of `stop` in all, before it can go."""
+        """Returns (layer, position), both exclusive: the chunk can go once all before them is produced. `stop`: the
+        request's tokens.
+        """
         pieces = self.chunks[chunk].pieces
         return max(p.leg.layers.stop for p in pieces), max(self._stop(p, stop) for p in pieces)
 
     def source_pages(self, chunk: int) -> tuple[int, ...]:
-        """How many pages of each of the source's tables a chunk needs to be named."""
+        """Returns how many leading pages of each of the source's tables a chunk reads from."""
         return self._needed(chunk, self.src)
 
     def target_needs(self, chunk: int) -> tuple[int, ...]:
-        """How many pages of each of the destination's tables a chunk needs to be named."""
+        """Returns how many leading pages of each of the destination's tables a chunk writes to."""
         return self._needed(chunk, self.dst)
 
     def _needed(self, chunk: int, held: Sequence[Held]) -> tuple[int, ...]:
@@ -205,17 +213,17 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
         return tuple(needed)
 
     def _at(self, units: Units, held: Sequence[Held]) -> npt.NDArray[np.int64]:
-        """Index of each unit's first token on the side of `held`."""
+        """Returns the index of each unit's first token on the side of `held`."""
         return units.src if held is self.src else units.dst
 
     @cached_property
     def source_reads(self) -> tuple[int, ...]:
-        """How many pages of each of the source's tables the whole lane needs."""
+        """The number of leading pages of each of the source's tables that the lane reads from."""
         return self._reads(self.src)
 
     @cached_property
     def target_reads(self) -> tuple[int, ...]:
-        """How many pages of each of the destination's tables the whole lane needs."""
+        """The number of leading pages of each of the destination's tables that the lane writes to."""
         return self._reads(self.dst)
 
     def _reads(self, held: Sequence[Held]) -> tuple[int, ...]:
@@ -224,7 +232,9 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @cached_property
     def target_spans(self) -> tuple[range, ...]:
-        """Which entries of each of the destination's tables the lane writes: those between are some other lane's."""
+        """The range of entries, from the first to the last that the lane writes, in each of the destination's tables.
+        Other lanes may write entries between.
+        """
         spans = list[range]()
         for groups, own in zip(self.units, self.dst, strict=True):
             ends = [end for units in groups if len(units) for end in (int(units.dst.min()), int(units.dst.max()))]
@@ -233,7 +243,7 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
         return tuple(spans)
 
     def source_tokens(self, component: int, first_page: int) -> range:
-        """From the first to the last token of the lane whose row lies in the source's pages from `first_page` on."""
+        """Returns the range from the first to the last token of the lane in the source's pages from `first_page` on."""
         ends = [end for units in self.units[component] for end in (units.src, units.src + units.tokens - 1)]
         at = np.concatenate(ends) if ends else np.zeros(0, np.int64)
         at = at[at // self.src[component].spec.page_tokens >= first_page]
@@ -245,33 +255,37 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     def _stop(self, piece: Piece, stop: int) -> int:
         if self.src[piece.component].spec.component.states:
-            return stop  # a state is final when every token has been through it
+            return stop  # a state is final once all tokens have passed through it
         last = int(self._position(piece.component, piece.units.src + piece.units.tokens - 1).max())
         return (last + 1) * self.src[piece.component].spec.component.row_tokens
 
     def _positions(self, piece: Piece) -> npt.NDArray[np.int64]:
-        """Logical position of each unit's first token [unit], the same from either side."""
+        """Returns the logical position of each unit's first token [unit], equal from both sides."""
         return self._position(piece.component, piece.units.src)
 
     def _position(self, component: int, tokens_at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Logical position of each of the source's tokens."""
+        """Returns the logical position of each of the source's tokens."""
         held = self.src[component].shard.positions
         assert held is not None, "a piece was cut from positions that nobody holds"
         run, token = np.divmod(tokens_at, held.width)
         return run * held.step + token + held.start
 
     def marks(self, chunk: int) -> list[Marks]:
-        """Logical coordinates of a chunk's pieces, in the order of its boxes: what its digest counts by."""
+        """Returns the logical coordinates of a chunk's pieces, in the order of its boxes: its digest is computed over
+        them.
+        """
         return [self._marks(piece) for piece in self.chunks[chunk].pieces]
 
     def _marks(self, piece: Piece) -> Marks:
         kv = self.src[piece.component].spec.component.kv
         planes = [layer * kv + i for layer in piece.leg.layers for i in range(kv)]
-        number = np.array(planes, np.int64) + (piece.component << 40)  # no plane of one component is one of another
+        number = np.array(planes, np.int64) + (piece.component << 40)  # plane numbers of components differ
         return Marks(number, self._positions(piece), piece.leg.heads)
 
     def check_pages(self, held: Sequence[Held], pages: Sequence[npt.NDArray[np.int64]]) -> None:
-        """Raise PlanError for page tables that do not cover the lane on the side of `held`, before anything is sent."""
+        """Check the page tables of the side of `held`, and cache their unit offsets. Raises PlanError if they don't
+        cover the lane.
+        """
         if len(pages) != len(held):
             raise PlanError(f"{len(pages)} page tables for {len(held)} components")
         for component, (leg, table) in enumerate(zip(self.legs, pages, strict=True)):
@@ -281,7 +295,9 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
                 self._placed[held is self.src, component] = _Placed(table, tuple(every))
 
     def _cut(self, held: Sequence[Held], component: int, leg: Leg) -> PoolCut:
-        """A leg's layers and heads in the pool of one side. All legs of a component here have the same heads."""
+        """Returns the cut of a leg's layers and heads in the pool of one side. All legs of a component here have the
+        same heads.
+        """
         key = held is self.src, component, leg.layers.start, leg.layers.count
         cut = self._cuts.get(key)
         if cut is None:
@@ -289,7 +305,9 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
         return cut
 
     def check_named(self, held: Sequence[Held], pages: Sequence[npt.NDArray[np.int64]]) -> None:
-        """As `check_pages`, of page tables that are named part by part: what they name so far."""
+        """Check page tables that are named part by part, as far as they go. Raises PlanError for a page outside its
+        pool.
+        """
         if len(pages) != len(held):
             raise PlanError(f"{len(pages)} page tables for {len(held)} components")
         for groups, own, table in zip(self.units, held, pages, strict=True):
@@ -298,12 +316,14 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
                 page_ids(own, at[at < len(table) * own.spec.page_tokens], table)
 
     def check_chunk(self, chunk: int, pages: Sequence[npt.NDArray[np.int64]]) -> None:
-        """As `check_pages` for the source, of one chunk: of a request whose pages are named as they are computed."""
+        """Check the source's page tables for one chunk of a request whose pages are named as they are computed. Raises
+        PlanError if they don't cover the chunk.
+        """
         for piece in self.chunks[chunk].pieces:
             page_ids(self.src[piece.component], piece.units.src, pages[piece.component])
 
     def target_pages(self, chunk: int) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
-        """(component, indices into the destination's page table) that a chunk touches."""
+        """Yields (component, indices into the destination's page table) for each piece of a chunk."""
         for piece in self.chunks[chunk].pieces:
             yield piece.component, np.unique(piece.units.dst // self.dst[piece.component].spec.page_tokens)
 
@@ -327,7 +347,7 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
         return self._in_pool(piece, self.dst, pages[piece.component])
 
     def _in_pool(self, piece: Piece, held: Sequence[Held], table: npt.NDArray[np.int64]) -> BoxSide:
-        """Where a piece lies on the side of `held`: known already if the table is one that was checked as a whole."""
+        """Returns the side of a box for a piece in the pool of `held`: from the cache if `table` was checked whole."""
         cut, placed = self._cut(held, piece.component, piece.leg), self._placed.get((held is self.src, piece.component))
         if placed is None or placed.table is not table:
             return cut.place(cut.units(held[piece.component], self._at(piece.units, held), table))
@@ -335,7 +355,9 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
 
 
 class Marks(msgspec.Struct, frozen=True, eq=False):
-    """Where the rows of one piece belong. `planes` [layer x kv], `positions` [unit] of each unit's first token."""
+    """The logical coordinates of one piece's rows: `planes` [layer x kv], and `positions` [unit] of each unit's first
+    token.
+    """
 
     planes: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
@@ -346,8 +368,8 @@ class Marks(msgspec.Struct, frozen=True, eq=False):
 def plans_between(
     components: tuple[Component, ...], src: Fleet, dst: Fleet, positions: range, replicas: Replicas
 ) -> tuple[Plan | None, ...]:
-    """One plan a component for tokens `positions` of a request; None where they need nothing of it. Kept: every rank
-    of a fleet asks for the same.
+    """Returns one plan a component for tokens `positions` of a request; None if they need no rows of it. Cached: every
+    rank of a fleet asks for the same.
     """
     wanted = [component.wanted(positions) for component in components]
     return tuple(
@@ -358,7 +380,7 @@ def plans_between(
 
 @lru_cache(maxsize=1024)
 def related(components: tuple[Component, ...], src: Fleet, dst: Fleet, replicas: Replicas) -> Relation:
-    """Who may serve whom, whatever the request. Kept: it is asked for with every request."""
+    """Returns the pairs of ranks that may serve each other for some request. Cached: each request asks."""
     tokens = max(component.row_tokens for component in components)
     plans = plans_between(components, src, dst, range(tokens), replicas)
     return Relation(tuple(plan for plan in plans if plan))
@@ -366,8 +388,8 @@ def related(components: tuple[Component, ...], src: Fleet, dst: Fleet, replicas:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Relation:
-    """Source and destination ranks of two fleets that may have something for each other, for some request. Worked out
-    once a rank: it is asked for with every request.
+    """The pairs of source and destination ranks of two fleets that may exchange bytes for some request. Cached by rank:
+    each request asks.
     """
 
     plans: tuple[Plan, ...]
@@ -375,14 +397,14 @@ class Relation:
     _destinations: dict[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]], init=False)
 
     def sources_of(self, dst_rank: int) -> frozenset[int]:
-        """Source ranks that may have something for a destination rank."""
+        """Returns the source ranks that may send to a destination rank."""
         if dst_rank not in self._sources:
             every = (rank for plan in self.plans for rank in plan.sources_of(dst_rank))
             self._sources[dst_rank] = frozenset(every)
         return self._sources[dst_rank]
 
     def destinations_of(self, src_rank: int) -> frozenset[int]:
-        """Destination ranks that a source rank may have something for."""
+        """Returns the destination ranks to which a source rank may send."""
         if src_rank not in self._destinations:
             every = (rank for plan in self.plans for rank in plan.destinations_of(src_rank))
             self._destinations[src_rank] = frozenset(every)
@@ -390,19 +412,19 @@ class Relation:
 
 
 def recoded_box(src: BoxSide, dst: BoxSide, piece: Piece, recode: Recode) -> Box:
-    """Rows that are stored in other forms at the two ends: each head's stay its own."""
+    """Returns a box over rows stored in different forms at the two ends. Rows of different heads stay apart."""
     return Box(src, dst, piece.leg.heads.count, piece.units.tokens, recode.reads.row_bytes, recode)
 
 
 def _carried(pools: Sequence[PoolSpec], forms: Sequence[Forms | None]) -> list[Component]:
-    """Each component in the form in which it travels."""
+    """Returns each component in the form in which it travels."""
     return [found.wire if found else spec.component for spec, found in zip(pools, forms, strict=True)]
 
 
 def _chunks(
     legs: Sequence[Leg | None], carried: Sequence[Component], units: Sequence[tuple[Units, ...]], cut: Cut
 ) -> tuple[ChunkPlan, ...]:
-    """Raises PlanError for more than MAX_CHUNKS of them."""
+    """Returns all chunks of a lane. Raises PlanError for more than MAX_CHUNKS."""
     chunks = tuple(islice(_each_chunk(legs, carried, units, cut), MAX_CHUNKS + 1))
     if len(chunks) > MAX_CHUNKS:
         raise PlanError(f"more than {MAX_CHUNKS} chunks of {cut.nbytes} bytes between two ranks; make them larger")
@@ -412,7 +434,7 @@ def _chunks(
 def _each_chunk(
     legs: Sequence[Leg | None], carried: Sequence[Component], units: Sequence[tuple[Units, ...]], cut: Cut
 ) -> Iterator[ChunkPlan]:
-    """Group by group of layers; within one, fill chunks unit by unit, in order."""
+    """Yields chunks group by group of layers; within a group they are filled unit by unit, in order."""
     groups = sorted({group for leg in legs if leg for group in _groups(leg, cut)})
     for first in groups:
         parts = [
@@ -424,7 +446,7 @@ def _each_chunk(
 
 
 def _groups(leg: Leg, cut: Cut) -> set[int]:
-    """First layers of the groups that a leg has layers of."""
+    """Returns the first layer of each layer group that the leg reaches."""
     return {layer // cut.layers * cut.layers for layer in leg.layers} if cut.layers else {0}
 
 
@@ -438,7 +460,7 @@ def _of_group(leg: Leg, first: int, cut: Cut) -> Leg | None:
 def _filled(
     parts: Sequence[tuple[int, Leg, tuple[Units, ...]]], carried: Sequence[Component], chunk_bytes: int
 ) -> Iterator[ChunkPlan]:
-    """A unit larger than a chunk has one of its own."""
+    """Yields chunks filled up to `chunk_bytes`. A unit that is larger gets its own chunk."""
     pieces: list[Piece] = []
     used = payload = 0
     for (number, leg, groups), component in zip(parts, carried, strict=True):

@@ -1,4 +1,6 @@
-"""Content names the prompt that a request's KV is of, so that sides that mean different prompts find out in time."""
+"""A Content identifies the prompt that a request's KV is of, so that sides with different prompts find out before bytes
+move.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ MAX_UNKNOWN_CHARACTERS = 200
 
 
 class IdentityCheck(StrEnum):
-    """How a source treats a request whose prompt has no digest on one side: refuse it, or trust who asks. A digest
-    that differs is refused by either."""
+    """A source's policy if one side has no digest of the prompt: CHECKED refuses the request, TRUST serves it. Both
+    refuse digests that differ.
+    """
 
     CHECKED = "checked"
     TRUST = "trust"
@@ -27,8 +30,8 @@ class IdentityCheck(StrEnum):
 class Content(msgspec.Struct, frozen=True, array_like=True):
     """A prompt by its length in tokens and a digest over everything that its KV depends on, equal on both sides.
 
-    `digest`: 16 bytes over token ids, adapter, images and salt, or empty where one of those has no id by content; then
-    `unknown` says which. Raises PlanError for a longer digest.
+    `digest`: 16 bytes over token ids, adapter, images and salt. It is empty if one of these has no id by content;
+    `unknown` then says which. Raises PlanError for a longer digest.
 
     >>> print(Content(300, bytes(range(16))))
     300 tokens 000102030405060708090a0b0c0d0e0f
@@ -49,10 +52,10 @@ class Content(msgspec.Struct, frozen=True, array_like=True):
 
 
 def disagreement(held: Content | None, wanted: Content | None, identity: IdentityCheck) -> str | None:
-    """Returns why KV of the prompt `held` does not serve who wants `wanted`; None where it does.
+    """Returns why KV of the prompt `held` can't serve a request for `wanted`; None if it can.
 
-    Two sides that say nothing (None) agree: their caller knows what it asks for. A side that says nothing, beside one
-    that names a prompt, is one whose prompt is unknown.
+    Two sides without a prompt (None) agree: their callers know the request. One None beside a named prompt counts as an
+    unknown prompt.
 
     >>> disagreement(Content(300, unknown="an image"), Content(300, b"b" * 16), IdentityCheck.TRUST)
     >>> disagreement(None, None, IdentityCheck.CHECKED)

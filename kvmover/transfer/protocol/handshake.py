@@ -1,4 +1,4 @@
-"""The handshake: a card that says who a rank is, read in two steps: a stranger is refused before it is understood."""
+"""The handshake: a card describes a rank, and is read in two steps: digests are compared before the rest is decoded."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ Value = TypeVar("Value", bound=Hashable)
 
 MAX_CARD_BYTES = 4 << 20
 
-#: Lengths of the names of an engine and of a host, in characters, and of both models' text.
+#: Characters of the names of an engine and of a host, and of a model's text.
 MAX_NAME_CHARACTERS = 256
 MAX_MODEL_CHARACTERS = 1 << 16
 
-#: Length of what identifies weights: a digest, a version and a tenant, or the operator's words.
+#: Characters that identify weights: a digest, a version and a tenant, or the operator's words.
 MAX_WEIGHTS_CHARACTERS = 1024
 
-#: What Linux numbers processes up to (PID_MAX_LIMIT).
+#: Largest process number of Linux (PID_MAX_LIMIT).
 MAX_PID = 1 << 22
 
-#: Tensors of one component: more than a model has layers, times two.
+#: Allocations of one component: more than a model has layers, times two.
 MAX_ALLOCATIONS = 4096
 
-#: Places where a process waits for connections that a card names, and characters of an IPv6 address.
+#: Listeners that a card may name, and characters of an IPv6 address.
 MAX_LISTENERS = 16
 MAX_ADDRESS_CHARACTERS = 45
 
-#: Staging memory holds a region, or chunks could be cut for ever to fit it.
+#: Least staging memory: one region. With less, chunks could be cut for ever to fit it.
 LEAST_STAGING_BYTES = 256
 
-#: How far ahead of our clock a process may have begun: clocks that are hours off are waited for, and no longer ones.
+#: Most seconds that a generation may be ahead of this clock. Clocks that differ by hours are waited for.
 MAX_AHEAD_S = 86400
 
 _DIGEST = re.compile(r"\b[0-9a-f]{64}\b")
@@ -59,8 +59,8 @@ _DIGEST = re.compile(r"\b[0-9a-f]{64}\b")
 class Model(msgspec.Struct, frozen=True):
     """A model that both sides must hold alike: the weights, and every component of their cache.
 
-    `weights` identify them, by a digest or a word of the operator's; `name` is then for people, and may differ. Without
-    them the name identifies the weights.
+    `weights` identify the weights, by a digest or the operator's word; `name` may differ then. Without them, `name`
+    identifies the weights.
     """
 
     name: str
@@ -68,8 +68,9 @@ class Model(msgspec.Struct, frozen=True):
     weights: str = ""
 
     def __post_init__(self) -> None:
-        """Raises LayoutError for a name or weights that are no text, neither of the two, weights that are too long, no
-        components, what is no Component, and two of one name; a list of them is taken.
+        """Check the fields, and turn a list of components into a tuple. Raises LayoutError for a name or weights that
+        are not text, a model with neither, weights over MAX_WEIGHTS_CHARACTERS, and components that are missing, of
+        another type, or of equal names.
         """
         for said in (self.name, self.weights):
             if not isinstance(said, str):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -94,8 +95,8 @@ class Model(msgspec.Struct, frozen=True):
         msgspec.structs.force_setattr(self, "components", tuple(self.components))
 
     def digest(self) -> bytes:
-        """SHA-256 over the protocol version and the model. TP, PP, CP, page size and order may differ, and stay out; so
-        do the form in which numbers are stored, and the name of weights that are identified.
+        """Returns the SHA-256 over protocol version and model. TP, PP, CP, page size and order, and the stored form of
+        numbers may differ, and stay out; so does `name` if `weights` are given.
         """
         meant = msgspec.structs.replace(
             self,
@@ -108,7 +109,7 @@ class Model(msgspec.Struct, frozen=True):
         return hashlib.sha256(msgspec.msgpack.encode((VERSION, plain))).digest()
 
     def text(self) -> str:
-        """Weights, name, components and protocol version, as PeerRefused shows them. Digests are cut short."""
+        """Returns weights, name, components and protocol version for PeerRefused. Digests are cut short."""
         meant = [component.meant for component in self.components]
         parts = [f"{c.name} {c.layers}x{c.kv}x{c.heads}x{c.dim} {c.dtype}{_reach(c)}" for c in meant]
         weights = f"weights {_DIGEST.sub(lambda found: found[0][:12], self.weights)} of " if self.weights else ""
@@ -116,7 +117,7 @@ class Model(msgspec.Struct, frozen=True):
 
 
 def _reach(component: Component) -> str:
-    """How its rows go with tokens, where that is not one each."""
+    """Returns how rows go with tokens, unless it is one each."""
     if component.states:
         return f" {component.states} states"
     rows = f" a row every {component.row_tokens} tokens" if component.row_tokens > 1 else ""
@@ -124,7 +125,9 @@ def _reach(component: Component) -> str:
 
 
 def check_fleet_pages(fleet: Fleet, components: tuple[Component, ...]) -> None:
-    """Raise LayoutError for a fleet that names pages of no component of the model, or whose pages end within a row."""
+    """Raise LayoutError for a fleet that names pages of a component that the model lacks, or whose pages end within a
+    row.
+    """
     unknown = sorted(dict(fleet.pages).keys() - {component.name for component in components})
     if unknown:
         known = ", ".join(component.name for component in components)
@@ -134,11 +137,11 @@ def check_fleet_pages(fleet: Fleet, components: tuple[Component, ...]) -> None:
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a rank stands: an engine by name, its fleet, and the rank's number in it.
+    """The rank id of a mover: an engine by name, its fleet, and the rank's number in it.
 
-    `generation` orders the processes that stand there one after the other: a newer one has the larger number, and takes
-    the place at once; an older one waits until it has been empty for a while. 0: the nanoseconds since 1970 at which
-    the mover was made. Peers refuse one that is more than a day ahead of their own clocks.
+    `generation` orders processes with one rank id: a newer one has the larger number and takes over at once; an older
+    one waits until the id has been free for a while. 0: the nanoseconds since 1970 when the mover was made. Peers
+    refuse a generation that is more than a day ahead of their clocks.
     """
 
     engine: str
@@ -147,8 +150,8 @@ class Place(msgspec.Struct, frozen=True):
     generation: int = 0
 
     def __post_init__(self) -> None:
-        """Raises LayoutError for a name that is no text, none, or too long, what is no Fleet or too large a one, a rank
-        that the fleet does not have, and a generation of more than 63 bits.
+        """Check the fields. Raises LayoutError for a name that is not text, empty or too long, a fleet of another type
+        or over MAX_RANKS, a rank outside the fleet, and a generation below 0 or over 63 bits.
         """
         if not isinstance(self.engine, str) or not self.engine:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise LayoutError(f"an engine is named by text, got {self.engine!r}")
@@ -168,23 +171,25 @@ class Place(msgspec.Struct, frozen=True):
         msgspec.structs.force_setattr(self, "generation", generation)
 
     def text(self) -> str:
-        """Rank, engine and generation in words, for messages."""
+        """Returns rank, engine and generation in words, for messages."""
         return f"rank {self.rank} of {self.engine}, generation {self.generation}"
 
     @property
     def seat(self) -> tuple[str, int]:
-        """(engine, rank): at most one live process holds it; a restart takes it over under a new transport name."""
+        """(engine, rank): held by at most one live process. A restart takes it over under a new transport name."""
         return self.engine, self.rank
 
 
 class Listener(msgspec.Struct, frozen=True, array_like=True):
-    """Where a process waits for TCP connections, of whatever kind: a numeric address that other hosts may reach."""
+    """A numeric address and port where a process accepts TCP connections that other hosts may open."""
 
     address: Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_CHARACTERS)]
     port: Annotated[int, msgspec.Meta(ge=1, le=(1 << 16) - 1)]
 
     def is_remote(self) -> bool:
-        """Whether it is an address at all, and one that means the same on all hosts."""
+        """Returns True for a valid address that means the same on all hosts: not loopback, link-local, multicast or
+        unspecified.
+        """
         try:
             address = ip_address(self.address)
         except ValueError:
@@ -193,14 +198,14 @@ class Listener(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Rank(msgspec.Struct, frozen=True):
-    """A rank as its peers need to know it: where it stands, how its pools lie, and how to reach its memory.
+    """The description of a rank for its peers: its rank id, the layout of its pools, and how to reach its memory.
 
-    `pools`, `allocations`: one a component, in the model's order. `arena` is staging memory that packed chunks are
-    written to, `staging` what they are read from, `sandbox` what anybody may write to in order to measure the way here.
-    Ranks of one `host` share what is measured. `process` runs on `machine`. `shares`: where each allocation lies in
-    shared memory of it, as `allocations`; empty where they do not. `registration`: how often parts of `arena` were
-    registered anew, which `transport` knows of. `listeners`: at some of them somebody answers while `process` lives.
-    `exports`: as `shares`, of memory on a GPU that its driver opens for others.
+    `pools`, `allocations`: one a component, in the model's order. Packed chunks are written to `arena` and read from
+    `staging`; any peer may write to `sandbox` to measure the path. Ranks of one `host` share measurements. `process`
+    runs on `machine`. `shares`: each allocation's range in shared memory of that process, nested as `allocations`;
+    empty without shared memory. `registration`: how often parts of `arena` were registered anew, up to the state in
+    `transport`. `listeners`: some of them answer while `process` lives. `exports`: as `shares`, for GPU memory that the
+    driver opens for other processes.
     """
 
     place: Place
@@ -229,7 +234,7 @@ class Rank(msgspec.Struct, frozen=True):
 
 
 class Card(msgspec.Struct, frozen=True):
-    """Digest first, the rest unread: `body` is a Rank, decoded only when the digests agree. `weights`: the model's."""
+    """The handshake: `body` is a Rank, decoded only if `digest` agrees. `weights` are the model's."""
 
     digest: Annotated[bytes, msgspec.Meta(max_length=32)]
     model: Annotated[str, msgspec.Meta(max_length=MAX_MODEL_CHARACTERS)]
@@ -238,15 +243,13 @@ class Card(msgspec.Struct, frozen=True):
 
 
 def write_card(model: Model, rank: Rank) -> bytes:
-    """The card of a rank: the model's digest, its text, and the rank's own data, which is read only if the digest is
-    equal.
-    """
+    """Returns the card of a rank."""
     return msgspec.msgpack.encode(Card(model.digest(), model.text(), msgspec.msgpack.encode(rank), model.weights))
 
 
 def read_card(model: Model, card: bytes) -> Rank:
-    """The peer behind `card`. Raises OtherWeights or PeerRefused with both models' text, or PeerRefused with what is
-    wrong with the bytes.
+    """Returns the rank described by `card`. Raises OtherWeights or PeerRefused with both models' text if digests
+    differ, and PeerRefused for malformed bytes.
     """
     if len(card) > MAX_CARD_BYTES:
         raise PeerRefused(f"card of {len(card)} bytes is over the limit of {MAX_CARD_BYTES}")
@@ -264,8 +267,8 @@ def read_card(model: Model, card: bytes) -> Rank:
 
 
 def check_generation(place: Place, wall_ns: int) -> None:
-    """Raise PeerAhead for a generation that is over MAX_AHEAD_S ahead of `wall_ns`, the nanoseconds since 1970: no
-    process that stands there later would be newer.
+    """Raise PeerAhead for a generation more than MAX_AHEAD_S ahead of `wall_ns`, nanoseconds since 1970: no later
+    process with this rank id would be newer.
     """
     ahead_s = (place.generation - wall_ns) / 1e9
     if ahead_s > MAX_AHEAD_S:
@@ -276,7 +279,7 @@ def check_generation(place: Place, wall_ns: int) -> None:
 
 
 def check_forms(own: Rank, peer: Rank, lossy: float) -> None:
-    """Raise PeerRefused where the cache would be off by more than `lossy` after it went from one to the other."""
+    """Raise PeerRefused if the two sides' stored forms can't be converted, or with a relative error above `lossy`."""
     for one, other in zip(own.pools, peer.pools, strict=True):
         held, kept = one.component.form, other.component.form
         if held and kept and cut_block(held, kept):
@@ -300,20 +303,20 @@ def _interned(value: Hashable) -> Any:
 
 
 def interned(value: Value) -> Value:
-    """The first of equal values: what is kept for one is found for the others by being the same, not by being equal.
+    """Returns the first value equal to this one, so that caches find it by identity instead of comparing.
 
-    Cards of the ranks of a fleet are decoded one by one, and compared with every request otherwise.
+    Cards of a fleet's ranks are decoded one by one, and would be compared at each request otherwise.
     """
     return _interned(value)
 
 
 def interned_pool(spec: PoolSpec) -> PoolSpec:
-    """As `interned`, the component too: pools of one component may differ."""
+    """Returns the first pool equal to this one, with its component interned too: different pools share a component."""
     return interned(replace(spec, component=interned(spec.component)))
 
 
 def _check(model: Model, rank: Rank) -> None:
-    """What a decoded card must satisfy before anything is computed from it."""
+    """Check a decoded card before its numbers are used. Raises PeerRefused with the value that is out of bounds."""
     place = rank.place
     staging = [rank.arena, rank.staging, *([rank.sandbox] if rank.sandbox else [])]
     for memory in (*staging, *(memory for memories in rank.allocations for memory in memories)):
@@ -357,7 +360,7 @@ def _check(model: Model, rank: Rank) -> None:
 
 
 def _check_shared(rank: Rank) -> None:
-    """What a card says of memory that this side may map: one word for each allocation, of the process it names."""
+    """Check `shares` and `exports`: one entry an allocation, of the process that the card names. Raises PeerRefused."""
     for what, said in (("shares", rank.shares), ("exports", rank.exports)):
         if said and list(map(len, said)) != list(map(len, rank.allocations)):
             counts = f"{sum(map(len, said))} {what} for {sum(map(len, rank.allocations))} allocations"

@@ -1,4 +1,4 @@
-"""The control messages, as versioned msgpack, and the checks that keep a bad one from doing harm."""
+"""The control messages, as versioned msgpack, with the bounds that a decoded message is held to."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from kvmover.transfer.protocol.content import Content
 VERSION = 5
 _HEAD = b"kvm" + bytes([VERSION])
 
-#: How a sealed message begins (see `auth`), and what a seal adds to it at most.
+#: First bytes of a sealed message (see `auth`), and the most bytes that a seal adds.
 SEALED = b"kvs\x01"
 SEAL_BYTES = 64
 
-#: A page table of 260,000 pages fits; nothing larger is decoded. NIXL carries notes of this size, and a seal, in order.
+#: A page table of 260,000 pages fits; larger messages are refused undecoded. NIXL carries notes of this size and a
+#: seal, in order.
 MAX_MESSAGE_BYTES = (1 << 20) - SEAL_BYTES
 
-#: Messages that travel in one note at most: what a poll says to one peer, and no more than a peer should do at once.
+#: Most messages in one note: enough for one poll's messages to a peer, and bounded work for that peer.
 MAX_BATCH = 256
 
-#: Page tables of one message, which has a few numbers and a name of at most 1 KiB beside them.
+#: Bytes of the page tables of one message; the rest is a few numbers and a name of at most 1 KiB.
 MAX_TABLE_BYTES = MAX_MESSAGE_BYTES - (4 << 10)
 
-#: Lengths of a request's name and of a reason, in characters.
+#: Characters of a request's name and of a reason.
 MAX_REQUEST_CHARACTERS = 256
 MAX_REASON_CHARACTERS = 1024
 
@@ -43,7 +44,7 @@ MAX_GRANTS = 4096
 MAX_RANKS = 65536
 MAX_COMPONENTS = 256
 
-#: What all addresses, lengths and counts stay below, so that no sum of two of them leaves 64 bits.
+#: Bound of all addresses, lengths and counts: a sum of two fits 64 bits.
 MOST = (1 << 63) - 1
 
 Natural = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
@@ -52,33 +53,34 @@ RankNumber = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
 Tables = Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_COMPONENTS)]
 Ranges = Annotated[tuple[tuple[Natural, Natural], ...], msgspec.Meta(max_length=MAX_CHUNKS)]
 
-#: Of one page's hash, and of all that one message asks for: 16,384 pages.
+#: Bytes of one page's hash, and of all hashes in one Query: 16,384 pages.
 PAGE_HASH_BYTES = 32
 MAX_ASKED_BYTES = 16384 * PAGE_HASH_BYTES
 
-#: First tokens, logprobs and the like: whatever an engine hands over with a request, from one rank.
+#: Bytes of the payload (first token, logprobs) that an engine hands over with a request, from one rank.
 MAX_AUX_BYTES = 64 << 10
 
 
 class Verb(StrEnum):
-    """Who moves the bytes: the source writes (push), or the destination reads (pull)."""
+    """The direction of control: the source writes the bytes (PUSH), or the destination reads them (PULL)."""
 
     PUSH = "push"
     PULL = "pull"
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Base of all control messages. Unknown fields are ignored, so a newer peer may add some.
+    """The base of all control messages. Unknown fields are ignored, so a newer peer may add some.
 
-    What is decoded is within the bounds of its fields; what is made here is held to them where it is made.
+    Decoding checks the bounds of fields; constructing a message doesn't: its caller keeps to them.
     """
 
 
 class WriteLease(msgspec.Struct, frozen=True, array_like=True):
-    """Destination to source: you may write into my memory until `span_us` after you stamped `echo_us`, on your clock.
+    """A permission to write into the destination's memory until `span_us` after the source stamped `echo_us`, on the
+    source's clock.
 
-    `term` counts up. Memory that was granted under an earlier one is not yours any more. Microseconds; all 0: nothing
-    was heard that could be echoed.
+    `term` counts up, and ends grants made under an earlier term. Times in microseconds; all 0: no stamp was heard that
+    could be echoed.
     """
 
     term: Natural = 0
@@ -87,12 +89,12 @@ class WriteLease(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def until_us(self) -> int:
-        """When the lease ends, by the clock of the source."""
+        """The end of the lease, by the clock of the source."""
         return self.echo_us + self.span_us
 
 
 class Hello(Message, frozen=True, tag="Hello"):
-    """The sender's card (see `handshake`), so that a peer that was not told of us can answer.
+    """The sender's card (see `handshake`), so that a peer that was not told of the sender can answer.
 
     `stamp_us`, here and elsewhere: the sender's clock, which a WriteLease echoes.
     """
@@ -102,19 +104,19 @@ class Hello(Message, frozen=True, tag="Hello"):
 
 
 class Ping(Message, frozen=True, tag="Ping"):
-    """Are you there? Sending it fails when the peer is gone, and a live one answers with Pong."""
+    """A probe of a peer: sending it fails if the peer is gone, and a live peer answers with Pong."""
 
     lease: WriteLease = WriteLease()
 
 
 class Pong(Message, frozen=True, tag="Pong"):
-    """Here."""
+    """The answer to Ping."""
 
     stamp_us: Natural = 0
 
 
 class NoSeat(Message, frozen=True, tag="NoSeat"):
-    """You have no seat here, and why: your Hello was turned away. A longer reason is cut."""
+    """A refusal of a Hello: the peer is not connected. `reason` is cut to its bound."""
 
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARACTERS)]
 
@@ -123,8 +125,8 @@ class NoSeat(Message, frozen=True, tag="NoSeat"):
 
 
 class Registered(Message, frozen=True, tag="Registered"):
-    """Destination to source: memory of mine was registered anew, for the `registration`-th time. `transport` is what my
-    card would say now; with what you know of me writes to it fail.
+    """A notice from destination to source: part of its arena was registered anew, for the `registration`-th time.
+    `transport` replaces that of its card: writes with the old one fail.
     """
 
     transport: bytes
@@ -132,8 +134,8 @@ class Registered(Message, frozen=True, tag="Registered"):
 
 
 class Query(Message, frozen=True, tag="Query"):
-    """Which pages do you hold? `hashes`: of pages one after the other, 32 bytes each, of the asked side's page size,
-    the first of them number `first` of a prompt. What is held may be received as `request`.
+    """A lookup of pages at a peer. `hashes`: 32 bytes each, of consecutive pages of the asked side's page size, from
+    page number `first` of a prompt. The pages found can be received as `request`.
     """
 
     request: Annotated[str, msgspec.Meta(max_length=MAX_REQUEST_CHARACTERS)]
@@ -142,21 +144,25 @@ class Query(Message, frozen=True, tag="Query"):
 
 
 class Holding(Message, frozen=True, tag="Holding"):
-    """The prompt's pages before number `pages` are held, as far as they were asked for, and `request` is offered."""
+    """The answer to Query: pages from its `first` up to number `pages` of the prompt are held, and `request` offers
+    them.
+    """
 
     request: Annotated[str, msgspec.Meta(max_length=MAX_REQUEST_CHARACTERS)]
     pages: Natural
 
 
 class About(Message, frozen=True):
-    """Base of messages about one attempt at one request. The destination numbers its attempts."""
+    """The base of messages about one attempt at one request. The destination numbers its attempts by `generation`."""
 
     request: Annotated[str, msgspec.Meta(max_length=MAX_REQUEST_CHARACTERS)]
     generation: Natural
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
-    """Chunk `chunk` has a region at `offset` of the destination's arena. `round` counts how often it was asked for."""
+    """A region for chunk `chunk` at `offset` of the destination's arena. `round` counts how often the chunk was asked
+    for.
+    """
 
     chunk: Natural
     offset: Natural
@@ -164,15 +170,15 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Want(About, frozen=True, tag="Want"):
-    """Destination to source: send me tokens [start, stop). Both sides derive the chunks from it; said again, it asks
-    for what was said in answer.
+    """A request from destination to source for tokens [start, stop). Both sides derive the chunks from it. Resending it
+    asks the source to repeat its last answer.
 
-    `chunk_layers`: no chunk holds layers of two groups of so many (0: one group). `pages`: for the direct route of a
-    push, one int32 little-endian page table a component; empty otherwise. A table may have the request's first pages
-    only: said again with longer ones, it names more. `aux`: source ranks whose payload is awaited, the same for all
-    ranks of the destination. `lease`: also grants the pages of a direct push. `grant`: a region for the only chunk, as
-    if Granted came right behind: it goes without being offered, as soon as it is there. `content`: the prompt that the
-    destination means; a source whose request is of another one answers with Abort.
+    `chunk_layers`: a chunk stays within one group of so many layers (0: one group). `pages`: on the direct route of a
+    push, one int32 little-endian page table a component; empty otherwise. A table may hold only the request's first
+    pages: resending it with longer tables adds pages. `aux`: source ranks whose payload is awaited, the same for all
+    ranks of the destination. `lease`: also covers the pages of a direct push. `grant`: a region for the only chunk,
+    which is then written as soon as it is ready, without Offered and Granted. `content`: the destination's prompt; a
+    source with another prompt answers with Abort.
     """
 
     start: Natural
@@ -191,8 +197,8 @@ class Want(About, frozen=True, tag="Want"):
 
 
 class Noted(About, frozen=True, tag="Noted"):
-    """Source to destination: I know this Want and will answer it when there is something to move. Until `keeps_ms`
-    milliseconds from now it need not be said again, unless with more than the first `named` pages of each page table.
+    """An acknowledgement from source to destination: it keeps this Want until there are bytes to move. For `keeps_ms`
+    milliseconds from now it needn't be resent, unless page tables have grown past their first `named` pages.
     """
 
     keeps_ms: Natural
@@ -200,11 +206,12 @@ class Noted(About, frozen=True, tag="Noted"):
 
 
 class Offered(About, frozen=True, tag="Offered"):
-    """Source to destination: chunks in the ranges `ready` [first, stop) may be moved, so regions will be used at once.
+    """A notice from source to destination: chunks in the ranges `ready` [first, stop) may be moved, so their regions
+    will be used at once.
 
-    Said again of chunks whose lease was over before they could be written. `pages`: for the direct route of a pull, of
-    the source's page tables what was not said before: so many pages of each, which `first_pages` counts (none: 0 each).
-    `registration`: the newest of the destination's that the source knows.
+    Resent for chunks whose lease ended before they were written. `pages`: on the direct route of a pull, new pages of
+    the source's tables; `first_pages` counts the pages sent before (empty: 0 each). `registration`: the newest
+    registration of the destination's arena that the source knows.
     """
 
     ready: Ranges
@@ -215,8 +222,9 @@ class Offered(About, frozen=True, tag="Offered"):
 
 
 class Granted(About, frozen=True, tag="Granted"):
-    """Destination to source: arena regions for some chunks, until `lease` is over. Said again, it asks for what became
-    of them. `registration`: what the source must know to reach them."""
+    """A credit from destination to source: arena regions for some chunks, until `lease` ends. Resending it asks for
+    their state. `registration`: the one that the source must know to reach the regions.
+    """
 
     grants: Annotated[tuple[Grant, ...], msgspec.Meta(max_length=MAX_GRANTS)]
     lease: WriteLease = WriteLease()
@@ -224,9 +232,9 @@ class Granted(About, frozen=True, tag="Granted"):
 
 
 class Chunk(About, frozen=True, tag="Chunk"):
-    """Source to destination, arriving after the chunk's bytes. The writer is the peer it came from.
+    """A completion from source to destination, delivered after the chunk's bytes. The writer is the peer that sent it.
 
-    `digest`: of the chunk's rows as they were in the source's pool (see `kernels.digest_reference`).
+    `digest`: over the chunk's rows in the source's pool (see `kernels.digest_reference`).
     """
 
     chunk: Natural
@@ -235,7 +243,9 @@ class Chunk(About, frozen=True, tag="Chunk"):
 
 
 class Staged(About, frozen=True, tag="Staged"):
-    """Source to destination, in a pull: the chunk lies at `offset` of the source's arena, or in its pages; read it."""
+    """A notice from source to destination, in a pull: the chunk can be read, at `offset` of the source's arena or from
+    its pages.
+    """
 
     chunk: Natural
     offset: Natural
@@ -244,28 +254,28 @@ class Staged(About, frozen=True, tag="Staged"):
 
 
 class Taken(About, frozen=True, tag="Taken"):
-    """Destination to source, in a pull: the chunk was read, its staging memory is free."""
+    """An acknowledgement from destination to source, in a pull: the chunk was read, and its staging memory is free."""
 
     chunk: Natural
     round: Natural = 0
 
 
 class Aux(About, frozen=True, tag="Aux"):
-    """Source to destination: what the engine hands over beside the cache."""
+    """A payload from source to destination that the engine hands over beside the cache."""
 
     payload: Annotated[bytes, msgspec.Meta(max_length=MAX_AUX_BYTES)]
 
 
 class Done(About, frozen=True, tag="Done"):
-    """Destination to source: everything landed, you may forget the request."""
+    """A notice from destination to source: all bytes have landed, and the source may forget the request."""
 
 
 class Kept(About, frozen=True, tag="Kept"):
-    """Source to destination, in a pull, after Done: nothing of it was reused while you read it."""
+    """The answer of a source to Done, in a pull: its memory kept the request's bytes until the reads ended."""
 
 
 class Abort(About, frozen=True, tag="Abort"):
-    """Either way: this attempt is over, and why. A longer reason is cut."""
+    """The end of this attempt, sent by either side. `reason` is cut to its bound."""
 
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARACTERS)]
 
@@ -274,7 +284,7 @@ class Abort(About, frozen=True, tag="Abort"):
 
 
 class Drained(About, frozen=True, tag="Drained"):
-    """Source to destination: no write of this attempt is in flight and none will be posted."""
+    """A promise from source to destination: this attempt has no write in flight and will post no more."""
 
 
 def _cut_reason(message: NoSeat | Abort) -> None:
@@ -292,7 +302,7 @@ _splitter = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
 
 def encode(message: AnyMessage) -> bytes:
-    """The bytes of a message. Raises ProtocolError for more than a peer would decode."""
+    """Returns the bytes of a message. Raises ProtocolError if they exceed MAX_MESSAGE_BYTES."""
     payload = _HEAD + _encoder.encode(message)
     if len(payload) > MAX_MESSAGE_BYTES:
         kind = type(message).__name__
@@ -301,7 +311,9 @@ def encode(message: AnyMessage) -> bytes:
 
 
 def notes(messages: Sequence[bytes]) -> Iterator[bytes]:
-    """Encoded messages to one peer, in order, as few notes: one message as it is, several as an array of their maps."""
+    """Yields encoded messages to one peer, in order, in as few notes as fit: a single message as it is, several as an
+    array.
+    """
     first, nbytes = 0, 0
     for at, message in enumerate(messages):
         nbytes += len(message) - len(_HEAD)
@@ -313,7 +325,7 @@ def notes(messages: Sequence[bytes]) -> Iterator[bytes]:
 
 
 def _note(messages: Sequence[bytes]) -> bytes:
-    """An array's head takes 3 bytes at most."""
+    """Returns one message as it is, or the array of several; the array's head takes up to 3 bytes."""
     if len(messages) == 1:
         return messages[0]
     count = len(messages)
@@ -322,10 +334,12 @@ def _note(messages: Sequence[bytes]) -> bytes:
 
 
 def split(note: bytes) -> Sequence[bytes]:
-    """The encoded messages of a note, in order. Raises ProtocolError where it is an array and not a whole one."""
+    """Returns the encoded messages of a note, in order. Raises ProtocolError for a malformed array or one of too many
+    messages.
+    """
     kind = note[len(_HEAD) : len(_HEAD) + 1]
     if not note.startswith(_HEAD) or not (b"\x90" <= kind <= b"\x9f" or kind in (b"\xdc", b"\xdd")):
-        return (note,)  # one message, or what `decode` will refuse
+        return (note,)  # one message, or bytes that `decode` refuses
     if len(note) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"note of {len(note)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
     count = int.from_bytes(note[len(_HEAD) + 1 : len(_HEAD) + (3 if kind == b"\xdc" else 5)])
@@ -338,7 +352,7 @@ def split(note: bytes) -> Sequence[bytes]:
 
 
 def decode(payload: bytes) -> AnyMessage:
-    """The message in `payload`. Raises ProtocolError, and nothing else, whatever the bytes."""
+    """Returns the message in `payload`. Raises ProtocolError, and no other error, for all other bytes."""
     if len(payload) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"message of {len(payload)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
     if payload.startswith(SEALED):
@@ -353,20 +367,20 @@ def decode(payload: bytes) -> AnyMessage:
         raise ProtocolError(f"malformed message of {len(payload)} bytes: {error}") from error
 
 
-#: Of one page id in a message.
+#: Bytes of one page id in a message.
 PAGE_ID_BYTES = 4
 
 
 def encoded(pages: Sequence[npt.NDArray[np.int64]]) -> tuple[bytes, ...]:
-    """Page tables as messages carry them: int32, little endian."""
+    """Returns page tables as messages carry them: int32, little endian."""
     return tuple(table.astype("<i4").tobytes() for table in pages)
 
 
 def lengths(tables: Sequence[bytes]) -> tuple[int, ...]:
-    """How many pages each of some encoded tables names."""
+    """Returns the number of pages in each encoded table."""
     return tuple(len(table) // PAGE_ID_BYTES for table in tables)
 
 
 def decoded(tables: Sequence[bytes]) -> tuple[npt.NDArray[np.int64], ...]:
-    """Raises ValueError where the bytes are no whole number of integers."""
+    """Returns the page tables. Raises ValueError if a table's bytes are not a multiple of PAGE_ID_BYTES."""
     return tuple(np.frombuffer(table, "<i4").astype(np.int64) for table in tables)
