@@ -265,7 +265,7 @@ def test_a_segment_is_known_by_what_it_says_of_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["bucket.choice", "bucket.compaction", "bucket.sealed", "bucket.service", "budget", "location"]
+    "name", ["bucket.choice", "bucket.compaction", "bucket.sealed", "bucket.service", "deletion", "location"]
 )
 def test_examples_say_what_is_so(name: str) -> None:
     ran = doctest.testmod(importlib.import_module(f"kvmover.store.{name}"))
