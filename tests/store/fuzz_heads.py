@@ -20,7 +20,7 @@ from kvmover.store.head import next_record
 from kvmover.store.record import PREAMBLE_BYTES, STATE_AT, decode_all
 from kvmover.store.segment import DATA, HEAD
 
-WATCHED = ("record.py", "head.py", "segment.py", "catalog.py")
+WATCHED = ("record.py", "head.py", "segment.py", "segment_catalog.py")
 
 
 class Lines:

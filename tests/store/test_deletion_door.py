@@ -27,7 +27,7 @@ OF_SERVICES = {
 
 #: What a process has made itself; blocks that were given up with a permit; the socket of a keeper that is dead.
 OWN = {
-    ("catalog.py", "sweep", "punch"),
+    ("segment_catalog.py", "sweep", "punch"),
     ("segment.py", "punch", "fallocate"),
     ("segment.py", "create", "unlink"),
     ("segment.py", "append", "ftruncate"),
