@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 ALIGNED_ROWS = (256, 512, 1024, 2048, 1152, 656)
 #: The two launches that are made where nothing was tuned: without and with a budget of SMs.
-CONFIG, BUDGETED = (choose(RowKind(256, 256), sms, CPU).config for sms in (None, 4))
+CONFIG, BUDGETED = (choose(RowKind(256, 256), sms, CPU) for sms in (None, 4))
 
 #: Each kind of tile, word and config once.
 FEW = {

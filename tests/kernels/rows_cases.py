@@ -18,7 +18,7 @@ from kvmover.kernels.launch import RowConfig, RowKind, choose
 from tests.proofs import covering, family
 
 SMALL = RowConfig(block_bytes=1024)
-BUDGETED = choose(RowKind(256, 16384), 8, torch.device("cpu")).config
+BUDGETED = choose(RowKind(256, 16384), 8, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("move", family(MOVES, few=covering(MOVES, traits)), ids=ids(MOVES))

@@ -16,7 +16,7 @@ from kvmover.kernels.region import Region, RegionError, Side
 from kvmover.kernels.table import ONE_UNIT, SEVERAL_UNITS, TOKEN_UNITS, WHOLE_UNITS
 
 #: Bytes of a tile under a budget of SMs, by the rule.
-BUDGETED = choose(RowKind(256, 16384), 8, torch.device("cpu")).config.block_bytes
+BUDGETED = choose(RowKind(256, 16384), 8, torch.device("cpu")).block_bytes
 
 SIDES = {"src": rows.SRC.value, "dst": rows.DST.value}
 
