@@ -1,4 +1,4 @@
-"""A plan says who sends what to whom, as boxes, runs and descriptors, and by which route. Integers in, integers out."""
+"""A plan lists the legs between two fleets' ranks as boxes, runs and descriptors, each with its route."""
 
 from kvmover.plan.calibration import Calibration, Measurements, Probe, Sample, probes
 from kvmover.plan.cost import HOST, RDMA, Choice, Costs, Posting, Route

@@ -1,4 +1,4 @@
-"""A Calibration is a link's costs, fitted to samples of writes, kept in a file, and used to choose a route by."""
+"""A Calibration is a link's costs, fitted to samples of writes, kept in a file, and used to choose routes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One link's measured numbers, in the units of Costs; None where nothing was measured.
+    """One link's measured numbers, in the units of Costs; None: not measured.
 
-    `writes`, `chunks`: samples behind them. `operation_us` is what a write takes however small. `noise`: the typical
-    error of a single write's predicted time, as a share of it.
+    `writes`, `chunks`: numbers of samples. `operation_us`: fixed time of a write, whatever its size. `noise`: typical
+    error of one write's predicted time, as a share of it.
     """
 
     host: str
@@ -42,13 +42,13 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunk_us: _Positive | None = None
 
     def costs(self, base: Costs) -> Costs:
-        """`base` with every number that was measured in place of its own."""
+        """Returns `base` with each measured number in place of its own."""
         names = ("descriptor_us", "wire_rate", "gather_rate", "scatter_rate", "chunk_us")
         measured = {name: value for name in names if (value := getattr(self, name)) is not None}
         return replace(base, posting=self.posting, **measured)
 
     def why(self, base: Costs) -> str:
-        """One line: `decode-3 over UCX, 412 writes and 0 chunks: 7.1 us a descriptor, gather 160 GB/s (assumed)`."""
+        """Returns `decode-3 over UCX, 412 writes and 0 chunks: 7.1 us a descriptor, gather 160 GB/s (assumed)`."""
         costs = self.costs(base)
         words = (
             (self.descriptor_us, f"{costs.descriptor_us:.3g} us a descriptor"),
@@ -67,7 +67,7 @@ class _File(msgspec.Struct, frozen=True):
 
 
 def save(path: Path, links: Sequence[Calibration]) -> None:
-    """Write `links` as JSON, whole or not at all. Raises PlanError where that cannot be."""
+    """Write `links` as JSON, atomically. Raises PlanError if the file cannot be written."""
     text = msgspec.json.format(msgspec.json.encode(_File(_FORMAT, tuple(links))))
     beside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
@@ -78,7 +78,7 @@ def save(path: Path, links: Sequence[Calibration]) -> None:
 
 
 def load(path: Path) -> tuple[Calibration, ...]:
-    """Raises PlanError with what is wrong with the file."""
+    """Read the links of a calibration file. Raises PlanError if it cannot be read or is invalid."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=_File).links
     except OSError as error:
@@ -88,7 +88,7 @@ def load(path: Path) -> tuple[Calibration, ...]:
 
 
 def link_to(links: Sequence[Calibration], name: str | None) -> Calibration:
-    """The link to host `name`, or to `host/transport`, or the only one there is. Raises PlanError, naming all."""
+    """Returns the link to `host` or `host/transport`; None: the only link. Raises PlanError unless one matches."""
     found = [link for link in links if name in (None, link.host, f"{link.host}/{link.transport}")]
     if len(found) != 1:
         known = ", ".join(f"{link.host}/{link.transport}" for link in links) or "none"
@@ -100,19 +100,19 @@ def link_to(links: Sequence[Calibration], name: str | None) -> Calibration:
 
 Array = npt.NDArray[np.float64]
 
-#: What the guess weighs against one sample that a coefficient explains wholly. It decides only what samples leave open.
+#: Weight of the guess against one sample that a coefficient explains wholly: it decides where samples are too few.
 _GUESS_WEIGHT = 0.01
 
-#: No coefficient falls below this share of its guess: a time that is lost in noise does not become free.
+#: Lower bound of a coefficient, as a share of its guess: a time lost in noise still costs something.
 _LEAST = 1e-3
 
 #: A coefficient counts as measured when its standard error is below this share of it.
 _MEASURED = 0.25
 
-#: Scatter is never believed to be less than this: equal samples are repetition, not proof.
+#: Lower bound of the scatter: equal samples are repetition, not proof.
 _LEAST_SCATTER = 0.05
 
-#: Tukey's biweight: 95 % of least squares' efficiency on normal noise, and no weight beyond 4.7 deviations.
+#: Tukey's biweight: 95 % of least squares' efficiency on normal noise, and weight 0 beyond 4.7 deviations.
 _TUKEY = 4.685
 
 _FIT_ROUNDS = 25
@@ -120,7 +120,7 @@ _FIT_ROUNDS = 25
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fit:
-    """`values` [k], and whether samples or the guess made each (`measured` [k]). `scatter`: typical relative error."""
+    """Fitted `values` [k]; `measured` [k]: samples decided it, not the guess. `scatter`: typical relative error."""
 
     values: Array
     measured: npt.NDArray[np.bool_]
@@ -128,12 +128,12 @@ class Fit:
 
 
 def fit(design: Callable[[Array], Array], times: Array, weights: Array, guess: Array) -> Fit:
-    """Coefficients c such that `design(c) @ c` is about `times` [n], errors counted as shares of the time.
+    """Returns coefficients c such that `design(c) @ c` is about `times` [n], minimising errors relative to the time.
 
-    `design(c)` [n, k] may depend on the coefficients: which of two terms counts where the slower one does. `weights`
-    [n] say how much a sample counts, `guess` [k] is positive and stands where the samples say too little. Interference
-    only ever makes a transfer slower, so the first rounds minimise absolute errors as shares of the measured time, in
-    which a sample ten times too slow weighs like one that is wrong by its own size; later rounds leave it out.
+    `design(c)` [n, k] may depend on the coefficients, as where only the slower of two terms counts. `weights` [n] weigh
+    the samples; `guess` [k], positive, decides where samples are too few. Interference only makes a transfer slower, so
+    the first rounds minimise absolute errors as shares of the measured time, in which a sample ten times too slow
+    weighs like one that is wrong by its own size; later rounds leave it out.
     """
     shares, pull = np.ones(len(guess)), np.full(len(guess), _GUESS_WEIGHT)
     rows, scatter, influence = design(guess) * guess, _LEAST_SCATTER, weights
@@ -156,7 +156,7 @@ def fit(design: Callable[[Array], Array], times: Array, weights: Array, guess: A
 
 
 def _least_squares(rows: Array, times: Array, influence: Array, pull: Array) -> Array:
-    """Shares of the guess, none below the least, drawn to 1 with the weight `pull` [k]."""
+    """Returns shares of the guess, each at least `_LEAST`, drawn to 1 with the weight `pull` [k]."""
     shares, free = np.ones(rows.shape[1]), np.ones(rows.shape[1], np.bool_)
     while free.any():
         left = times - rows[:, ~free] @ shares[~free]
@@ -179,11 +179,11 @@ def _weighted_median(values: Array, weights: Array) -> float:
 #: A number from fewer samples than this is no measurement.
 FEWEST = 8
 
-#: Samples kept for each octave pair of run lengths. Eight of these hold what was learnt of short runs while a link
-#: carries long ones only; a single window would have forgotten it.
+#: Samples kept of each class, two octaves of run length wide. A single window would forget short runs while a link
+#: carries only long ones.
 _KEPT, _CLASSES = 64, 8
 
-#: What a sample weighs next to the one after it in its class: half as much after 69.
+#: Weight of a sample relative to the next newer one of its class: half after 69.
 _FORGETTING = 0.99
 
 #: A coefficient is measured only where its term was this much larger than the other, in so many samples.
@@ -192,7 +192,7 @@ _CLEARLY, _CLEAR_SAMPLES = 1.5, 4
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One write that completed: `nbytes` in `runs` descriptors, `total_us` from before the post to its end."""
+    """One completed write: `nbytes` in `runs` descriptors, `total_us` from before the post to its completion."""
 
     nbytes: int
     runs: int
@@ -209,9 +209,9 @@ def _window() -> deque[tuple[float, float]]:
 
 @dataclass(slots=True)
 class Measurements:
-    """What was seen of one link, the newest of each class: at most 512 writes, 64 gathers, scatters and chunks.
+    """The newest samples of one link: at most 512 writes, 64 gathers, 64 scatters and 64 chunks.
 
-    Times that are not positive, from a clock too coarse for what it timed, are left out.
+    Times that are not positive, from a clock too coarse for them, are ignored.
     """
 
     _writes: tuple[deque[Sample], ...] = field(
@@ -223,34 +223,34 @@ class Measurements:
     _fitted: tuple[Costs, dict[str, float | None]] | None = None
 
     def wrote(self, sample: Sample) -> None:
-        """Take in a write that was timed."""
+        """Add a timed write."""
         if _timed(sample.total_us):
             run_bytes = sample.nbytes // sample.runs
             self._writes[min(_CLASSES - 1, max(0, run_bytes.bit_length() - 9) // 2)].append(sample)
             self._fitted = None
 
     def gathered(self, nbytes: int, us: float) -> None:
-        """Take in a gather of `nbytes` bytes that took `us` microseconds."""
+        """Add a gather of `nbytes` that took `us` microseconds."""
         if _timed(us):
             self._gathers.append((nbytes, us))
 
     def scattered(self, nbytes: int, us: float) -> None:
-        """Take in a scatter of `nbytes` bytes that took `us` microseconds."""
+        """Add a scatter of `nbytes` that took `us` microseconds."""
         if _timed(us):
             self._scatters.append((nbytes, us))
 
     def waited(self, us: float) -> None:
-        """What a packed chunk took of this side beyond its copy and its write: notes, grants, launches."""
+        """Add a packed chunk's overhead in microseconds: notes, grants and launches, without copy and write."""
         if _timed(us):
             self._chunks.append(us)
 
     @property
     def writes(self) -> int:
-        """How many samples of writes are kept: at most 64 for each class of run length."""
+        """The number of writes kept: at most 64 for each class of run length."""
         return sum(map(len, self._writes))
 
     def calibrate(self, host: str, transport: str, base: Costs) -> Calibration:
-        """The link's numbers by now; None for each that the samples do not tell. Takes 1-5 ms after new writes."""
+        """Fit the link's numbers; None for each that the samples leave open. Takes 1-5 ms after new writes."""
         chunks = max(len(self._gathers), len(self._scatters), len(self._chunks))
         copies = Calibration(
             host,
@@ -282,7 +282,7 @@ class _Design:
     posting: Posting
 
     def rows(self, values: Array) -> Array:
-        """[n, 3]: what each coefficient is multiplied by, given which term counts for a write at these `values`."""
+        """Returns [n, 3]: the factor of each coefficient, given which term counts for a write at these `values`."""
         _, descriptor_us, byte_us = values
         both = self.posting is Posting.INLINE
         posted = self.runs * descriptor_us > self.nbytes * byte_us
@@ -290,7 +290,7 @@ class _Design:
 
 
 def _wire(writes: Sequence[deque[Sample]], base: Costs) -> dict[str, float | None]:
-    """The numbers of a Calibration that the samples in `writes` tell, one deque a class of run lengths."""
+    """Returns the fields of a Calibration fitted to `writes`, one deque a class of run lengths."""
     kept = [sample for window in writes for sample in reversed(window)]
     ages = np.array([age for window in writes for age in range(len(window))])
     nbytes, runs, times = (
@@ -322,7 +322,7 @@ def _median(values: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A write worth timing: `runs` runs of `run_bytes`, every other one left out so that NIXL does not merge them."""
+    """A write to time: `runs` runs of `run_bytes`, with gaps as long between them so that NIXL does not merge them."""
 
     runs: int
     run_bytes: int

@@ -1,4 +1,4 @@
-"""The cost model chooses a route, by what each would take on a given wire, and says why."""
+"""A cost model estimates each route's time on a given wire, and chooses the fastest."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvmover.fields import member, settle
 
 
 class Route(StrEnum):
-    """How a leg's bytes travel: written from pool to pool by the transport, or gathered, written once a chunk, and
-    scattered, or copied from pool to pool by a rank that has mapped the other's.
+    """A way of a leg's bytes: DIRECT is written from pool to pool; PACKED is gathered, written once a chunk, and
+    scattered; MAPPED is copied from pool to pool by a rank that has mapped the other rank's pool.
     """
 
     DIRECT = "direct"
@@ -20,18 +20,18 @@ class Route(StrEnum):
     MAPPED = "mapped"
 
 
-#: What any two ranks can do, and what two ranks of one host can whose pools lie in shared memory.
+#: Routes of any two ranks, and of two ranks on one host whose pools lie in shared memory.
 BY_WIRE = frozenset({Route.DIRECT, Route.PACKED})
 BY_HOST = frozenset(Route)
 
 
 class Posting(StrEnum):
-    """How posting descriptors and moving their bytes share time, which is a property of the transport.
+    """A transport's way to share time between posting descriptors and moving their bytes.
 
-    Ahead: a NIC carries what was posted while the next is posted, so the slower of the two counts. Inline: the core
-    that posts also copies, so they add up. UCX's cma is inline: 1024 runs of 32 KiB were posted in 3.87 ms, where
-    posting 1024 tiny runs takes 1.51 ms and one run of 32 MiB 2.28 ms. So is its tcp: 8192 runs of 2 KiB in 32 ms,
-    18 ms and 5 ms.
+    AHEAD: a NIC moves posted bytes while the next are posted, so the slower of the two counts. INLINE: the core that
+    posts also copies, so they add up. UCX's cma is INLINE: 1024 runs of 32 KiB were posted in 3.87 ms, where posting
+    1024 tiny runs takes 1.51 ms and one run of 32 MiB 2.28 ms. So is its tcp: 8192 runs of 2 KiB in 32 ms, 18 ms and 5
+    ms.
     """
 
     AHEAD = "ahead"
@@ -40,11 +40,11 @@ class Posting(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What the parts of a transfer take. Rates in bytes a microsecond (1,000 is 1 GB/s), times in microseconds.
+    """The costs of a transfer's parts. Rates in bytes a microsecond (1,000 is 1 GB/s), times in microseconds.
 
-    The formulas are in DESIGN.md, section 6, "Costs". `descriptor_us` is what software takes to post one; a NIC's
-    message rate is far higher: 1.08 us for 4 KiB, 1.8 us for 16 KiB descriptors on 400 Gb/s (uccl#677, vllm#53825).
-    `pool_chunk_bytes`: of a chunk that goes from pool to pool and takes no arena; 0: `chunk_bytes`, as the others.
+    The formulas are in DESIGN.md, section 6, "Costs". `descriptor_us`: software's time to post one; a NIC's message
+    rate is far higher: 1.08 us for 4 KiB, 1.8 us for 16 KiB descriptors on 400 Gb/s (uccl#677, vllm#53825).
+    `pool_chunk_bytes`: largest chunk from pool to pool, which takes no arena; 0: `chunk_bytes`.
     """
 
     descriptor_us: float
@@ -66,15 +66,16 @@ class Costs:
         settle(self, "costs", PlanError, posting=Posting)
 
     def direct_us(self, nbytes: int, runs: int) -> float:
-        """`nbytes` in `runs` descriptors: with RDMA below, 1 MiB in 2048 runs is the larger of 21 us and 2048 us."""
+        """Returns the time of `nbytes` in `runs` descriptors: 1 MiB in 2048 runs by RDMA is max(21, 2048) us."""
         wire_us, post_us = nbytes / self.wire_rate, runs * self.descriptor_us
         return wire_us + post_us if self.posting is Posting.INLINE else max(wire_us, post_us)
 
     def packed_us(self, nbytes: int, chunks: int) -> float:
-        """Gather, wire and scatter overlap but for the first chunk's gather and the last one's scatter.
+        """Returns the time of the packed route: gather, wire and scatter overlap but for the first gather and the last
+        scatter.
 
-        Where the core that posts also copies, it gathers, writes and answers for a chunk one after the other: with 100
-        us a chunk and all rates 4 GB/s, 2 chunks of 8 MiB take 8.6 ms there, and 2.1 ms more to scatter the last.
+        With INLINE posting the core gathers, writes and answers for one chunk after the other: at 100 us a chunk and
+        all rates 4 GB/s, 2 chunks of 8 MiB take 8.6 ms there, and 2.1 ms more to scatter the last.
         """
         first = min(nbytes, self.chunk_bytes)
         gather_us, wire_us, scatter_us = nbytes / self.gather_rate, nbytes / self.wire_rate, nbytes / self.scatter_rate
@@ -85,25 +86,25 @@ class Costs:
         return first_us + max(wire_us, gather_us, scatter_us, notes_us) + last_us
 
     def mapped_us(self, nbytes: int) -> float:
-        """One copy, with strides at both ends: at the slower of the rates that are measured with strides at one.
+        """Returns the time of one copy with strides at both ends, at the slower of the gather and scatter rates.
 
-        But no slower than the wire, which between processes of one host is a copy by the same cores.
+        The wire's rate is its floor: between processes of one host the wire is a copy by the same cores.
         """
         return nbytes / max(min(self.gather_rate, self.scatter_rate), self.wire_rate)
 
     def cut_bytes(self, route: Route) -> int:
-        """Most bytes of a chunk that goes by `route`."""
+        """Returns the largest chunk, in bytes, that goes by `route`. Raises PlanError for an unknown route."""
         route = member(Route, route, "route", PlanError)
         return self.chunk_bytes if route is Route.PACKED else self.pool_chunk_bytes or self.chunk_bytes
 
     def chunks(self, nbytes: int) -> int:
-        """How many chunks `nbytes` bytes take: rounded up."""
+        """Returns the number of packed chunks of `nbytes`, rounded up."""
         return -(-nbytes // self.chunk_bytes)
 
     def choose(self, nbytes: int, runs: int, among: frozenset[Route] = BY_WIRE) -> Choice:
-        """The cheapest route of `among` for `nbytes` bytes that lie in `runs` runs.
+        """Returns the fastest route of `among` for `nbytes` that lie in `runs` runs.
 
-        When they tie mapped goes before direct, and direct before packed: the one that asks for less.
+        Ties go to mapped, then direct, then packed: the route that needs fewer resources.
         """
         took = {
             Route.MAPPED: self.mapped_us(nbytes),
@@ -117,7 +118,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A route with the estimates behind it; `mapped_us` is None where neither end can map the other."""
+    """A route with its estimates in microseconds; `mapped_us` is None where neither end can map the other."""
 
     route: Route
     nbytes: int
@@ -128,12 +129,12 @@ class Choice:
 
     @property
     def us(self) -> float:
-        """What the chosen route takes."""
+        """The estimated time of the chosen route."""
         took = {Route.DIRECT: self.direct_us, Route.PACKED: self.packed_us, Route.MAPPED: self.mapped_us}[self.route]
         return math.inf if took is None else took
 
     def why(self) -> str:
-        """One line: `packed: 131072 runs of 512 B would take 131.1 ms to post, the packed route 1.5 ms`."""
+        """Returns one line: `packed: 131072 runs of 512 B would take 131.1 ms to post, the packed route 1.5 ms`."""
         run = self.nbytes // self.runs
         if self.route is Route.MAPPED and self.mapped_us is not None:
             return (
@@ -163,8 +164,8 @@ RDMA = Costs(
 )
 
 #: Between processes of one host through UCX's cma: one system call a descriptor (7 to 10 us where the machine is busy,
-#: 1.5 us where it is not), copies on the same cores. Packed chunks stay in the last cache; what goes from pool to pool
-#: does not pass it: 176 MB in chunks of 8 MiB took twice as long as in one, in chunks of 64 MiB a tenth longer.
+#: 1.5 us where it is not), copies on the same cores. Packed chunks stay in the last-level cache; chunks from pool to
+#: pool bypass it: 176 MB in chunks of 8 MiB took twice as long as in one, in chunks of 64 MiB a tenth longer.
 HOST = Costs(
     descriptor_us=7.0,
     wire_rate=4e3,

@@ -1,4 +1,4 @@
-"""`explain` says what each leg of a plan costs by each route, also as the plain data that scripts read."""
+"""The explanation of a plan: each leg's bytes, runs and cost by each route, also as plain data for scripts."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from kvmover.plan.recode import form_text, forms_of
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """A leg with what each route would cost it, pages assumed scattered in both pools.
+    """A leg with its cost by each route, pages assumed scattered in both pools.
 
-    `nbytes`: on the wire. `carried`: the component in the form in which it travels, and `error`: what a number may be
-    off by when it has arrived, as `layout.codec.CodecPart.error` has it.
+    `nbytes`: on the wire. `carried`: the component in its form on the wire. `error`: the largest error of a number on
+    arrival, as in `layout.codec.CodecPart.error`.
     """
 
     leg: Leg
@@ -39,9 +39,9 @@ class Explained:
 def explain(
     plan: Plan, src: FleetText, dst: FleetText, costs: Costs, among: frozenset[Route] = BY_WIRE
 ) -> Iterator[Explained]:
-    """Every leg of `plan` between dense pools of these orders and forms, with its route of `among`.
+    """Yields every leg of `plan` between dense pools of these orders and forms, with its route of `among`.
 
-    Where the forms differ there is the packed route alone.
+    Where the forms differ only the packed route is considered.
     """
     for leg in plan.legs():
         held = _held(plan, src, plan.src_shard(leg.src_rank))
@@ -61,7 +61,7 @@ def _held(plan: Plan, end: FleetText, shard: Shard) -> Held:
 
 
 def ranks_as_data(plan: Plan, fleet: Fleet) -> list[dict[str, object]]:
-    """What each rank holds, positions cut to the request: spans as [start, count, step], stripes with a width too."""
+    """Returns each rank's layers and heads, [start, count, step], and positions, with a width, cut to the request."""
     rows: list[dict[str, object]] = []
     for rank in range(fleet.size):
         at, shard = fleet.coordinate(rank), fleet.shard_of_rows(plan.component, rank, plan.stop)
@@ -81,12 +81,12 @@ def ranks_as_data(plan: Plan, fleet: Fleet) -> list[dict[str, object]]:
 
 
 def link_as_data(link: Calibration, base: Costs) -> dict[str, object]:
-    """What `kvmover plan --calibration` adds: the costs it chose by, and what was measured, null where assumed."""
+    """Returns the additions of `kvmover plan --calibration`: costs used, and measured numbers, null if assumed."""
     return {"costs": asdict(link.costs(base)), "calibration": msgspec.to_builtins(link)}
 
 
 def plan_as_data(plan: Plan, legs: list[Explained]) -> dict[str, object]:
-    """The JSON contract of `kvmover plan`."""
+    """Returns the JSON of `kvmover plan`, which is a contract."""
     return {
         "src": {"ranks": ranks_as_data(plan, plan.src)},
         "dst": {"ranks": ranks_as_data(plan, plan.dst)},

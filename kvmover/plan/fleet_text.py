@@ -1,4 +1,4 @@
-"""Fleets are read from text, `tp=4,page=16,order=NHD`, or in an engine's own words: `vllm -tp 8 --block-size 16`.
+"""Fleets are parsed from text, `tp=4,page=16,order=NHD`, or from an engine's options: `vllm -tp 8 --block-size 16`.
 
 Components are too: `name=c4,layers=30,dim=584,dtype=uint8,row_tokens=4`.
 """
@@ -15,7 +15,7 @@ from kvmover.layout.component import Component
 from kvmover.layout.fleet import CpOrder, Fleet
 from kvmover.layout.layout import axes_of
 
-#: Larger sizes overflow where they are multiplied, and nothing has them.
+#: Larger sizes overflow where they are multiplied, and lie beyond any real fleet.
 _MOST = 1 << 31
 
 _SIZES = {"tp": "tp", "pp": "pp", "cp": "cp", "page": "page_tokens"}
@@ -26,7 +26,7 @@ _OWN_PAGE = "page."
 
 @dataclass(frozen=True, slots=True)
 class FleetText:
-    """A fleet, the axis order of its pools and the form of their rows (see `codec.named`), as on a command line."""
+    """A fleet, the axis order of its pools and the form of their rows (see `codec.named`), from a command line."""
 
     fleet: Fleet
     order: str
@@ -34,10 +34,10 @@ class FleetText:
 
     @classmethod
     def parse(cls, text: str) -> FleetText:
-        """`tp=4,pp=2,cp=2,cp_order=page,page=16,order=NHD`; what is left out is 1, page, 64 and NHD. `page.c4=64` is
-        the rows of a page of component c4, `dtype=fp8_e4m3` the form in which the cache is stored.
+        """Parse `tp=4,pp=2,cp=2,cp_order=page,page=16,order=NHD`; defaults are 1, page, 64 and NHD. `page.c4=64` is the
+        rows of a page of component c4, `dtype=fp8_e4m3` the form of the cache.
 
-        Raises LayoutError naming the first word that is wrong.
+        Raises LayoutError naming the first wrong word.
         """
         sizes: dict[str, int] = {}
         pages: dict[str, int] = {}
@@ -69,7 +69,7 @@ class FleetText:
         return cls(Fleet(**sizes, cp_order=cp_order, pages=tuple(pages.items())), order, form)
 
     def stored(self, component: Component) -> Component:
-        """A component in the form of this fleet; one of bytes as it is. Raises LayoutError where it cannot have it."""
+        """Returns a component in this fleet's form; opaque bytes as they are. Raises LayoutError if unfit."""
         if component.form is None or self.form == "auto":
             return component
         return component.kept_as(named(self.form, component.dtype, [component.dim]))
@@ -86,7 +86,7 @@ def _size(key: str, value: str, text: str) -> int:
 
 
 def component_of(text: str) -> Component:
-    """A component by its fields; `kv`, `heads` are 1 where they are left out. Raises LayoutError naming what is wrong.
+    """Parse a component from its fields; `kv` and `heads` default to 1. Raises LayoutError naming the wrong field.
 
     >>> component_of("name=c4,layers=30,dim=584,dtype=uint8,row_tokens=4").extent(1003)
     250
@@ -107,7 +107,7 @@ def component_of(text: str) -> Component:
     return Component(**found)  # pyright: ignore[reportArgumentType]
 
 
-#: Options that shape a fleet, by the key of `tp=4,pp=1,page=64`, as each engine has them.
+#: Each engine's options that shape a fleet, by their key in `tp=4,pp=1,page=64`.
 _OPTIONS: Mapping[str, Mapping[str, str]] = {
     "vllm": {
         "--tensor-parallel-size": "tp",
@@ -129,12 +129,12 @@ _OPTIONS: Mapping[str, Mapping[str, str]] = {
     },
 }
 
-#: Tokens of a page where the option is left out.
+#: Tokens of a page by default.
 _PAGES = {"vllm": 16, "sglang": 1}
 
 
 def in_our_words(text: str) -> str:
-    """`vllm -tp 8` as `tp=8,page=16`; any other text as it is. Raises LayoutError for an option that is not known.
+    """Returns `vllm -tp 8` as `tp=8,page=16`; any other text unchanged. Raises LayoutError for an unknown option.
 
     >>> in_our_words("vllm: --tensor-parallel-size 8"), in_our_words("sglang --tp=4 --page-size 64")
     ('page=16,tp=8', 'page=64,tp=4')

@@ -1,4 +1,4 @@
-"""Legs say which rank writes which box to which rank, between any two fleets. Only this module reasons about ranks."""
+"""Legs are the boxes that ranks of one fleet write to ranks of another. Only this module reasons about ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvmover.layout.span import Span
 
 
 class Replicas(StrEnum):
-    """What source ranks that hold the same bytes do: share the pages out, or let one of them send all."""
+    """A policy for source ranks that hold the same bytes: STRIPE shares the pages out, ELECT lets one rank send all."""
 
     STRIPE = "stripe"
     ELECT = "elect"
@@ -25,7 +25,7 @@ class Replicas(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """One source rank's box for one destination rank, in whole-model and whole-request coordinates."""
+    """The box that one source rank writes to one destination rank, in whole-model and whole-request coordinates."""
 
     src_rank: int
     dst_rank: int
@@ -35,20 +35,20 @@ class Leg:
 
     @property
     def tokens(self) -> int:
-        """Number of positions that move; each has all layers and heads of the leg."""
+        """The number of positions that move, each with all layers and heads of the leg."""
         return tokens_of(self.positions)
 
     def nbytes(self, component: Component) -> int:
-        """Payload: K and V, or the latent, at the component's dtype."""
+        """Returns the payload in bytes: K and V, or the latent, at the component's dtype."""
         return self.layers.count * component.kv * self.heads.count * self.tokens * component.row_bytes
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The move of positions [start, stop) of a request of one component from fleet `src` to fleet `dst`.
+    """A move of positions [start, stop) of a request's component from fleet `src` to fleet `dst`.
 
-    They are the component's own positions, `component.wanted(tokens)`. Every destination element has exactly one leg
-    that writes it. With 8 heads, TP4 to TP2:
+    Positions are the component's own, `component.wanted(tokens)`. Every destination element is written by exactly one
+    leg. Raises PlanError for an empty range or one beyond the component's states. With 8 heads, TP4 to TP2:
 
     >>> plan = Plan(Component.attention(1, 8, 128, "bfloat16"), Fleet(tp=4), Fleet(tp=2), 0, 64)
     >>> [(leg.src_rank, leg.dst_rank, leg.heads.triple()) for leg in plan.legs()]
@@ -71,14 +71,14 @@ class Plan:
             name = self.component.name
             raise PlanError(f"positions [{self.start}, {self.stop}) of {name}, which has {states} a request")
         for shards in (self._src_shards, self._dst_shards):
-            _ = shards[0]  # of any rank: what raises for one does for all
+            _ = shards[0]  # any rank will do: an error of one is an error of all
 
     def src_shard(self, rank: int) -> Shard:
-        """What a rank of the source fleet holds of this request."""
+        """Returns the shard of this request that a source rank holds."""
         return self._src_shards[rank]
 
     def dst_shard(self, rank: int) -> Shard:
-        """What a rank of the destination fleet holds of this request."""
+        """Returns the shard of this request that a destination rank holds."""
         return self._dst_shards[rank]
 
     @cached_property
@@ -90,15 +90,15 @@ class Plan:
         return _Shards(self.dst, self.component, self.stop)
 
     def legs(self) -> Iterator[Leg]:
-        """All legs, by destination rank."""
+        """Yields all legs, by destination rank."""
         return (leg for rank in range(self.dst.size) for leg in self.legs_into(rank))
 
     def legs_into(self, dst_rank: int) -> Iterator[Leg]:
-        """The legs that end at one destination rank, by source rank."""
+        """Yields the legs that end at one destination rank, by source rank."""
         return (leg for rank in self.sources_of(dst_rank) if (leg := self.leg(rank, dst_rank)))
 
     def sources_of(self, dst_rank: int) -> list[int]:
-        """Source ranks that write to `dst_rank` for some request: a relation of the fleets, whatever the positions."""
+        """Returns the source ranks that write to `dst_rank` for some request: a relation of the two fleets."""
         return [
             rank
             for rank in _overlapping(self.component, self.src, self.dst_shard(dst_rank))
@@ -106,7 +106,7 @@ class Plan:
         ]
 
     def destinations_of(self, src_rank: int) -> list[int]:
-        """The same relation from the other end."""
+        """Returns the destination ranks that `src_rank` writes to for some request: `sources_of` from the other end."""
         shard = self.src_shard(src_rank)
         return [
             rank
@@ -115,7 +115,7 @@ class Plan:
         ]
 
     def leg(self, src_rank: int, dst_rank: int) -> Leg | None:
-        """What `src_rank` writes to `dst_rank`, or None."""
+        """Returns the leg from `src_rank` to `dst_rank`; None if it is empty."""
         src, dst = self.src_shard(src_rank), self.dst_shard(dst_rank)
         layers = src.layers if src.layers is dst.layers else _both(src.layers, dst.layers)
         heads = src.heads if src.heads is dst.heads else _both(src.heads, dst.heads)
@@ -125,7 +125,7 @@ class Plan:
         return Leg(src_rank, dst_rank, layers, heads, positions) if positions else None
 
     def _share(self, src_rank: int, dst_rank: int, held: Stripe) -> Positions:
-        """The part of the positions held by `src_rank` that it, of all its replicas, writes to `dst_rank`."""
+        """Returns the positions of `held` that `src_rank`, among its replicas, writes to `dst_rank`."""
         whole = held.clip(self.start, self.stop)
         copy = self.src.replica(self.component, src_rank)
         if copy.count == 1:
@@ -142,11 +142,12 @@ class Plan:
         return _dealt(whole, held.start, unit, deal)
 
     def _deal(self, src_rank: int, dst_rank: int) -> _Deal | None:
-        """How `src_rank` shares with its replicas what `dst_rank` and its replicas want, or None if others serve it.
+        """Returns the share of `src_rank` among its replicas for `dst_rank` and its replicas; None if another rank
+        serves it.
 
-        `s` sources and `d` destinations form gcd(s, d) groups: each destination hears from s / gcd sources, no more,
-        and the remainders of its division go round by destination, so all sources send the same within one page. Each
-        box of the destination begins its round with another source: four copies of one state serve four boxes.
+        `s` sources and `d` destinations form gcd(s, d) groups: each destination is served by s / gcd sources, and the
+        remainders of its division go round by destination, so all sources send the same within one page. Each box of
+        the destination begins its round with another source: four copies of one state serve four boxes.
         """
         src, dst = self.src.replica(self.component, src_rank), self.dst.replica(self.component, dst_rank)
         groups = gcd(src.count, dst.count)
@@ -157,7 +158,7 @@ class Plan:
 
 
 class _Shards(dict[int, Shard]):
-    """A fleet's shards by rank, worked out when first asked for: a rank looks at its peers, not the whole fleet."""
+    """A fleet's shards by rank, computed on first use: a rank needs those of its peers, not of the whole fleet."""
 
     def __init__(self, fleet: Fleet, component: Component, extent: int) -> None:
         super().__init__()
@@ -179,10 +180,11 @@ class _Deal:
 
 
 def _dealt(whole: Positions, origin: int, unit: tuple[int, int], deal: _Deal) -> Positions:
-    """The writer's share of `whole`: pages from `origin` on, `unit` = (distance, tokens), perhaps cut at the ends.
+    """Returns the writer's share of `whole`: pages from `origin` on, `unit` = (distance, tokens), perhaps cut at the
+    ends.
 
-    Dealing things in falling order of size, round after round, leaves nobody more than one thing ahead: first the full
-    pages of every destination, then the cut ones.
+    Full pages of every destination are dealt first, then cut ones: in falling order of size, round after round, so no
+    writer is more than one page ahead.
     """
     step, width = unit
     first, last = (whole[0].start - origin) // step, (whole[-1].stop - 1 - origin) // step
@@ -204,12 +206,12 @@ def _dealt(whole: Positions, origin: int, unit: tuple[int, int], deal: _Deal) ->
 
 @lru_cache(maxsize=4096)
 def _both(one: Span, other: Span) -> Span:
-    """`one & other`. Kept: two fleets have few pairs of spans, and every request asks for all of them."""
+    """Returns `one & other`. Cached: two fleets have few pairs of spans, and every request needs all of them."""
     return one & other
 
 
 def _overlapping(component: Component, fleet: Fleet, shard: Shard) -> list[int]:
-    """Ranks of `fleet` that hold any of the layers and heads of `shard`."""
+    """Returns the ranks of `fleet` that hold any of the layers and heads of `shard`."""
     stages = [pp for pp in range(fleet.pp) if Span.share(component.layers, fleet.pp, pp) & shard.layers]
     columns = [tp for tp in range(fleet.tp) if Span.share(component.heads, fleet.tp, tp) & shard.heads]
     return [fleet.rank(Coordinate(tp, pp, cp)) for pp in stages for cp in range(fleet.cp) for tp in columns]

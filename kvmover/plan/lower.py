@@ -1,4 +1,4 @@
-"""Lowering makes strided boxes, byte runs and descriptors of a leg with page tables. Integers in, integers out."""
+"""Lowering turns a leg with page tables into strided boxes, byte runs and descriptors. Integers in, integers out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvmover.plan.legs import Leg
 from kvmover.plan.units import Offsets, Paging, Units, cut
 from kvmover.vocabulary import PACKED_ORDER
 
-#: Float32, of planes and of the parts of their rows.
+#: Float32 scales of planes and of the parts of their rows.
 Scales = npt.NDArray[np.float32]
 
 #: Page ids [page] of a pool.
@@ -31,13 +31,13 @@ Ids = Sequence[int] | npt.NDArray[np.int64]
 
 
 class Held(msgspec.Struct, frozen=True):
-    """One rank's pool and its Shard of the request: all that turns a logical coordinate into an address."""
+    """One rank's pool and its Shard of the request: together they turn a logical coordinate into an address."""
 
     spec: PoolSpec
     shard: Shard
 
     def paging(self) -> Paging:
-        """The positions that the rank's pages hold, and their tokens. Raises PlanError for a rank without positions."""
+        """Returns the rank's positions and tokens a page. Raises PlanError for a rank without positions."""
         if self.shard.positions is None:
             raise PlanError("a rank that holds no position of the request has no leg")
         return Paging(self.shard.positions, self.spec.page_tokens)
@@ -57,7 +57,7 @@ class BoxSide(msgspec.Struct, frozen=True, eq=False):
 
 
 class Recode(msgspec.Struct, frozen=True, eq=False):
-    """How the rows of a box change form on their way. `src_scales`, `dst_scales` [plane, part that is scaled]."""
+    """A change of form for the rows of a box. `src_scales`, `dst_scales` [plane, scaled part]."""
 
     reads: Codec
     writes: Codec
@@ -66,9 +66,10 @@ class Recode(msgspec.Struct, frozen=True, eq=False):
 
 
 class Box(msgspec.Struct, frozen=True, eq=False):
-    """planes x units x heads x tokens rows of `row_bytes`, each contiguous at both ends: what every route moves.
+    """A box of planes x units x heads x tokens rows of `row_bytes`, each contiguous at both ends: the input of every
+    route.
 
-    `recode`: None where they are the same bytes at both ends; else `row_bytes` are those of the source. `filled`: see
+    `recode`: None where the bytes are the same at both ends; else `row_bytes` are those of the source. `filled`: see
     `Region`.
     """
 
@@ -82,24 +83,25 @@ class Box(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def unit_bytes(self) -> int:
-        """Payload bytes of one unit: all planes, heads and tokens of it."""
+        """The payload bytes of one unit: all its planes, heads and tokens."""
         return len(self.src.offset) * self.heads * self.tokens * self.row_bytes
 
     @property
     def nbytes(self) -> int:
-        """Payload bytes of the box."""
+        """The payload bytes of the box."""
         return len(self.src.units) * self.unit_bytes
 
 
 def units_of(leg: Leg, src: Held, dst: Held) -> tuple[Units, ...]:
-    """The leg's tokens as pieces inside one page on both sides. Both peers compute the same, without page tables."""
+    """Cut the leg's tokens into pieces inside one page on both sides. Both peers compute the same pieces."""
     return cut(leg.positions, src.paging(), dst.paging())
 
 
 def page_ids(held: Held, tokens_at: Offsets, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Page of the pool for each token index [n] of what a rank holds. `pages` [page] is its page table of the request.
+    """Returns the pool's page for each token index [n] of a rank's positions. `pages` [page] is its page table of the
+    request.
 
-    Raises PlanError when the table is too short or names a page that the pool does not have.
+    Raises PlanError if the table is too short or names a page outside the pool.
     """
     page = tokens_at // held.spec.page_tokens
     try:
@@ -110,7 +112,7 @@ def page_ids(held: Held, tokens_at: Offsets, pages: npt.NDArray[np.int64]) -> np
 
 
 def _inside(spec: PoolSpec, ids: Offsets) -> Offsets:
-    """`ids`, unless the pool lacks one: then PlanError."""
+    """Returns `ids`. Raises PlanError if one is outside the pool."""
     if ids.size and int(np.maximum.reduce(ids.view(np.uint64))) >= spec.pages:  # below 0 is very large
         bad = int(ids.min() if ids.min() < 0 else ids.max())
         raise PlanError(f"page id {bad} is outside a pool of {spec.pages} pages")
@@ -118,18 +120,18 @@ def _inside(spec: PoolSpec, ids: Offsets) -> Offsets:
 
 
 def pool_place(held: Held, leg: Leg, tokens_at: Offsets, pages: npt.NDArray[np.int64]) -> BoxSide:
-    """Where `leg` lies in a pool, by the rank's page table. Raises PlanError as `page_ids` does."""
+    """Locate `leg` in a pool by the rank's page table. Raises PlanError as `page_ids` does."""
     cut = pool_cut(held, leg)
     return cut.place(cut.units(held, tokens_at, pages))
 
 
 def pool_cut(held: Held, leg: Leg) -> PoolCut:
-    """The layers and heads of `leg` in a pool, whatever the pages."""
+    """Returns the addresses of the leg's layers and heads in a pool, independent of its pages."""
     return _pool_cut(held.spec, held.shard.layers, held.shard.heads, leg.layers, leg.heads)
 
 
 class PoolCut(msgspec.Struct, frozen=True, eq=False):
-    """What some layers and heads of a pool are by address, whatever the pages. `allocation`, `offset` [plane]."""
+    """The addresses of some layers and heads of a pool, independent of pages. `allocation`, `offset` [plane]."""
 
     allocation: Offsets
     offset: Offsets
@@ -140,7 +142,7 @@ class PoolCut(msgspec.Struct, frozen=True, eq=False):
     page_tokens: int
 
     def units(self, held: Held, tokens_at: Offsets, pages: npt.NDArray[np.int64]) -> Offsets:
-        """Byte offset of each unit [unit], by its first token. Raises PlanError as `page_ids` does."""
+        """Returns the byte offset of each unit [unit], by its first token. Raises PlanError as `page_ids` does."""
         units = page_ids(held, tokens_at, pages) * self.page_bytes
         if self.head_offset:
             units += self.head_offset
@@ -149,13 +151,13 @@ class PoolCut(msgspec.Struct, frozen=True, eq=False):
         return units
 
     def place(self, units: Offsets) -> BoxSide:
-        """Where units at these byte offsets lie."""
+        """Returns the side of a box for units at these byte offsets."""
         return BoxSide(self.allocation, self.offset, units, self.head_bytes, self.token_bytes)
 
 
 @lru_cache(maxsize=1024)
 def _pool_cut(spec: PoolSpec, held_layers: Span, held_heads: Span, layers: Span, heads: Span) -> PoolCut:
-    """Kept: pools never change, and few legs differ in layers and heads."""
+    """Cached: pools are immutable, and few legs differ in layers and heads."""
     chosen = _plane_table(spec)[[held_layers.index(layer) for layer in layers]].reshape(-1, 2)
     planes = np.ascontiguousarray(chosen.T)
     planes.flags.writeable = False
@@ -173,21 +175,21 @@ def _pool_cut(spec: PoolSpec, held_layers: Span, held_heads: Span, layers: Span,
 
 @lru_cache(maxsize=256)
 def _plane_table(spec: PoolSpec) -> npt.NDArray[np.int64]:
-    """`spec.planes()` as [layer, kv, 2]. Kept: a pool never changes, and 80 layers take longer than all else here."""
+    """Returns `spec.planes()` as [layer, kv, 2]. Cached: for 80 layers it takes longer than all else here."""
     table = np.asarray(spec.planes(), np.int64).reshape(-1, spec.component.kv, 2)
     table.flags.writeable = False
     return table
 
 
 def packed_place(component: Component, leg: Leg, units: Units, first_byte: int) -> BoxSide:
-    """Where `leg` lies in a staging buffer: dense, in PACKED_ORDER with units for pages, from `first_byte` on."""
+    """Locate `leg` in a staging buffer: dense, in PACKED_ORDER with units for pages, from `first_byte` on."""
     at_zero = _packed_at_zero(component, leg.layers.count, leg.heads.count, len(units), units.tokens)
     return replace(at_zero, units=at_zero.units + first_byte) if first_byte else at_zero
 
 
 @lru_cache(maxsize=1024)
 def _packed_at_zero(component: Component, layers: int, heads: int, units: int, tokens: int) -> BoxSide:
-    """A packed piece at the beginning of a buffer. Kept: chunks of one size are alike."""
+    """Returns a packed piece at the start of a buffer. Cached: chunks of one size are alike."""
     stride = _packed_strides(component, layers, heads, tokens)
     starts = np.arange(units, dtype=np.int64) * stride["page"]
     starts.flags.writeable = False
@@ -195,7 +197,7 @@ def _packed_at_zero(component: Component, layers: int, heads: int, units: int, t
 
 
 def _packed_strides(component: Component, layers: int, heads: int, tokens: int) -> dict[str, int]:
-    """Bytes from one to the next of each axis but dim. Pages are outermost: how many there are changes none."""
+    """Returns the stride in bytes of each axis but dim. Pages are outermost, so their number changes no stride."""
     extents = {"page": 1, "head": heads, "layer": layers, "kv": component.kv, "token": tokens}
     layout = Layout.dense(PACKED_ORDER, **extents, dim=component.dim)
     return {axis: layout.stride_of(axis) * component.element_bytes for axis in extents}
@@ -203,7 +205,7 @@ def _packed_strides(component: Component, layers: int, heads: int, tokens: int) 
 
 @lru_cache(maxsize=1024)
 def _packed_planes(component: Component, layers: int, tokens: int) -> tuple[Offsets, Offsets]:
-    """Allocation and offset of each plane [plane], which neither heads nor units change."""
+    """Returns allocation and offset of each plane [plane], which depend on neither heads nor units."""
     stride = _packed_strides(component, layers, 1, tokens)
     planes = np.arange(layers, dtype=np.int64)[:, None] * stride["layer"] + np.arange(component.kv) * stride["kv"]
     tables = np.zeros(layers * component.kv, np.int64), planes.reshape(-1)
@@ -225,11 +227,12 @@ def _joined(src: BoxSide, dst: BoxSide, heads: int, tokens: int, row_bytes: int)
 
 
 def page_box(src: PoolSpec, src_ids: Ids, dst: PoolSpec, dst_ids: Ids, layers: Span | None = None) -> Box:
-    """Whole pages from pool to pool, both of the same layers, heads and tokens a page, their axes in any two orders.
+    """Make the box of whole pages from pool to pool, equal in layers, heads and tokens a page, their axes in any two
+    orders.
 
-    `src_ids`, `dst_ids` [page]: page i of the one goes to page i of the other. `layers`: those to copy, of the pools'
-    own numbers; None: all. Raises PlanError for pools that differ, unequal counts, ids that a pool does not have, and
-    two pages that would go into one.
+    `src_ids`, `dst_ids` [page]: page i of the one goes to page i of the other. `layers`: layers to copy, in the pools'
+    own numbers; None: all. Raises PlanError for pools that differ, unequal counts, ids outside a pool, and a
+    destination page named twice.
     """
     held, due = (tuple(spec.layout.extent_of(axis) for axis in ("layer", "head", "token")) for spec in (src, dst))
     if held != due or src.component != dst.component:
@@ -268,7 +271,7 @@ def _pages_place(spec: PoolSpec, ids: npt.NDArray[np.int64], layers: Span) -> Bo
 
 
 def _nest(b: Box) -> list[Dim]:
-    """The inner loops of a box, innermost first, merged where both sides allow."""
+    """Returns the inner loops of a box, innermost first, merged where both sides allow."""
     loops = [
         Dim(b.tokens, (b.src.token_bytes, b.dst.token_bytes)),
         Dim(b.heads, (b.src.head_bytes, b.dst.head_bytes)),
@@ -293,12 +296,12 @@ class Strided:
 
     @property
     def runs(self) -> int:
-        """Number of contiguous runs in all rows together."""
+        """The number of contiguous runs in all rows together."""
         return len(self.src) * self.count
 
 
 def strided(b: Box) -> Strided:
-    """The box as strided descriptors: the loop next to the row becomes the stride, the others are written out."""
+    """Turn the box into strided descriptors: the loop next to the row becomes the stride, the others are enumerated."""
     run, *outer = _nest(b)
     inner = outer[0] if outer else Dim(1, run.strides)
     rest = outer[1:]
@@ -313,7 +316,7 @@ def strided(b: Box) -> Strided:
 
 
 def _starts(place: BoxSide, loops: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
-    """(allocation, offset) of plane x unit x loops, plane-major."""
+    """Returns (allocation, offset) of plane x unit x loops, plane-major."""
     inner = place.units
     for extent, stride in loops:
         inner = (inner[:, None] + np.arange(extent, dtype=np.int64) * stride).reshape(-1)
@@ -323,7 +326,7 @@ def _starts(place: BoxSide, loops: Sequence[tuple[int, int]]) -> npt.NDArray[np.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """Byte runs, each contiguous at both ends and as long as can be. `src`, `dst` [n, 2]: allocation and offset."""
+    """Byte runs, contiguous at both ends and as long as possible. `src`, `dst` [n, 2]: allocation and offset."""
 
     src: npt.NDArray[np.int64]
     dst: npt.NDArray[np.int64]
@@ -334,7 +337,7 @@ class Runs:
 
 
 def coalesced_runs(boxes: Sequence[Box]) -> Runs:
-    """Every byte run of the boxes, with neighbours joined: pages that happen to follow each other cost one run."""
+    """Returns every byte run of the boxes, neighbours joined: pages that happen to be adjacent cost one run."""
     parts = [_rows(strided(b)) for b in boxes]
     src, dst, nbytes = (np.concatenate(side) for side in zip(*parts, strict=True))
     order = np.lexsort((src[:, 1], src[:, 0]))
@@ -356,11 +359,12 @@ def _rows(s: Strided) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt
 
 
 def count_runs(leg: Leg, src: Held, dst: Held, groups: tuple[Units, ...]) -> int:
-    """Byte runs of a leg, cut into `groups`, whose pages are scattered in both pools: what going direct would cost.
+    """Count the byte runs of a leg, cut into `groups`, whose pages are scattered in both pools: the cost of going
+    direct.
 
     8,192 tokens of 64 layers in NHD, TP4 to TP2: 1,048,576 runs of 512 B a pair. In HND with 64-token pages: 16,384.
     """
-    layers, heads = leg.layers, leg.heads  # whichever they are
+    layers, heads = leg.layers, leg.heads  # only counts and steps matter
     return _count_runs(layers.count, layers.step, heads.count, heads.step, groups, src.spec, dst.spec)
 
 
@@ -368,12 +372,12 @@ def count_runs(leg: Leg, src: Held, dst: Held, groups: tuple[Units, ...]) -> int
 def _count_runs(
     layers: int, layer_step: int, heads: int, head_step: int, groups: tuple[Units, ...], src: PoolSpec, dst: PoolSpec
 ) -> int:
-    """Kept: the legs from all ranks of a fleet to one are alike but for which heads they have."""
+    """Cached: the legs from all ranks of a fleet to one rank differ only in their heads."""
     spans = Span(0, layers, layer_step), Span(0, heads, head_step)
     per_unit = [_runs_of_unit(*spans, units.tokens, src, dst) for units in groups]
     whole = sum(runs * len(units) for (runs, _), units in zip(per_unit, groups, strict=True))
     if any(_begin_pages(groups, side, spec.page_tokens) for side, spec in (("src", src), ("dst", dst))):
-        return whole  # and no unit goes on where another one ends
+        return whole  # every unit starts a page, so runs of two units cannot join
     at = [np.concatenate([getattr(units, side) for units in groups]) for side in ("src", "dst")]
     order = np.argsort(at[0])
     tokens = np.repeat([units.tokens for units in groups], [len(units) for units in groups])[order]
@@ -386,13 +390,13 @@ def _count_runs(
 
 
 def _begin_pages(groups: tuple[Units, ...], side: str, page_tokens: int) -> bool:
-    """Whether each unit begins a page of one side."""
+    """Returns True if each unit begins a page of one side."""
     return not any((getattr(units, side) % page_tokens).any() for units in groups)
 
 
 @lru_cache(maxsize=1024)
 def _runs_of_unit(layers: Span, heads: Span, tokens: int, src: PoolSpec, dst: PoolSpec) -> tuple[int, bool]:
-    """Runs of one unit of all planes, and whether they end where its tokens end: the next unit may go on there."""
+    """Returns one unit's runs over all planes, and whether they end with its tokens, so that the next may continue."""
     token, head = (
         Dim(extent, (src.stride_bytes(axis) * step, dst.stride_bytes(axis) * step))
         for axis, extent, step in (("token", tokens, 1), ("head", heads.count, heads.step))
@@ -403,7 +407,7 @@ def _runs_of_unit(layers: Span, heads: Span, tokens: int, src: PoolSpec, dst: Po
 
 
 def _plane_loops(layers: Span, src: PoolSpec, dst: PoolSpec) -> Iterator[Dim]:
-    """Layers and kv as loops; allocations of their own lie far apart, so they get strides that never meet."""
+    """Yields layers and kv as loops; separate allocations get strides so far apart that they never merge."""
     for axis, span in (("layer", layers), ("kv", Span(0, src.component.kv))):
         apart = axis in src.separate or axis in dst.separate
         strides = (src.stride_bytes(axis) * span.step, dst.stride_bytes(axis) * span.step)

@@ -1,6 +1,6 @@
-"""A model's cache is read from its Hugging Face `config.json`: nobody has to look up heads, sizes and layers.
+"""A model's cache components are derived from its Hugging Face `config.json`.
 
-Only what the configuration says decides: a key that is there, or a kind of layer. No model is known here by name.
+Only keys and layer kinds of the configuration decide; this module knows no model by name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvmover.layout.component import Component
 
 Config = Mapping[str, Any]
 
-#: What `layer_types` calls layers, by what they keep. Any other kind is named in the note of a cache.
+#: Values of `layer_types`, by what such a layer keeps. Any other kind is named in the note of a cache.
 _FULL = ("full_attention", "indexed_attention", "attention")
 _WINDOWED = ("sliding_attention",)
 _RECURRENT = ("linear_attention", "mamba")
@@ -25,20 +25,23 @@ _NOTHING = ("mlp", "moe")
 #: Letters of `hybrid_override_pattern`, a layer each.
 _LETTERS = {"*": "full_attention", "M": "mamba", "-": "mlp", "E": "moe"}
 
-#: Index keys are float8, with a float32 scale for so many; latents beside windows float8, with a byte for so many.
+#: Index keys are float8 with a float32 scale for 128 of them; latents beside windows are float8 with a scale byte for
+#: 64.
 _INDEX_BLOCK, _LATENT_BLOCK = 128, 64
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCache:
-    """The components of a model's cache; `note` says what of the model is in none of them."""
+    """The components of a model's cache; `note` names parts of the model that no component covers."""
 
     components: tuple[Component, ...]
     note: str = ""
 
 
 def read_cache(path: Path, dtype: str | None = None) -> ModelCache:
-    """Of the file, or of the `config.json` in the folder; `dtype` stands for the file's own. Raises LayoutError."""
+    """Read a `config.json`, or the one in a folder; `dtype` overrides the file's own. Raises LayoutError if it is
+    unreadable or incomplete.
+    """
     file = path / "config.json" if path.is_dir() else path
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -55,7 +58,7 @@ def read_cache(path: Path, dtype: str | None = None) -> ModelCache:
 
 
 def cache_of(config: Config, dtype: str | None = None) -> ModelCache:
-    """From the keys that Transformers gives them. Pure. Raises LayoutError naming a key that is missing.
+    """Derive the components from the keys of Transformers. Pure. Raises LayoutError naming a missing key.
 
     Multi-head latent attention has `kv_lora_rank`: a latent of that and `qk_rope_head_dim`, 512 + 64 for DeepSeek-V3.
 
@@ -73,7 +76,7 @@ def cache_of(config: Config, dtype: str | None = None) -> ModelCache:
 
 
 def _kinds(text: Config) -> list[str]:
-    """Of each layer, what it is."""
+    """Returns the kind of each layer."""
     if pattern := text.get("hybrid_override_pattern"):
         return [_LETTERS.get(letter, letter) for letter in str(pattern)]
     if named := text.get("layer_types") or text.get("layers_block_type"):
@@ -88,7 +91,7 @@ def _kinds(text: Config) -> list[str]:
 
 
 def _kept_by_token(text: Config, kinds: list[str], dtype: str) -> Iterator[Component]:
-    """A row a token, or every few tokens: attention, latents, windows, index keys."""
+    """Yields components with a row a token, or every few tokens: attention, latents, windows, index keys."""
     if rates := _rates(text, kinds):
         yield from _compressed(text, kinds, rates)
         return
@@ -104,19 +107,19 @@ def _kept_by_token(text: Config, kinds: list[str], dtype: str) -> Iterator[Compo
 
 
 def _rates(text: Config, kinds: list[str]) -> list[int]:
-    """Of each layer, how many tokens share a row of its compressed cache: 0 where it has none. Empty: no layer has."""
+    """Returns each layer's tokens a row of its compressed cache, 0 without one; empty if no layer has one."""
     named: Mapping[str, int] = text.get("compress_rates") or {}
     rates = [int(kind.split()[1]) if kind.startswith("every ") else named.get(kind, 0) for kind in kinds]
     return rates if any(rates) else []
 
 
 def _compressed(text: Config, kinds: list[str], rates: list[int]) -> Iterator[Component]:
-    """A window of latents in every layer, a compressed cache in most, and the tokens that wait for their row.
+    """Yields a window of latents for every layer, compressed caches for most, and states of tokens not yet compressed.
 
     A latent is `head_dim` elements, of which `qk_rope_head_dim` are bfloat16, the rest float8 with a scale of one byte
     for 64, padded to 8: 448 + 2 * 64 + 8 = 584 bytes for DeepSeek-V4. The finest rate overlaps: a row is made of two
-    blocks of tokens, and index keys choose among its rows. Tokens that wait are kept in float32, a value and a score
-    each; a window of the block is the most that waits.
+    blocks of tokens, and index keys choose among its rows. Waiting tokens are kept in float32, a value and a score
+    each; their window is the block.
     """
     dim, rope, window = _size(text, "head_dim"), _size(text, "qk_rope_head_dim"), _size(text, "sliding_window")
     plain = dim - rope
@@ -134,13 +137,13 @@ def _compressed(text: Config, kinds: list[str], rates: list[int]) -> Iterator[Co
 
 
 def _index_bytes(text: Config) -> int:
-    """Of an index key with its scale: 128 + 4."""
+    """Returns the bytes of an index key with its scale: 128 + 4."""
     keys = _size(text, "index_head_dim")
     return keys + 4 * -(-keys // _INDEX_BLOCK)
 
 
 def _kept_by_request(text: Config, kinds: list[str], dtype: str) -> Iterator[Component]:
-    """The states of recurrent layers, and of the convolutions before them: each part of those is split on its own."""
+    """Yields the states of recurrent layers and of their convolutions, each part of which is split on its own."""
     layers = sum(kind in _RECURRENT for kind in kinds)
     if not layers:
         return
@@ -156,7 +159,7 @@ _Heads = tuple[int, int]
 
 
 def _recurrent(text: Config) -> tuple[_Heads, dict[str, _Heads], int]:
-    """Heads and elements of a head of the temporal state, of each part of the convolution, and its kernel."""
+    """Returns (heads, elements of a head) of the temporal state and of each convolution part, and the kernel size."""
     if given := text.get("linear_attn_config"):
         heads, dim = _size(given, "num_heads"), _size(given, "head_dim")
         kernel = _size(given, "short_conv_kernel_size")
@@ -180,7 +183,7 @@ def _recurrent(text: Config) -> tuple[_Heads, dict[str, _Heads], int]:
 
 
 def _heads(text: Config) -> _Heads:
-    """KV heads, and elements of one."""
+    """Returns the number of KV heads, and elements of one."""
     queries = _size(text, "num_attention_heads", "n_head")
     heads = 1 if text.get("multi_query") else queries
     heads = _size(text, "num_key_value_heads", default=heads)
@@ -188,7 +191,7 @@ def _heads(text: Config) -> _Heads:
 
 
 def _global_heads(text: Config) -> _Heads:
-    """Of layers that attend to all tokens, where they have heads of their own beside layers with a window."""
+    """Returns KV heads and elements of one for layers that attend to all tokens: windowed layers may differ."""
     heads, dim = _heads(text)
     if text.get("attention_k_eq_v"):
         heads = _size(text, "num_global_key_value_heads", default=heads)
@@ -196,7 +199,7 @@ def _global_heads(text: Config) -> _Heads:
 
 
 def _note(text: Config, kinds: list[str]) -> str:
-    """What keeps something and is in no component."""
+    """Describe the layers that keep a cache and are in no component."""
     known = {*_FULL, *_WINDOWED, *_RECURRENT, *_NOTHING, *(text.get("compress_rates") or ())}
     others = [kind for kind in kinds if kind not in known and not kind.startswith("every ")]
     words: list[str] = []

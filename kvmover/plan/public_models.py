@@ -1,6 +1,6 @@
-"""Public models have their sizes here, by the keys of their `config.json`, so that a plan needs no file.
+"""Public models' sizes, by the keys of their `config.json`, so that a plan needs no file.
 
-Each is what its author published on Hugging Face; keys that say nothing about the cache are left out.
+Each is as published on Hugging Face; keys that do not concern the cache are left out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LINEAR, _FULL, _SLIDING = "linear_attention", "full_attention", "sliding_attent
 
 
 def _every(layers: int, *kinds: str) -> Sequence[str]:
-    """So many layers, of these kinds again and again."""
+    """Returns the kinds of `layers` layers: `kinds` repeated in turn."""
     return tuple(islice(cycle(kinds), layers))
 
 
@@ -84,7 +84,7 @@ PUBLIC: Mapping[str, Mapping[str, Any]] = {
 
 
 def public_config(name: str) -> Mapping[str, Any]:
-    """Of a model by its name: `deepseek-v3.2`. Raises LayoutError, naming all, for one that is not here."""
+    """Returns a model's configuration by its name: `deepseek-v3.2`. Raises LayoutError, listing the known names."""
     if name not in PUBLIC:
         raise LayoutError(
             f"{name!r} is neither a file, nor a folder with a config.json, nor one of {', '.join(PUBLIC)}"

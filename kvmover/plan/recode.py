@@ -1,7 +1,8 @@
-"""Where two pools store the same numbers in other forms, the narrower one travels, and the other side converts.
+"""Recoding: where two pools store the same numbers in different forms, the narrower form travels and the other side
+converts.
 
-Both sides derive this from both pools; nothing of it is sent. Equal forms by equal scales are None here: bytes as they
-are, by any route.
+Both sides derive this from both pools; it is never sent. Equal forms with equal scales give None here: bytes travel
+unchanged, by any route.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from kvmover.plan.lower import Held, Recode, Scales
 
 
 class Forms(msgspec.Struct, frozen=True, eq=False):
-    """A leg whose ends differ: the component in the form of the `wire`, and which side converts; both never do."""
+    """A leg whose ends differ in form: the component on the `wire`; `gathers`: the source converts."""
 
     wire: Component
     gathers: bool
 
     @property
     def scatters(self) -> bool:
-        """Whether the destination converts."""
+        """True if the destination converts."""
         return not self.gathers
 
 
 def forms_of(src: Held, dst: Held, layers: Span) -> Forms | None:
-    """How `layers` travel between two ranks that hold them; None where they are stored alike, or nobody knows how."""
+    """Returns the conversion of `layers` between two ranks; None where they are stored alike, or a form is opaque."""
     one, other = src.spec, dst.spec
     if one.component is other.component and not one.scales and not other.scales:
         return None
@@ -40,7 +41,7 @@ def forms_of(src: Held, dst: Held, layers: Span) -> Forms | None:
 
 @lru_cache(maxsize=1024)
 def _forms(src: PoolSpec, dst: PoolSpec, src_layers: Span, dst_layers: Span, layers: Span) -> Forms | None:
-    """Kept: pools never change. Of two forms that are as wide, the destination's travels."""
+    """Cached: pools are immutable. Of two forms of equal width the destination's travels."""
     held, kept = src.component.form, dst.component.form
     if held is None or kept is None:
         return None
@@ -51,12 +52,12 @@ def _forms(src: PoolSpec, dst: PoolSpec, src_layers: Span, dst_layers: Span, lay
 
 
 def form_text(component: Component) -> str:
-    """How a component is stored, in words: `512 float8_e4m3fn by 128 + 64 bfloat16`."""
+    """Describe a component's form: `512 float8_e4m3fn by 128 + 64 bfloat16`."""
     return component.form.text() if component.form else f"{component.dim} {component.dtype}"
 
 
 def scales_of(spec: PoolSpec, held: Span, layers: Span) -> Scales:
-    """Scales [plane, part] of some layers of a rank that holds the layers `held`: 1 where its pool has none."""
+    """Returns scales [plane, part] of `layers` of a rank that holds the layers `held`: 1 where its pool has none."""
     kv, each = spec.component.kv, spec.component.codec.scales if spec.component.codec else 0
     if not spec.scales:
         return np.ones((layers.count * kv, each), np.float32)
@@ -65,7 +66,7 @@ def scales_of(spec: PoolSpec, held: Span, layers: Span) -> Scales:
 
 
 def recode_of(src: Held, dst: Held, layers: Span) -> Recode:
-    """From the form of one end to that of the other, for planes of `layers`."""
+    """Returns the conversion from one end's form to the other's, for planes of `layers`. Both must have a form."""
     return _recode(src.spec, dst.spec, src.shard.layers, dst.shard.layers, layers)
 
 
@@ -78,8 +79,8 @@ def _recode(src: PoolSpec, dst: PoolSpec, src_layers: Span, dst_layers: Span, la
 
 
 def error_between(one: PoolSpec, other: PoolSpec, own: Span, theirs: Span) -> float:
-    """The most that a number may be off by, against the largest that shares its scale, when it goes from one pool to
-    the other, whichever way: see `layout.codec.CodecPart.error`. 0: it arrives as it was, bit by bit.
+    """Returns the largest error of a number, relative to the largest that shares its scale, when it goes from one pool
+    to the other in either direction: see `layout.codec.CodecPart.error`. 0: bit for bit the same.
 
     `own`, `theirs`: the layers that each rank holds.
     """

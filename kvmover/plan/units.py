@@ -16,9 +16,9 @@ Offsets = npt.NDArray[np.int64]
 
 
 class Units(msgspec.Struct, frozen=True, eq=False):
-    """Equal pieces of `tokens` consecutive tokens each, by where both sides store them.
+    """Equal pieces of `tokens` consecutive tokens each, by their place on both sides.
 
-    `src`, `dst` [unit] int64: the piece's first token as an index into what the rank holds of the request, in order.
+    `src`, `dst` [unit] int64: the piece's first token as an index into the rank's positions of the request, in order.
     """
 
     tokens: int
@@ -29,14 +29,14 @@ class Units(msgspec.Struct, frozen=True, eq=False):
         return len(self.src)
 
     def slice(self, start: int, stop: int) -> Units:
-        """Units [start, stop), as a view."""
+        """Returns units [start, stop), as a view."""
         if stop - start == len(self.src):
             return self
         return Units(self.tokens, self.src[start:stop], self.dst[start:stop])
 
 
 class Paging(msgspec.Struct, frozen=True):
-    """How one rank pages a request: the positions it holds, in order, and the tokens of a page."""
+    """One rank's paging of a request: its positions, in order, and the tokens of a page."""
 
     held: Stripe
     page_tokens: int
@@ -45,9 +45,9 @@ class Paging(msgspec.Struct, frozen=True):
 def cut(positions: Positions, src: Paging, dst: Paging) -> tuple[Units, ...]:
     """Cut `positions`, held by both sides, at every page border of either.
 
-    Full pieces have gcd(P_src, P_dst) tokens, fewer where the two sides' pages start out of step. What is left over at
-    the ends of a run makes groups of its own; nothing is padded. Longest pieces first. Kept, and so not to be written:
-    the ranks of a fleet differ in heads and layers far more often than in positions.
+    Full pieces have gcd(P_src, P_dst) tokens, fewer where the two sides' pages start out of step. Remainders at the
+    ends of a run form groups of their own, without padding. Longest pieces first. Cached, so the arrays are read-only:
+    ranks of a fleet differ in heads and layers far more often than in positions.
     """
     if len(positions) == 1 and positions[0].count == 1:
         run = positions[0]
@@ -58,7 +58,7 @@ def cut(positions: Positions, src: Paging, dst: Paging) -> tuple[Units, ...]:
 
 @lru_cache(maxsize=1024)
 def _cut_run(width: int, at_src: int, at_dst: int, src_page: int, dst_page: int) -> tuple[Units, ...]:
-    """One run: most requests of most fleets. In plain integers, for arrays of one element cost more than their sum."""
+    """Cut one run, the common case, in plain integers: arrays of one element cost more than their sum."""
     piece = gcd(src_page, dst_page, at_src - at_dst)
     first = min(-at_src % piece, width)
     full, rest = divmod(width - first, piece)
@@ -78,14 +78,14 @@ def _unit_group(tokens: int, src: Offsets, dst: Offsets) -> Units:
 
 
 def _evenly(at: int, tokens: int, parts: list[tuple[int, int]]) -> Offsets:
-    """First tokens of `count` pieces of `tokens` each from `at + begin` on, for each (begin, count)."""
+    """Returns first tokens of `count` pieces of `tokens` each from `at + begin` on, for each (begin, count)."""
     found = [np.arange(at + begin, at + begin + count * tokens, tokens, dtype=np.int64) for begin, count in parts]
     return found[0] if len(found) == 1 else np.concatenate(found)
 
 
 @lru_cache(maxsize=1024)
 def _cut_runs(positions: Positions, src: Paging, dst: Paging) -> tuple[Units, ...]:
-    """Any number of runs, which join where both sides store them one after the other."""
+    """Cut any number of runs, joined where both sides store them one after the other."""
     starts, widths = _runs(positions)
     at_src, at_dst = _index(src.held, starts), _index(dst.held, starts)
     joined = (at_src[1:] == at_src[:-1] + widths[:-1]) & (at_dst[1:] == at_dst[:-1] + widths[:-1])
@@ -109,7 +109,7 @@ def _cut_runs(positions: Positions, src: Paging, dst: Paging) -> tuple[Units, ..
 
 
 def _runs(positions: Positions) -> tuple[Offsets, Offsets]:
-    """First position and width of every run, in order."""
+    """Returns first position and width of every run, in order."""
     starts = np.concatenate([np.arange(s.count, dtype=np.int64) * s.step + s.start for s in positions])
     widths = np.concatenate([np.full(s.count, s.width, np.int64) for s in positions])
     order = np.argsort(starts, kind="stable")
@@ -117,13 +117,13 @@ def _runs(positions: Positions) -> tuple[Offsets, Offsets]:
 
 
 def _index(held: Stripe, positions: Offsets) -> Offsets:
-    """`Stripe.index` of many positions that are known to be held."""
+    """Returns `Stripe.index` of many positions, which must be held."""
     run, token = np.divmod(positions - held.start, held.step)
     return run * held.width + token
 
 
 def _whole(piece: int, counts: Offsets, src: Offsets, dst: Offsets) -> Iterator[tuple[int, Offsets, Offsets]]:
-    """Every run's full pieces, one after the other."""
+    """Yields every run's full pieces, one after the other."""
     total = int(counts.sum())
     if total:
         begins = np.repeat(np.cumsum(counts) - counts, counts)
@@ -132,7 +132,7 @@ def _whole(piece: int, counts: Offsets, src: Offsets, dst: Offsets) -> Iterator[
 
 
 def _ragged(lengths: Offsets, src: Offsets, dst: Offsets) -> Iterator[tuple[int, Offsets, Offsets]]:
-    """Pieces shorter than a full one, grouped by length."""
+    """Yields pieces shorter than a full one, grouped by length."""
     for tokens in np.unique(lengths[lengths > 0]).tolist():
         same = lengths == tokens
         yield tokens, src[same], dst[same]
