@@ -1,1 +1,1 @@
-"""The half of a mover that gives requests out: `machine` decides, `driver` carries out, `writes` packs and writes."""
+"""The sending half of a mover: `machine` decides, `driver` carries out, `writes` packs and writes."""

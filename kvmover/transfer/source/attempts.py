@@ -1,4 +1,4 @@
-"""What a source knows of a request that it gives out and of each destination that asked, from its Want to its end."""
+"""The state of a request that a source offers, and of each destination's attempt, from its Want to its end."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from kvmover.transfer.source.machine import Event, Faulted, Sending, WriteFailed
 from kvmover.transfer.source.writes import Job, Pages
 from kvmover.transfer.tombstones import SERVED
 
-#: Beginnings of a growing request whose content is remembered: a router asks for one of the last few tokens.
+#: Prefixes of a growing request whose content is remembered: a router asks for one of the latest.
 MAX_CONTENTS = 1024
 
-#: As many bytes in a message as any stamp takes.
+#: A stamp of the largest encoded size.
 MAX_STAMP_US = 1 << 62
 
-#: Which event makes an attempt fail for which cause; any other is a peer that breaks the protocol.
+#: The cause of failure by event; other events are protocol violations of the peer.
 _CAUSES: dict[type[Event], Cause] = {
     Cancel: Cause.ABORTED,
     wire.Abort: Cause.PEER_ABORTED,
@@ -45,14 +45,14 @@ _CAUSES: dict[type[Event], Cause] = {
 
 
 def cause_of(event: Event) -> Cause:
-    """Why an attempt failed that `event` ended."""
+    """Returns why an attempt failed that `event` ended."""
     return _CAUSES.get(type(event), Cause.PROTOCOL)
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What must be there before a chunk can go: layers below `layers` of positions below `tokens`, and so many `pages`
-    of each page table, named.
+    """The preconditions of sending a chunk: layers below `layers` of positions below `tokens` are produced, and so many
+    `pages` of each page table are named.
     """
 
     layers: int
@@ -60,7 +60,7 @@ class Needs:
     pages: tuple[int, ...]
 
     def met(self, passed: Iterable[Gate], named: Sequence[int]) -> bool:
-        """Whether one of the gates that passed covers the chunk, and tables of `named` pages do."""
+        """Returns True if one of the `passed` gates covers the chunk, and tables of `named` pages do."""
         produced = any(self.layers <= gate.layers and self.tokens <= gate.tokens for gate in passed)
         return produced and _covers(named, self.pages)
 
@@ -71,7 +71,7 @@ def _covers(named: Sequence[int], needed: Sequence[int]) -> bool:
 
 @dataclass(slots=True, eq=False)
 class SendAttempt:
-    """One destination's attempt at a request. `waiting`: chunks that the engine has not produced."""
+    """The attempt of one destination rank. `waiting`: chunks not offered yet."""
 
     state: Sending
     job: Job
@@ -80,35 +80,35 @@ class SendAttempt:
 
     @property
     def engine(self) -> str:
-        """Whose rank it serves."""
+        """The engine of the destination rank."""
         return self.job.peer.card.place.engine
 
     def needs(self, chunk: int) -> Needs:
-        """Layers, positions and pages that a chunk has to wait for. Worked out once."""
+        """Returns the preconditions of a chunk. Cached."""
         if chunk not in self._needs:
             lane = self.job.lane
             self._needs[chunk] = Needs(*lane.reach(chunk, self.job.want.stop), lane.source_pages(chunk))
         return self._needs[chunk]
 
     def forget(self, chunk: int) -> None:
-        """A chunk that waits no more."""
+        """Drop a chunk's cached preconditions once it is offered."""
         del self._needs[chunk]
 
     def placed(self) -> tuple[int, ...]:
-        """Chunks that wait, and not for pages of the destination to be named."""
+        """Returns waiting chunks whose pages at the destination are named."""
         lane, named = self.job.lane, self.job.named
         if self.job.target is None or _covers(named, lane.target_reads):
             return self.waiting
         return tuple(chunk for chunk in self.waiting if _covers(named, lane.target_needs(chunk)))
 
     def tables(self) -> tuple[bytes, ...]:
-        """Our page tables so far, as far as the destination needs them, where it reads from pages."""
+        """Returns this side's page tables so far, as far as the destination reads from pages; else ()."""
         if not _is_read_from_pages(self.job.want):
             return ()
         return encoded([table[:most] for table, most in zip(self.job.source, self.job.lane.source_reads, strict=True)])
 
     def unnamed(self) -> str:
-        """Which tokens have no page, of those that wait; empty where all have."""
+        """Returns a text with the tokens of waiting chunks that have no page; empty if all have."""
         missing, lane = list[str](), self.job.lane
         named = tuple(map(len, self.job.source))
         for number, (held, there) in enumerate(zip(lane.src, named, strict=True)):
@@ -120,15 +120,16 @@ class SendAttempt:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request that this rank offers. `expected` [engine]: ranks that will ask, known from the first that does.
+    """A request that this rank offers. `expected` [engine]: the ranks that will ask, known from the first rank that
+    asks.
 
-    `pages`: its tables so far, the very list that its jobs read. `gates`: what has to pass before more is in the pages;
-    None where everything is. `passed`: gates that have, and `promised`: all, less those that a later one covers.
-    `failed` [engine]: why it is not served any more, and by which cause; what fails one engine fails no other.
-    `reason`: why the request is failing for all; its transfer ends when no destination is being served any more.
-    `deadline_s`: how long it has from when it was sent, or more of it was produced. `given_bytes`, `released`: of one
-    that is given repeatedly, what engines have had that may ask again, and whether one wants no more. `contents`: what
-    its beginnings are of, by their length in tokens: of a request that was sent whole its prompt's alone.
+    `pages`: its tables so far, a list shared with its jobs. `gates`: gates that must pass before more can be read;
+    None: all is in the pages. `passed`: gates that passed, and `promised`: all gates, both without those that another
+    gate covers. `failed` [engine]: reason and cause why it is not served any more; other engines are unaffected.
+    `reason`: why the request fails for all engines; its transfer ends when the last attempt has. `deadline_s`: seconds
+    it has since it was sent or last grew. `given_bytes`, `released`: in a REPEATED service, bytes sent to engines that
+    may ask again, and whether one released the request. `contents`: the prompts of its prefixes by their length in
+    tokens; a request sent whole has one.
     """
 
     transfer: Transfer
@@ -161,8 +162,8 @@ class Request:
         service: Service,
         core: Core,
     ) -> Request:
-        """As `send` was told, which counts the deadline from when the transfer began. Raises PlanError for tables of
-        other components than the pools', and a payload that is too long.
+        """Returns the request of a `send`, with the deadline counted from the transfer's start. Raises PlanError for a
+        wrong number of page tables, and a payload over 64 KiB.
         """
         if len(pages) != len(core.pools):
             raise PlanError(f"{len(pages)} page tables for {len(core.pools)} components")
@@ -177,13 +178,13 @@ class Request:
 
     @property
     def all_asked(self) -> bool:
-        """Whether engines have asked, and every rank of each that has not failed."""
+        """True if engines have asked, with every expected rank of those that have not failed."""
         asked = {attempt.job.peer.card.place.seat for attempt in self.attempts.values()}
         waited = ((engine, rank) for engine, ranks in self.expected.items() for rank in ranks)
         return bool(self.expected) and all(seat in asked for seat in waited if seat[0] not in self.failed)
 
     def part(self) -> dict[str, SendAttempt]:
-        """Part from engines that are served or have failed as a whole, and may ask again. Returns their attempts."""
+        """Remove engines that are served or failed as a whole, so that they may ask again. Returns their attempts."""
         parted = dict[str, SendAttempt]()
         for engine, ranks in list(self.expected.items()):
             mine = {name: attempt for name, attempt in self.attempts.items() if attempt.engine == engine}
@@ -200,29 +201,30 @@ class Request:
         return parted
 
     def of(self, engine: str) -> list[SendAttempt]:
-        """The attempts of an engine's ranks."""
+        """Returns the attempts of an engine's ranks."""
         return [attempt for attempt in self.attempts.values() if attempt.engine == engine]
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, and no attempt of it has anything in flight."""
+        """True if the transfer has ended and its attempts have finished, without a write in flight."""
         attempts = self.attempts.values()
         return self.transfer.ended and all(a.state.finished and not a.state.in_flight for a in attempts)
 
     def name_contents(self, contents: Iterable[Content]) -> None:
-        """Remember what longer beginnings of the request are of, the latest 1,024."""
+        """Record the prompts of longer prefixes; the longest 1,024 are kept."""
         self.contents.update((content.tokens, content) for content in contents)
         for tokens in sorted(self.contents)[:-MAX_CONTENTS]:
             del self.contents[tokens]
 
     def is_behind(self, wanted: Content | None) -> bool:
-        """Returns whether a request that is given repeatedly has not grown to what a Want names."""
+        """Returns True for a REPEATED request that is still shorter than the prompt of a Want."""
         growing = self.service is Service.REPEATED and self.reason is None and not self.transfer.ended
         return growing and wanted is not None and wanted.tokens > max(self.contents, default=wanted.tokens)
 
     def disagrees(self, want: wire.Want, identity: IdentityCheck, beyond: int) -> str | None:
-        """Returns why the request is not the one that a Want means; None where it is. `beyond`: tokens after a prompt
-        that who asks counts with its last page."""
+        """Returns why the request's prompt is not that of a Want; None if it is. `beyond`: tokens past the prompt that
+        the last page of the destination may count.
+        """
         newest = self.contents[max(self.contents)] if self.contents else None
         held = self.contents.get(want.content.tokens, newest) if want.content else newest
         if held is not None and want.stop > held.tokens + beyond:
@@ -230,12 +232,14 @@ class Request:
         return disagreement(held, want.content, identity)
 
     def asks_anew(self, before: SendAttempt, want: wire.Want) -> bool:
-        """Whether who asks has ended an attempt that is open here, and will be served when that is known."""
+        """Returns True if a Want follows an attempt that is open only here, in a REPEATED service: the peer is served
+        once that ends.
+        """
         is_newer = want.generation > before.state.generation
         return self.service is Service.REPEATED and self.reason is None and is_newer and not before.state.finished
 
     def over_for(self, peer: Peer, want: wire.Want) -> str | None:
-        """How it has ended, or is ending, for a peer that asks; None where it may be served."""
+        """Returns why a peer's Want can't be served: how the request ended for it; None if it may be served."""
         if self.reason is not None:
             return self.reason
         if (known := self.failed.get(peer.card.place.engine)) is not None:
@@ -250,24 +254,24 @@ class Request:
         return None
 
     def told(self, reason: str) -> str:
-        """`reason`, and which tokens were asked for and have no pages."""
+        """Returns `reason`, extended by the wanted tokens that have no pages."""
         missing = next((unnamed for attempt in self.attempts.values() if (unnamed := attempt.unnamed())), "")
         return f"{reason}: {missing}" if missing else reason
 
     def too_late(self) -> str:
-        """What its deadline found missing."""
+        """Returns the reason of a passed deadline: what was missing."""
         missing = "was served" if self.all_asked else "asked"
         return self.told(f"deadline passed before every destination {missing}")
 
     def look(self) -> None:
-        """Ask the gates that have not passed."""
+        """Query the gates that have not passed. Raises what an event raises."""
         for gate in [gate for gate in self.gates or () if has_passed(gate)]:
             self.let(gate)
 
     def check_gate(self, gate: Gate) -> None:
-        """Raise PlanError for a gate of fewer tokens than one before that covers its layers.
+        """Raise PlanError for a gate of fewer tokens than an earlier one that covers its layers.
 
-        One for nothing, of no token or no layer, may bring pages at any time.
+        A gate of no token or no layer may bring pages at any time.
         """
         before = next(
             (each for each in self.promised if each.tokens > gate.tokens and each.layers >= gate.layers), None
@@ -279,19 +283,21 @@ class Request:
             )
 
     def add(self, gate: Gate) -> None:
-        """One more gate, which `check_gate` let through."""
+        """Add a gate that `check_gate` accepted."""
         assert self.gates is not None, "a request without gates is whole"
         self.gates.append(gate)
         self.promised = _uncovered([*self.promised, gate])
 
     def let(self, gate: Gate) -> None:
-        """A gate has passed: it is asked no more."""
+        """Move a gate to those that passed: it is not queried again."""
         if self.gates is not None:
             self.gates.remove(gate)
             self.passed = _uncovered([*self.passed, gate])
 
     def name(self, pages: Pages, pools: Sequence[Pool]) -> None:
-        """Add to the end of the page tables. Raises PlanError, and adds nothing."""
+        """Append pages to the page tables. Raises PlanError, and adds none, for a wrong number of tables or a page
+        outside its pool.
+        """
         if len(pages) != len(self.pages):
             raise PlanError(f"{len(pages)} page tables for {len(self.pages)} components")
         longer = [np.concatenate(pair) for pair in zip(self.pages, pages, strict=True)]
@@ -299,9 +305,9 @@ class Request:
         self.pages[:] = longer
 
     def take_ready(self, attempt: SendAttempt) -> tuple[int, ...]:
-        """Chunks that wait no more: what they hold is in the pages, and those are named.
+        """Remove and return the waiting chunks whose bytes are in named pages.
 
-        Raises OwnTables where a page of theirs is none. Of a request that is all there the Want was checked already.
+        Raises OwnTables for a page outside its pool. A request sent whole was checked at its Want.
         """
         ready = attempt.placed()
         if self.gates is not None:
@@ -316,13 +322,13 @@ class Request:
 
 
 def _covered(gate: Gate) -> str:
-    """The tokens and layers of a gate, in words."""
+    """Returns the tokens and layers of a gate in words."""
     tokens = "all tokens" if gate.tokens >= ALL else f"{gate.tokens} tokens"
     return tokens if gate.layers >= ALL else f"{tokens} of {gate.layers} layers"
 
 
 def _uncovered(gates: Sequence[Gate]) -> list[Gate]:
-    """The gates that no other covers, of equal ones the first: a prefill of a thousand chunks leaves one."""
+    """Returns the gates that no other gate covers, the first of equal ones: a prefill in 1,000 chunks leaves one."""
     left = list[Gate]()
     for gate in sorted(gates, key=lambda gate: (-gate.layers, -gate.tokens)):
         if not left or gate.tokens > left[-1].tokens:
@@ -331,7 +337,7 @@ def _uncovered(gates: Sequence[Gate]) -> list[Gate]:
 
 
 def close(request: Request, core: Core) -> None:
-    """Tell the engine how it ended, and count it."""
+    """Set the transfer's result, and count it."""
     attempts, transfer = request.attempts.values(), request.transfer
     chunks = [chunk for attempt in attempts for chunk in attempt.job.lane.chunks]
     seconds = core.clock() - transfer.started
@@ -360,16 +366,16 @@ def check_aux(payload: bytes | None) -> None:
 
 
 def has_passed(gate: Gate) -> bool:
-    """Asks its event, and raises what that does."""
+    """Returns True for a gate without an event, or whose event has passed. Raises what the event raises."""
     return gate.event is None or gate.event.query()
 
 
 def attempt_for(core: Core, request: Request, peer: Peer, want: wire.Want) -> SendAttempt:
-    """The attempt that serves `want`. Raises ValueError or ProtocolError on one that cannot be met."""
+    """Returns an attempt that serves `want`. Raises ValueError or ProtocolError for a Want that can't be met."""
     fleet, place = core.end.fleet, peer.card.place
     theirs = place.fleet
     most = _most_tokens(core, request)
-    if most is not None and want.stop > most:  # before so much is computed
+    if most is not None and want.stop > most:  # checked before the plan is computed
         raise PlanError(f"page tables are too short for {want.stop} positions")
     if place.engine not in request.expected:
         relation = related(core.components, fleet, theirs, want.replicas)
@@ -411,9 +417,9 @@ def attempt_for(core: Core, request: Request, peer: Peer, want: wire.Want) -> Se
 
 
 def _most_tokens(core: Core, request: Request) -> int | None:
-    """No request has more tokens than this: a page more than are named, or while it grows, than there are.
+    """Returns a bound on the request's tokens: one page more than are named, or than the pool has while it grows.
 
-    None where nothing says it: states are no tokens, and of a growing window what lies before is no page.
+    None without a bound: state components have no tokens, and pages before a growing window are not kept.
     """
     fleet, most = core.end.fleet, list[int]()
     for table, pool in zip(request.pages, core.end.pools, strict=True):
@@ -429,7 +435,7 @@ def _is_read_from_pages(want: wire.Want) -> bool:
 
 
 def _check_offer(want: wire.Want, lane: Lane) -> None:
-    """Raise ProtocolError where no message holds our page tables, for who reads from our pages."""
+    """Raise ProtocolError if this side's page tables can't fit one message, for a destination that reads from pages."""
     every = tuple((chunk, chunk + 1) for chunk in range(len(lane.chunks)))
     tables = tuple(bytes(PAGE_ID_BYTES * most) for most in lane.source_reads)
     wire.encode(wire.Offered(want.request, want.generation, every, tables, tuple(map(len, tables)), MAX_STAMP_US))

@@ -1,4 +1,4 @@
-"""Runs the source's state machines of one rank: offers what is produced, and gives out what is granted."""
+"""The driver of a rank's sending state machines: it offers produced chunks, and posts granted ones."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from kvmover.transfer.source.machine import Action, Attached, EndSend, Event, Po
 from kvmover.transfer.source.writes import Job, OwnTables, Pages, Writes
 from kvmover.transfer.tombstones import MEMORY_S, SERVED, Budget, Tombstones, TtlMap
 
-#: Messages after one Want; what comes on top is dropped, and said again.
+#: Messages kept after one early Want; more are dropped, and the destination resends them.
 MAX_MESSAGES = 16
 
-#: Requests of which one who had asked was lost, the latest ones.
+#: Requests remembered for losing a waiting rank; the latest stay.
 MAX_LOST = 65536
 
 
 @dataclass(slots=True, eq=False)
 class Early:
-    """One destination that waits, its Want, and messages that followed it, all as bytes: decoded they take up to 20
-    times as much. `version`: of several Wants of a generation the one that names most pages counts.
+    """A destination's Want that came before its request was sent, with the messages after it, as bytes: decoded they
+    take up to 20 times as much. `version`: (generation, pages named); the largest counts.
     """
 
     peer: Peer
@@ -49,19 +49,19 @@ class Early:
 
     @property
     def generation(self) -> int:
-        """Which try of the destination it is of."""
+        """The number of the destination's attempt."""
         return self.version[0]
 
     def messages(self) -> list[wire.AnyMessage]:
-        """The Want and what followed it."""
+        """Returns the Want and the messages after it, decoded."""
         return [wire.decode(each) for each in (self.want, *self.said)]
 
 
 @dataclass(slots=True)
 class EarlyWants:
-    """The newest Want of each (request, peer), and requests of which one who had asked was lost, by engine and why.
+    """The newest Want of each (request, peer), and for requests that lost a waiting rank the reason, by engine.
 
-    All that is kept is of the peer's `budget`.
+    All bytes kept count against the peer's `budget`.
     """
 
     budget: Budget = field(default_factory=Budget)
@@ -71,7 +71,7 @@ class EarlyWants:
     _wants: int = 0
 
     def wait(self, peer: Peer, want: wire.Want, deadline: float) -> bool:
-        """Keep a Want until its request is sent; False where too much is kept for the peer."""
+        """Keep a Want until its request is sent. Returns False if the peer's budget is spent."""
         before = self._early.get(want.request, {}).get(peer.name)
         version = want.generation, sum(wire.lengths(want.pages))
         if before is not None and before.version >= version:
@@ -93,7 +93,7 @@ class EarlyWants:
         return True
 
     def follow(self, peer: Peer, message: wire.ToSource) -> bool:
-        """Keep what is said about a Want that waits; False where none does."""
+        """Keep a message that follows a waiting Want. Returns False without such a Want."""
         early = self._early.get(message.request, {}).get(peer.name)
         if early is None or early.generation != message.generation:
             return False
@@ -104,7 +104,7 @@ class EarlyWants:
         return True
 
     def withdraw(self, peer: Peer, message: wire.About) -> bool:
-        """A destination has given up waiting; False where it did not wait."""
+        """Drop the Want of a destination that gave up. Returns False without one."""
         early = self._early.get(message.request, {}).get(peer.name)
         if early is None or early.generation != message.generation:
             return False
@@ -112,14 +112,14 @@ class EarlyWants:
         return True
 
     def waiting(self, request: str) -> list[tuple[Place, range, Content | None]]:
-        """Returns the ranks that wait for a request, the positions that they want, and the prompt that they mean."""
+        """Returns (rank, positions, prompt) of each Want that waits for a request."""
         waits = self._early.get(request, {}).values()
         wants = ((early.peer.card.place, wire.decode(early.want)) for early in waits)
         of = ((place, want) for place, want in wants if isinstance(want, wire.Want))
         return [(place, range(want.start, want.stop), want.content) for place, want in of]
 
     def take(self, request: str) -> list[Early]:
-        """All who wait for a request, which then wait no more."""
+        """Remove and return all Wants for a request."""
         taken = list(self._early.get(request, {}).values())
         for early in taken:
             self._drop(request, early.peer.name)
@@ -127,11 +127,11 @@ class EarlyWants:
 
     @property
     def peers(self) -> Collection[str]:
-        """All who wait for anything: nothing comes of what is kept for them if they are not there any more."""
+        """The names of peers with waiting Wants."""
         return self._waiting.keys()
 
     def lost(self, peer: str, reason: str) -> list[str]:
-        """Drop what a peer waits for, and say of which requests; these are remembered as long as its Wants would be."""
+        """Drop a peer's Wants. Returns their requests, which are remembered as long as the Wants would have been."""
         if peer not in self._waiting:
             return []
         dropped = [request for request, waiting in self._early.items() if peer in waiting]
@@ -143,27 +143,27 @@ class EarlyWants:
         return dropped
 
     def loss(self, request: str) -> dict[str, str]:
-        """By engine, why one who had asked for a request is not there any more, if nobody of it has asked since; told
-        once.
+        """Remove and return the reasons, by engine, why a rank that waited for a request was lost, unless the engine
+        asked again.
         """
         lost = self._lost.get(request) or {}
         self._lost.forget(request)
         return lost
 
     def due(self, request: str, peer: str) -> float:
-        """When the Want of a peer is dropped; math.inf where there is none."""
+        """Returns when a peer's Want expires; math.inf without one."""
         early = self._early.get(request, {}).get(peer)
         return math.inf if early is None else early.deadline
 
     def drop_late(self, request: str, peer: str, now: float) -> bool:
-        """Drop a Want whose time is over; False where there is none."""
+        """Drop a Want that has expired. Returns True if it did."""
         late = now >= self.due(request, peer)
         if late:
             self._drop(request, peer)
         return late
 
     def expire(self, now: float) -> None:
-        """Forget losses that are remembered long enough."""
+        """Forget losses past their time."""
         self._lost.expire(now)
 
     def _drop(self, request: str, peer: str) -> None:
@@ -189,15 +189,15 @@ class EarlyWants:
 
 _HAS_PASSED = methodcaller("query")
 
-#: Gates that one poll asks at most, some 100 ns each and more on a GPU: of more, each poll asks the next.
+#: Gates queried in one poll, some 100 ns each and more on a GPU; polls take turns if there are more.
 MAX_GATES = 400
 
 
 @dataclass(slots=True, eq=False)
 class GateWatch:
-    """`ask_one` asks a single gate, and fails its request where that raises.
+    """The poller of gates. `ask_one` queries a single gate, and fails its request if that raises.
 
-    `_events` are those of `_gates`, all that are watched; None: to be listed anew.
+    `_events`: the events of `_gates`, all that are watched; None: to be listed anew.
     """
 
     ask_one: Callable[[Request, Gate], bool]
@@ -207,7 +207,7 @@ class GateWatch:
     _next: int = 0
 
     def watch(self, request: Request) -> None:
-        """Look at its gates in every poll, while it has some and somebody asked."""
+        """Query the request's gates in every poll, as long as it has gates and attempts."""
         name = request.transfer.request
         if request.gates and request.attempts and not request.transfer.ended:
             self._requests[name] = request
@@ -216,11 +216,11 @@ class GateWatch:
         self._events = None
 
     def clear(self) -> None:
-        """Look at none any more."""
+        """Watch no requests any more."""
         self._requests.clear()
 
     def passed(self) -> list[Request]:
-        """Requests of which a gate has passed since the last look at it."""
+        """Returns the requests of which a gate passed since it was last queried."""
         if not self._requests:
             return []
         if self._events is None:
@@ -232,7 +232,7 @@ class GateWatch:
         self._next = asked.stop
         try:
             passed = list(map(_HAS_PASSED, self._events[asked]))
-        except Exception:  # whose event it is shows when they are asked one by one
+        except Exception:  # query one by one to find the event that raised
             passed = [self.ask_one(request, gate) for request, gate in self._gates[asked]]
         behind = dict[str, Request]()
         for request, gate in compress(self._gates[asked], passed):
@@ -241,7 +241,8 @@ class GateWatch:
         return list(behind.values())
 
 
-#: Gates that wait to be asked for by somebody: of more, those that have passed are let go as more is produced.
+#: Gates of a request without attempts that are kept unqueried; beyond that, passed ones are removed as more is
+#: produced.
 MOST_WAITING = 4
 
 
@@ -249,8 +250,7 @@ MOST_WAITING = 4
 class SourceDriver:
     """The sending half of a mover.
 
-    `_gated`: requests that somebody asked for and whose engine is not done, which alone are looked at in every poll.
-    `_over`: requests that ended since the last one.
+    `_gated` polls the gates of requests with attempts. `_over`: requests that ended since the last poll.
     """
 
     core: Core
@@ -275,10 +275,10 @@ class SourceDriver:
         deadline_s: float,
         service: Service = Service.ONCE,
     ) -> None:
-        """Offer a request. Destinations that asked already are served at once, the others when they ask.
+        """Offer a request. Early Wants are served at once, later ones as they come. Raises PlanError for a name being
+        sent.
 
-        An engine of which one that asked was lost since is not served, as it would not have been a moment later; that
-        ends the request where no other engine has asked.
+        An engine that lost a rank with an early Want is not served; the request ends if no other engine has asked.
         """
         if transfer.request in self._requests:
             raise PlanError(f"request {transfer.request} is already being sent")
@@ -293,15 +293,16 @@ class SourceDriver:
         self._settle(request)
 
     def _hear_early(self, name: str) -> None:
-        """Hear those who asked, all of them, and then what each has said since: that may end the request."""
+        """Handle all early Wants, then the messages that followed them, which may end the request."""
         said = [(early.peer, message) for early in self._take_early(name) for message in early.messages()]
         for peer, message in sorted(said, key=lambda each: not isinstance(each[1], wire.Want)):
             assert isinstance(message, wire.About)
             self.hear(peer, message)
 
     def produced(self, transfer: Transfer, gate: Gate, pages: Pages | None, contents: Sequence[Content] = ()) -> None:
-        """One more event to wait for, more pages and what they are of, of a request that was sent before all of it was
-        computed."""
+        """Add a gate, pages and contents to a request sent with gates. Ignored once the transfer has ended. Raises
+        PlanError.
+        """
         request = self._open(transfer)
         if request is None or transfer.ended:
             return
@@ -320,12 +321,12 @@ class SourceDriver:
         self.core.timers.set((TimerKind.REQUEST, transfer.request), request.deadline)
         self._gated.watch(request)
         for attempt in list(request.attempts.values()) if pages is not None or gate.event is None else ():
-            self._offer(request, attempt)  # of what a gate covers that has passed
+            self._offer(request, attempt)  # offers chunks that a passed gate covers
         if contents:
             self._hear_early(transfer.request)
 
     def attach(self, transfer: Transfer, payload: bytes) -> None:
-        """Hand over what goes beside the cache, once."""
+        """Set the payload beside the cache. Raises PlanError if it is set already, or too long."""
         check_aux(payload)
         request = self._open(transfer)
         if request is None:
@@ -345,18 +346,18 @@ class SourceDriver:
             self._step(request, attempt, Attached(request.aux))
 
     def refuse(self, name: str, reason: str) -> None:
-        """A request that this rank will not send: who asks is told at once, and who has asked."""
+        """Refuse a request: early Wants and later ones are answered with Abort."""
         self._over_for_all(name, reason)
         for early in self._take_early(name):
             self.core.say(early.peer.name, wire.Abort(name, early.generation, reason))
 
     def reopen(self, name: str) -> None:
-        """A request of this name is still to come, whatever became of one before: who asks for it waits."""
+        """Let Wants of this name wait again, after an earlier request of this name ended or was refused."""
         self._closed.reopen(name)
         self.early.loss(name)
 
     def hear(self, peer: Peer, message: wire.About) -> None:
-        """A message from a destination. Those of attempts that are over are answered with how they ended."""
+        """Handle a message of a destination. An ended attempt is answered with how it ended."""
         if isinstance(message, wire.Want):
             self._want(peer, message)
             return
@@ -371,7 +372,9 @@ class SourceDriver:
             self.core.meter.add(Count.LATE_MESSAGES)
 
     def _unknown(self, peer: Peer, message: wire.About) -> None:
-        """An unknown attempt has nothing in flight. One that waits for `send` is withdrawn, or hears it then."""
+        """Handle a message about an unknown attempt, which has no write in flight. An early Want is withdrawn, or keeps
+        the message.
+        """
         id_ = message.request, message.generation
         if isinstance(message, wire.Abort):
             if self.early.withdraw(peer, message):
@@ -414,13 +417,13 @@ class SourceDriver:
         in_pages = any(component.row_tokens > 1 for component in self.core.components)
         beyond = fleet.page_tokens * fleet.cp - 1 if in_pages else 0
         unlike = request.disagrees(want, self.core.config.identity, beyond)
-        if unlike is not None:  # the request is for others: it goes on
+        if unlike is not None:  # the request goes on for other peers
             self.core.refused(peer.name, RefusedFor.IDENTITY, f"{want.request}: {unlike}")
             self.core.say(peer.name, wire.Abort(want.request, want.generation, unlike))
             return
         before = request.attempts.get(peer.name)
         if before is not None and request.asks_anew(before, want):
-            self._step(request, before, before.job.want)  # the end of it was lost: told again, they say it again
+            self._step(request, before, before.job.want)  # its end was lost: told again, the peer resends it
             return
         over = request.over_for(peer, want)
         if over is not None:
@@ -436,11 +439,11 @@ class SourceDriver:
                 self.writes.check(attempt.job)
                 if request.gates is None:
                     attempt.job.check_source()
-        except (ValueError, ProtocolError) as error:  # PlanError, LayoutError, or page tables that are none
+        except (ValueError, ProtocolError) as error:  # PlanError, LayoutError, or malformed page tables
             self.core.say(peer.name, wire.Abort(want.request, want.generation, str(error)))
             self._turn_away(request, peer.card.place.engine, error)
             return
-        wrong = None if request.attempts else self.core.contain(want.request, request.look)  # nobody has looked yet
+        wrong = None if request.attempts else self.core.contain(want.request, request.look)  # gates not queried yet
         if wrong is not None:
             self._fail(request, wrong, Cause.FAULT)
             self.core.say(peer.name, wire.Abort(want.request, want.generation, wrong))
@@ -450,21 +453,21 @@ class SourceDriver:
         self._schedule(request, attempt)
         self._gated.watch(request)
         if not self._offer(request, attempt):
-            self._step(request, attempt, want)  # so that it knows that we know
+            self._step(request, attempt, want)  # sends Noted
         self._attach(request, attempt)
 
     def _turn_away(self, request: Request, engine: str, error: Exception) -> None:
-        """A Want that cannot be met is the affair of its engine: one of another asks for what is there. Our page tables
-        may be too short, or the Want too long: both sides hear of it. An engine that asked for nothing else has not.
+        """Fail an engine whose Want can't be met; other engines go on. An engine whose first Want fails may ask again,
+        unless this side's page tables are at fault.
         """
         if isinstance(error, OwnTables) or request.of(engine):
             self._part(request, engine, str(error), Cause.PROTOCOL)
-            self.core.later.append(lambda: self._settle(request))  # when all who asked by now have been heard
+            self.core.later.append(lambda: self._settle(request))  # once all Wants so far are handled
         else:
             request.expected.pop(engine, None)
 
     def _asked_again(self, request: Request, attempt: SendAttempt, want: wire.Want) -> None:
-        """A Want that was said before names more pages, or asks for what was said in answer."""
+        """Handle a resent Want: it names more pages, or asks to repeat the last answer."""
         if attempt.job.target is not None and attempt.state.reason is None:
             try:
                 attempt.job.name_target(decoded(want.pages))
@@ -476,7 +479,7 @@ class SourceDriver:
         self._step(request, attempt, want)
 
     def _past(self, peer: Peer, want: wire.Want) -> bool:
-        """Whether a Want is of the past: its Abort overtook it, or it asks again for what has ended."""
+        """Answer a Want of an attempt that has ended, perhaps by an Abort that overtook it. Returns True if it had."""
         outcome = self._closed.of(want.request, peer.name, want.generation)
         if outcome is not None and outcome.reason is not None:
             self.core.say(peer.name, wire.Abort(want.request, want.generation, outcome.reason))
@@ -505,12 +508,12 @@ class SourceDriver:
         return taken
 
     def drop_early(self, key: tuple[str, str]) -> None:
-        """Nobody has offered what a destination asked for in time."""
+        """Drop an early Want whose request was not sent in time."""
         if self.early.drop_late(*key, self.core.clock()):
             self.core.awaits_no_more(key[1])
 
     def _has_passed(self, request: Request, gate: Gate) -> bool:
-        """Ask one event. What it raises fails its request, and no other."""
+        """Query one gate. An exception fails its request only."""
         found: list[bool] = []
         wrong = self.core.contain(request.transfer.request, lambda: found.append(has_passed(gate)))
         if wrong is not None:
@@ -518,7 +521,7 @@ class SourceDriver:
         return any(found)
 
     def _offer(self, request: Request, attempt: SendAttempt) -> bool:
-        """Say which more chunks are in the pages; False where there are none."""
+        """Offer chunks that are newly in the pages. Returns False if there are none."""
         try:
             ready = request.take_ready(attempt)
         except OwnTables as error:
@@ -530,19 +533,21 @@ class SourceDriver:
         return bool(ready)
 
     def _look(self) -> None:
-        """Offer what has been produced since the last look at each gate."""
+        """Offer chunks of gates that passed since the last poll."""
         for request in self._gated.passed():
             for attempt in list(request.attempts.values()):
                 self._offer(request, attempt)
             self._gated.watch(request)
 
     def ended(self, job: Job, event: Event) -> None:
-        """What the poster says becomes of a chunk."""
+        """Apply an event of `Writes` to the attempt of `job`."""
         request = self._requests[job.want.request]
         self._step(request, request.attempts[job.peer.name], event)
 
     def lost(self, peer: str, reason: str) -> None:
-        """A destination is gone. Pages that it may be reading are free: who only seemed dead is never told Kept."""
+        """Fail a lost destination's attempts. Pages it may be reading are freed: if it lives after all, it gets no
+        Kept.
+        """
         for request in self.early.lost(peer, reason):
             self.core.timers.cancel((TimerKind.EARLY, (request, peer)))
             self.core.awaits_no_more(peer)
@@ -553,19 +558,19 @@ class SourceDriver:
                 self._step(request, attempt, PeerGone(peer, reason))
 
     def abort(self, transfer: Transfer, reason: str) -> None:
-        """End a transfer for `reason`, which every destination is told."""
+        """End a transfer for `reason`, and send it to each destination."""
         request = self._open(transfer)
         if request is not None:
             self._fail(request, request.told(reason), Cause.ABORTED)
 
     def poll(self) -> None:
-        """Gates that have passed, and requests that are over."""
+        """Offer chunks of passed gates, and forget ended requests."""
         self._look()
         while self._over:
             self._forget(self._over.popitem()[1])
 
     def tick(self, key: tuple[str, str]) -> None:
-        """The time of an attempt has come: its deadline, or what it says again."""
+        """Run an attempt's timer: its deadline, or a resend."""
         name, peer = key
         request = self._requests.get(name)
         attempt = request.attempts.get(peer) if request is not None else None
@@ -575,27 +580,27 @@ class SourceDriver:
             self._step(request, attempt, Tick())
 
     def end_of_time(self, name: str) -> None:
-        """The deadline of a request has passed."""
+        """Fail a request whose deadline has passed."""
         request = self._requests.get(name)
         if request is not None and not request.transfer.ended:
             self._fail(request, request.too_late(), Cause.DEADLINE)
 
     def expire(self, now: float) -> None:
-        """Forget what is remembered long enough."""
+        """Forget losses and tombstones past their time."""
         self.early.expire(now)
         self._closed.expire(now)
 
     def close(self, reason: str) -> None:
-        """Fail what is open and tell its destinations."""
+        """Fail all open requests for `reason`, and tell their destinations."""
         for request in list(self._requests.values()):
             self._fail(request, reason, Cause.ABORTED)
 
     def go_on_from(self, before: SourceDriver) -> None:
-        """Tell who asks for what this rank offered `before` it joined anew how that ended."""
+        """Take over the tombstones of the driver `before`, so that later Wants still learn how its requests ended."""
         self._closed.go_on_from(before._closed)
 
     def drop(self) -> None:
-        """End what `close` could not: the transport is closed, so nothing reads the pages."""
+        """End all remaining requests: the transport is closed, so the pages can't be read any more."""
         for request in self._requests.values():
             if not request.transfer.ended:
                 self._end(request)
@@ -607,12 +612,12 @@ class SourceDriver:
         self._gated.clear()
 
     def gauges(self) -> dict[Gauge, int]:
-        """What is under way at this moment, for exporters."""
+        """Returns current counts, for exporters."""
         open_ = sum(not request.transfer.ended for request in self._requests.values())
         return {Gauge.OPEN_SENDS: open_, Gauge.EARLY_WANTS: len(self.early), **self.writes.gauges()}
 
     def _step(self, request: Request, attempt: SendAttempt, event: Event) -> None:
-        """Advance an attempt; what goes wrong with it ends it and no other."""
+        """Advance an attempt. An exception ends this attempt only."""
         wrong = self.core.contain(attempt.state.request, self._advance, request, attempt, event)
         if wrong is not None:
             self._fault(request, attempt, wrong)
@@ -625,13 +630,13 @@ class SourceDriver:
             self.core.awaits_no_more(attempt.job.peer.name)
         if __debug__ and attempt.state.finished:
             attempt.state.check()
-        for action in actions:  # all of them, whatever becomes of one
+        for action in actions:  # each action runs, even if another fails
             wrong = self.core.contain(attempt.state.request, self._act, request, attempt, action)
             if wrong is not None:
                 self._fault(request, attempt, wrong)
         if attempt.state.reason is not None:
             self._part(request, attempt.engine, attempt.state.reason, cause_of(event))
-        if attempt.state.finished:  # no request ends, and none is forgotten, before all its attempts have
+        if attempt.state.finished:  # a request ends and is forgotten after all its attempts
             self._settle(request)
 
     def _act(self, request: Request, attempt: SendAttempt, action: Action) -> None:
@@ -651,7 +656,7 @@ class SourceDriver:
                 request.held |= held
 
     def _fault(self, request: Request, attempt: SendAttempt, reason: str) -> None:
-        """End an attempt that cannot go on as it is. What it has in flight is followed to its end."""
+        """End an attempt after an exception. Its writes in flight are followed to their end."""
         state = attempt.state
         attempt.state = replace(state, reason=state.reason or reason, staged={}, peer_waits=False, finished=True)
         self._schedule(request, attempt)
@@ -668,7 +673,7 @@ class SourceDriver:
         self.core.timers.set((TimerKind.SEND, key), machine.due(attempt.state))
 
     def _fail(self, request: Request, reason: str, cause: Cause) -> None:
-        """Serve nobody any more: the engine takes the pages back when the transfer ends. The first reason stays."""
+        """Fail a request for all engines; its transfer ends when its attempts have. The first reason stays."""
         if request.reason is None and not request.transfer.ended:
             request.reason, request.cause = reason, cause
             for attempt in list(request.attempts.values()):
@@ -677,7 +682,7 @@ class SourceDriver:
             self._settle(request)
 
     def _part(self, request: Request, engine: str, reason: str, cause: Cause) -> None:
-        """What fails one rank of an engine fails its other ranks, and no other engine. The first reason stays."""
+        """Fail all ranks of an engine, and no other engine. The first reason stays."""
         if request.reason is None and engine not in request.failed and not request.transfer.ended:
             request.failed[engine] = reason, cause
             for each in request.of(engine):
@@ -685,9 +690,9 @@ class SourceDriver:
                 self._step(request, each, Cancel(reason))
 
     def _settle(self, request: Request) -> None:
-        """End a request that nobody is being served of, if it fails or every engine that asked was served or failed.
+        """End a request whose attempts have finished, if it failed or each engine that asked was served or failed.
 
-        It has landed where one of them was served.
+        It has landed if one of them was served.
         """
         if request.transfer.ended:
             self._over[request.transfer.request] = request
@@ -703,7 +708,7 @@ class SourceDriver:
             self._end(request)
 
     def _part_from_served(self, request: Request) -> None:
-        """Who is served may ask again."""
+        """Remove served engines, so that they may ask again."""
         self._close_all(request.part())
         self._gated.watch(request)
         if request.released:
@@ -715,13 +720,13 @@ class SourceDriver:
         self._gated.watch(request)
         self.core.timers.cancel((TimerKind.REQUEST, request.transfer.request))
         self._over_for_all(request.transfer.request, request.reason or SERVED)
-        self._hear_early(request.transfer.request)  # who waits for it to grow
+        self._hear_early(request.transfer.request)  # Wants that wait for it to grow
 
     def _over_for_all(self, name: str, how: str) -> None:
         self._closed.end(name, how, max(self.core.clock() + MEMORY_S, self.core.remembered_until()))
 
     def _forget(self, request: Request) -> bool:
-        """An ended request stays until all its attempts ended: late aborts must find out what is in flight."""
+        """Forget an ended request once all its attempts ended: a late Abort needs to know the writes in flight."""
         if request.is_over and self._requests.get(request.transfer.request) is request:
             request.transfer.held = False
             self._close_all(request.attempts)

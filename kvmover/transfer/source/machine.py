@@ -1,9 +1,9 @@
 """The source's half of the protocol, for one request and one destination rank: a pure state machine.
 
-Chunks are offered when the engine has produced them, and posted as they are granted. Nothing is posted after an abort,
-and Drained is said only when the last write in flight has ended on this side. In a pull the source posts nothing: it
-says where a chunk lies, and after Done confirms that nothing of it was reused meanwhile (Kept). A reader that is late
-therefore never takes other bytes for its own, and the source need not wait for it.
+Chunks are offered once the engine has produced them, and posted once granted. After an abort posting stops, and Drained
+is sent when the last write in flight has ended on this side. In a pull the source only says where a chunk lies, and
+answers Done with Kept if its memory was not reused meanwhile. A late reader therefore never takes other bytes for its
+own, and the source needn't wait for it.
 """
 
 from __future__ import annotations
@@ -19,27 +19,29 @@ from kvmover.transfer.protocol.wire import PAGE_ID_BYTES, Verb, lengths
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """The engine has produced some chunks. `pages`: our tables so far, where the destination reads from pages."""
+    """An event: the engine has produced chunks. `pages`: this side's tables so far, if the destination reads from
+    pages.
+    """
 
     chunks: tuple[int, ...]
     pages: tuple[bytes, ...] = ()
 
 
 class Posted(msgspec.Struct, frozen=True):
-    """A chunk's write is on its way, or its gather is: either touches memory."""
+    """An event: a chunk's write or gather has begun, and touches memory."""
 
     chunk: int
     digest: int | None = None
 
 
 class Written(msgspec.Struct, frozen=True):
-    """A chunk's write ended well on this side."""
+    """An event: a chunk's write succeeded on this side."""
 
     chunk: int
 
 
 class Gathered(msgspec.Struct, frozen=True):
-    """A chunk waits at `offset` of our arena (0: in its pages) to be read."""
+    """An event: a chunk can be read at `offset` of this side's arena (0: from its pages)."""
 
     chunk: int
     offset: int
@@ -47,7 +49,7 @@ class Gathered(msgspec.Struct, frozen=True):
 
 
 class WriteFailed(msgspec.Struct, frozen=True):
-    """A chunk's write ended badly. `quiescent`: it cannot touch memory any more."""
+    """An event: a chunk's write failed. `quiescent`: it can't touch memory any more."""
 
     chunk: int
     reason: str
@@ -55,23 +57,23 @@ class WriteFailed(msgspec.Struct, frozen=True):
 
 
 class Faulted(WriteFailed, frozen=True):
-    """As WriteFailed, for a fault of this side: nothing was wrong with the wire."""
+    """A WriteFailed caused by an exception on this side, not by the transport."""
 
 
 class Settled(msgspec.Struct, frozen=True):
-    """A write that failed without quiescence cannot touch memory any more."""
+    """An event: a write that failed without quiescence can't touch memory any more."""
 
     chunk: int
 
 
 class Lapsed(msgspec.Struct, frozen=True):
-    """A chunk was not written, because the lease under which it was granted is over. Nothing touches memory."""
+    """An event: a chunk was not written, since the lease of its grant ended. It touches no memory."""
 
     chunk: int
 
 
 class Attached(msgspec.Struct, frozen=True):
-    """The engine hands over the payload that goes beside the cache."""
+    """An event: the engine hands over the payload beside the cache."""
 
     payload: bytes
 
@@ -82,8 +84,9 @@ Event = Message | Own | Ready | Attached | PeerGone | Cancel | Tick
 
 
 class Post(msgspec.Struct, frozen=True):
-    """Gather a chunk and write it to `offset`, or write it straight, under a lease of `term`, to memory of a
-    `registration`; in a pull, gather it. Then report how it went."""
+    """An action: gather a chunk and write it to `offset`, or write it from pool to pool, under a lease of `term`, to
+    memory of a `registration`; in a pull, only gather it. The result comes back as an event.
+    """
 
     chunk: int
     offset: int
@@ -93,19 +96,19 @@ class Post(msgspec.Struct, frozen=True):
 
 
 class Unstage(msgspec.Struct, frozen=True):
-    """Nobody reads the chunk's staging memory any more."""
+    """An action: free the chunk's staging memory."""
 
     chunk: int
 
 
 class Say(msgspec.Struct, frozen=True):
-    """Send `message` to the destination."""
+    """An action: send `message` to the destination."""
 
     message: wire.AnyMessage
 
 
 class EndSend(msgspec.Struct, frozen=True):
-    """This destination is served, or failed for `reason`. `held`: writes may still read the pages."""
+    """An action: end the attempt, served or failed for `reason`. `held`: writes may still read the pages."""
 
     reason: str | None
     held: bool = False
@@ -115,14 +118,14 @@ Action = Post | Unstage | Say | EndSend
 
 
 class Sending(msgspec.Struct, frozen=True):
-    """One attempt of one destination rank.
+    """The state of one destination rank's attempt.
 
-    `spans` [chunk]: bytes that it takes in an arena. `room_bytes`: of the destination's arena, which grants name places
-    of; 0 where they name none. `granted` [chunk]: (offset, round) that may be posted. `in_flight` chunks touch memory
-    of ours; `staged` [chunk] wait to be read, at an offset; `written` ended well. `pages`: our page tables so far in a
-    direct pull, of each of which the first `said_pages` were in an offer. `term`: of the latest grant; the pages of a
-    direct push are granted as a whole. `eager`: the grant that came with the Want, of a chunk that may not be ready.
-    `repeats`: how often an offer was repeated since anything new at `quiet_since`.
+    `spans` [chunk]: its bytes in an arena. `room_bytes`: size of the destination's arena, which bounds a grant's
+    offset; 0: grants carry no offset. `granted` [chunk]: (offset, round) that may be posted. Chunks `in_flight` touch
+    memory of this side; `staged` [chunk]: the offset where it waits to be read; `written` succeeded. `pages`: this
+    side's tables so far, in a direct pull; the first `said_pages` of each were offered. `term`: of the latest grant; in
+    a direct push it covers all pages. `eager`: the grant sent with the Want, perhaps for a chunk that is not ready.
+    `repeats`: offers resent since the last news, at `quiet_since`.
     """
 
     request: str
@@ -152,11 +155,11 @@ class Sending(msgspec.Struct, frozen=True):
 
     @property
     def chunks(self) -> int:
-        """How many there are."""
+        """The number of chunks."""
         return len(self.spans)
 
     def check(self) -> None:
-        """Raise AssertionError where a rule of DESIGN section 6 is broken. O(chunks)."""
+        """Check the rules of DESIGN section 6, in O(chunks). Raises AssertionError."""
         known = frozenset(range(self.chunks))
         assert self.ready <= known, f"chunks {sorted(self.ready - known)} are ready, of {self.chunks}"
         assert self.granted.keys() <= self.ready, "a chunk was granted that is not ready"
@@ -172,7 +175,9 @@ Stepped = tuple[Sending, list[Action]]
 
 
 def step(state: Sending, event: Event, now: float) -> Stepped:
-    """Advance by one event. An ended attempt still hears of its writes, so that it can say Drained."""
+    """Advance by one event. Returns the new state and actions. An ended attempt still takes events of its writes, to
+    send Drained.
+    """
     match event:
         case Posted() | Written() | Gathered() | Lapsed() | WriteFailed() | Settled():
             return _own(state, event, now)
@@ -193,12 +198,12 @@ def step(state: Sending, event: Event, now: float) -> Stepped:
 
 
 def due(state: Sending) -> float:
-    """A Tick before this time changes nothing; math.inf: at no time."""
+    """Returns the next time at which a Tick changes the state; math.inf: never."""
     return math.inf if state.finished else min(state.deadline, _again_at(state))
 
 
 def _again_at(state: Sending) -> float:
-    """When a destination that says nothing new is told again: later each time while there is nothing to offer."""
+    """Returns when to resend to a silent destination: at growing intervals until a chunk is ready."""
     repeats = 0 if state.ready or state.reason is not None else state.repeats
     return state.quiet_since + state.patience.again_s(repeats, state.request, state.generation)
 
@@ -208,7 +213,7 @@ def _wait_anew(state: Sending, now: float) -> Sending:
 
 
 def _own(state: Sending, event: Own, now: float) -> Stepped:
-    """What becomes of a chunk on this side."""
+    """Apply an event of one of this side's chunks."""
     match event:
         case Posted(chunk, digest):
             if digest is not None:
@@ -229,7 +234,7 @@ def _own(state: Sending, event: Own, now: float) -> Stepped:
 
 
 def _heard(state: Sending, event: Message | PeerGone, now: float) -> Stepped:
-    """A destination that says nothing new is as good as silent: what it waits for may be lost."""
+    """Apply an event of the destination. A message without news counts as silence: its answer may be lost."""
     match event:
         case wire.Want():
             return _asked(state, now)
@@ -250,7 +255,7 @@ def _ended(state: Sending) -> bool:
 
 
 def _offer(state: Sending, chunks: tuple[int, ...]) -> Stepped:
-    """A push from pool to pool needs no regions: its chunks are posted as they are, once each."""
+    """Offer chunks. A push from pool to pool needs no regions: its chunks are posted at once, each once."""
     if _ended(state) or not chunks:
         return state, []
     if not state.direct or state.verb is Verb.PULL:
@@ -262,14 +267,16 @@ def _offer(state: Sending, chunks: tuple[int, ...]) -> Stepped:
 
 
 def _eagerly(state: Sending, grant: wire.Grant, others: tuple[int, ...], now: float) -> Stepped:
-    """A chunk whose region came with the Want goes as if it had been granted now; the others are offered."""
+    """Post the chunk whose region came with the Want, and offer the other chunks."""
     state, actions = _granted(state, wire.Granted(state.request, state.generation, (grant,)), now)
     state, more = _offer(state, others)
     return state, [*actions, *more]
 
 
 def _unsaid(state: Sending) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
-    """What no offer has said of our page tables, and where it begins: each page id is said once, if nothing is lost."""
+    """Returns the part of this side's page tables that no offer has carried, and where it begins: each page id is sent
+    once unless a message is lost.
+    """
     first = state.said_pages
     if not any(first):
         return state.pages, ()
@@ -277,7 +284,7 @@ def _unsaid(state: Sending) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
 
 
 def _ranges(chunks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """`(0, 1, 2, 5)` as `((0, 3), (5, 6))`."""
+    """Returns `((0, 3), (5, 6))` for `(0, 1, 2, 5)`."""
     ordered = sorted(chunks)
     firsts = [c for i, c in enumerate(ordered) if not i or ordered[i - 1] != c - 1]
     stops = [c + 1 for i, c in enumerate(ordered) if i + 1 == len(ordered) or ordered[i + 1] != c + 1]
@@ -285,7 +292,7 @@ def _ranges(chunks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
 
 
 def _asked(state: Sending, now: float) -> Stepped:
-    """Say everything again that the destination should have heard by now; while that is nothing, that we know."""
+    """Answer a resent Want: repeat all that the destination should know, or Noted while no chunk is ready."""
     if _ended(state):
         return state, _failed(state)
     if not state.ready:
@@ -305,12 +312,12 @@ def _aux(state: Sending) -> list[Action]:
 
 
 def _whole_offer(state: Sending) -> Say:
-    """All that is ready, with all pages: what was said before may be lost."""
+    """Returns an offer of all ready chunks with all pages: earlier offers may be lost."""
     return Say(wire.Offered(state.request, state.generation, _ranges(tuple(state.ready)), state.pages))
 
 
 def _failed(state: Sending) -> list[Action]:
-    """Why a destination that goes on asking gets nothing. Until the end, Abort is said again by the clock."""
+    """Returns the Abort for a destination that still asks after the end. Before the end, ticks resend it."""
     told = state.finished and state.reason is not None
     return [Say(wire.Abort(state.request, state.generation, state.reason or ""))] if told else []
 
@@ -321,7 +328,7 @@ def _told(state: Sending, chunk: int) -> Say:
 
 
 def _lapsed(state: Sending, chunk: int) -> Stepped:
-    """What is offered again is granted again, under a lease that has just begun."""
+    """Offer the chunk again, so that it is granted under a new lease."""
     granted = {other: grant for other, grant in state.granted.items() if other != chunk}
     state = replace(state, in_flight=state.in_flight - {chunk}, granted=granted)
     if _ended(state):
@@ -330,8 +337,8 @@ def _lapsed(state: Sending, chunk: int) -> Stepped:
 
 
 def _granted(state: Sending, granted: wire.Granted, now: float) -> Stepped:
-    """The first grant that cannot be fails the attempt. A chunk that one message names twice is looked at once: no
-    message has more answers than there are chunks.
+    """Post the granted chunks. The first impossible grant fails the attempt. Of several grants of a chunk in one
+    message only the first counts, so a message has at most one answer a chunk.
     """
     if _ended(state):
         return state, _failed(state)
@@ -359,7 +366,7 @@ def _granted(state: Sending, granted: wire.Granted, now: float) -> Stepped:
 
 
 def _wrong(state: Sending, grant: wire.Grant) -> str | None:
-    """Why a grant cannot be, if so."""
+    """Returns why a grant is impossible, or None."""
     if not 0 <= grant.chunk < state.chunks:
         return f"granted chunk {grant.chunk} of {state.chunks}"
     if state.room_bytes and not 0 <= grant.offset <= state.room_bytes - state.spans[grant.chunk]:
@@ -368,8 +375,9 @@ def _wrong(state: Sending, grant: wire.Grant) -> str | None:
 
 
 def _is_fresh(state: Sending, grant: wire.Grant) -> bool:
-    """A grant of a round is used once; said again, it asks what became of the chunk. One of the next round comes when
-    the last is over for the destination; for us it may still be in flight, and then it has to be said again."""
+    """Returns True for a grant not used yet. Each round is used once; a resent grant asks for the chunk's state. The
+    destination may begin the next round while the last is in flight here: it has to resend that grant.
+    """
     chunk = grant.chunk
     if chunk not in state.ready:  # only a push from pool to pool may be asked for before it was offered
         return False
@@ -409,8 +417,8 @@ def _taken(state: Sending, chunk: int, round_: int) -> Stepped:
 
 
 def _done(state: Sending, now: float) -> Stepped:
-    """Everything landed; our own completions may come after the news and still hold the pages."""
-    answered = state.verb is Verb.PULL or not state.chunks  # nobody who was written to waits for an answer
+    """End the attempt. This side's completions may arrive later than Done, and hold the pages until then."""
+    answered = state.verb is Verb.PULL or not state.chunks  # a push with chunks needs no reply
     if _ended(state):
         if not answered:
             return state, []
@@ -433,12 +441,12 @@ def _aborted(state: Sending, reason: str, now: float) -> Stepped:
 
 
 def _unstaged(state: Sending) -> Stepped:
-    """A reader of a failed attempt will not be told that it was kept, so nobody waits for it."""
+    """Free all staged chunks: a reader of a failed attempt gets no Kept, so they can be reused at once."""
     return replace(state, staged={}), [Unstage(chunk) for chunk in state.staged]
 
 
 def _fail(state: Sending, reason: str, now: float) -> Stepped:
-    """Tell the destination why; it answers with its own Abort, which asks for Drained."""
+    """Fail the attempt, and send Abort. The destination answers with Abort, which asks for Drained."""
     if _ended(state):
         return _settle(state, [])
     state, actions = _unstaged(state)
@@ -447,11 +455,11 @@ def _fail(state: Sending, reason: str, now: float) -> Stepped:
 
 
 def _gone(state: Sending, reason: str, now: float) -> Stepped:
-    """Nobody is left to ask for Drained."""
+    """Fail the attempt without waiting for the destination, which can't ask for Drained any more."""
     if state.finished:
         return state, []
     state, actions = _unstaged(state)
-    # Pings go on failing: only the first news of the loss may set the deadline.
+    # Pings keep failing: only the first loss sets the deadline.
     deadline = now + state.patience.drain_s if state.reason is None else state.deadline
     state = replace(state, reason=state.reason or reason, peer_waits=False, deadline=deadline)
     if state.in_flight:
@@ -460,7 +468,7 @@ def _gone(state: Sending, reason: str, now: float) -> Stepped:
 
 
 def _settle(state: Sending, actions: list[Action]) -> Stepped:
-    """With nothing in flight: a failed attempt says Drained when asked and ends, a landed one just ends."""
+    """End the attempt if no write is in flight. A failed one sends Drained first, if it was asked to."""
     if state.in_flight:
         return state, actions
     if state.reason is not None and state.peer_waits:
@@ -487,7 +495,9 @@ def _tick(state: Sending, now: float) -> Stepped:
 
 
 def _again(state: Sending) -> Stepped:
-    """A destination that is silent may not have heard, or its Done or Abort is lost: any message makes it answer."""
+    """Resend the offer or Abort to a silent destination: it may have missed it, or its Done or Abort was lost. It
+    answers any message.
+    """
     if state.reason is not None:
         return state, [Say(wire.Abort(state.request, state.generation, state.reason))]
     return state, [_whole_offer(state), *(_place(state, chunk) for chunk in state.staged)]

@@ -1,4 +1,4 @@
-"""Posts: packs granted chunks into staging memory, writes them or leaves them there to be read, and follows each."""
+"""The writes of a source: granted chunks are packed into staging memory, then written or left there to be read."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ Pages = tuple[npt.NDArray[np.int64], ...]
 
 
 class OwnTables(PlanError):
-    """The page tables that the engine sent are not those of the request: both sides must hear of it."""
+    """An error of the page tables that this side's engine sent: both sides must learn of it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """What one attempt moves from where to where. `want`: what the destination asked for.
+    """The transfer of one attempt. `want`: the destination's request.
 
-    `source`: our page tables so far, the request's own list. `target`: the destination's so far, where chunks are
-    written from pool to pool, and `mapped` its pools where we copy into them; None elsewhere.
+    `source`: this side's page tables so far, a list shared with the request. `target`: the destination's tables so far,
+    for writes from pool to pool, and `mapped` its pools if they are mapped into this process; else None.
     """
 
     want: wire.Want
@@ -78,7 +78,9 @@ class Job:
     spent_s: Spent = field(default_factory=lambda: Spent(float))
 
     def check_source(self, chunk: int | None = None) -> None:
-        """Raise OwnTables where our page tables do not cover a chunk (None: all of it), or name no page of ours."""
+        """Raise OwnTables if this side's page tables don't cover a chunk (None: all chunks), or name a page outside its
+        pool.
+        """
         try:
             if chunk is None:
                 self.lane.check_pages(self.lane.src, self.source)
@@ -88,34 +90,33 @@ class Job:
             raise OwnTables(str(error)) from error
 
     def name_target(self, tables: Pages) -> None:
-        """Take page tables of the destination that are longer than those known. Raises PlanError, and takes nothing."""
+        """Take longer page tables of the destination. Raises PlanError, and takes none."""
         assert self.target is not None, "chunks are written from pool to pool"
         self.lane.check_named(self.lane.dst, tables)
         self.target[:] = [max(pair, key=len) for pair in zip(self.target, tables, strict=True)]
 
     @property
     def way(self) -> Way:
-        """How its chunks are copied here, or read for their digests."""
+        """The direction in which chunks are copied here, or read for their digests."""
         return Way.GATHER if self.mapped is None else Way.WRITE
 
     @property
     def named(self) -> tuple[int, ...]:
-        """How many pages of each of the destination's tables we know."""
+        """The known number of pages in each of the destination's tables."""
         return tuple(map(len, self.target or ()))
 
     def note(self, part_: Part) -> bytes:
-        """The message that says that a part has been written."""
+        """Returns the encoded Chunk message of a part."""
         want = self.want
         return wire.encode(wire.Chunk(want.request, want.generation, part_.chunk, part_.round, part_.digest))
 
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """A chunk of a job on its way: asked for in `round` under a lease of `term`, to memory of a `registration`.
+    """A chunk under way: granted in `round` under a lease of `term`, to memory of a `registration`.
 
-    `staged`: its offset in our arena where it is packed.
-
-    `posting`: the transport has been handed it and has not returned; what it does if it raises now, nobody knows.
+    `staged`: the offset of a packed chunk in this side's arena. `posting`: the transport's write call has not returned;
+    if it raises now, the write may be under way.
     """
 
     job: Job
@@ -133,11 +134,11 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class Writes:
-    """What a rank gives out. `tell` hears of each chunk: Posted, then Written, Staged or WriteFailed, then Settled; or
-    Lapsed. `_leases` [peer]: until when this rank may write there.
+    """The queue and the writes of a rank. `tell` takes each chunk's events: Posted, then Written, Gathered or
+    WriteFailed, then Settled; or Lapsed. `_leases` [peer]: until when this rank may write there.
 
-    Destinations take turns, and each may hold as many bytes of staging memory as are left free for the others, or one
-    chunk: who is stopped, or reads slowly, stalls nobody else. `_held` [destination]: bytes of regions it has.
+    Destinations take turns. Each may hold as many bytes of staging memory as it leaves free for others, or one chunk,
+    so a stopped or slow reader stalls no other. `_held` [destination]: its bytes.
     """
 
     core: Core
@@ -150,7 +151,7 @@ class Writes:
     _staged: dict[tuple[Job, int], Part] = field(default_factory=dict["tuple[Job, int]", Part])
 
     def check(self, job: Job) -> None:
-        """Raise PlanError, before anything is sent, for the destination's page tables or chunks that do not fit."""
+        """Raise PlanError if the destination's page tables or the chunks' sizes don't fit, before any message."""
         if job.target is not None:
             job.lane.check_named(job.lane.dst, job.target)
         if job.want.route is not Route.PACKED:
@@ -160,47 +161,49 @@ class Writes:
             raise PlanError(f"a chunk of {largest} bytes is over the source's arena")
 
     def post(self, job: Job, grant: Post) -> None:
-        """Queue a chunk; it goes out when there is room to pack it."""
+        """Queue a chunk; it is begun once staging memory is free."""
         waiting = self._queue.setdefault(job.peer.name, deque())
         now = self.core.clock()
         waiting.append(Part(job, grant.chunk, grant.offset, grant.round, grant.term, grant.registration, now))
 
     def renew(self, peer: str, lease: wire.WriteLease) -> None:
-        """A destination lets us write for longer. A lease of an earlier term, or that ends sooner, changes nothing."""
+        """Extend a destination's lease. A lease of an earlier term or an earlier end is ignored."""
         known = self._leases.get(peer)
         if known is None or (lease.term, lease.until_us) > (known.term, known.until_us):
             self._leases[peer] = lease
 
     def lost(self, peer: str) -> None:
-        """A destination is gone, and what it let us do."""
+        """Drop a lost destination's lease and registrations."""
         self._leases.pop(peer, None)
         self.registrations.lost(peer)
 
     def _until(self, entry: Part) -> float:
-        """When the permission to write a chunk ends, on our clock."""
+        """Returns when the permission to write a chunk ends, in seconds of this side's clock; -inf without one."""
         lease = self._leases.get(entry.job.peer.name)
         return lease.until_us / 1e6 if lease is not None and lease.term == entry.term else -math.inf
 
     def _lapse(self, entry: Part) -> None:
-        """Nothing is written without a lease: the destination is asked for another."""
+        """Drop a chunk whose lease ended: the source then offers it again."""
         self._release(entry)
         self.core.meter.add(Count.LAPSED_CHUNKS)
         self.tell(entry.job, Lapsed(entry.chunk))
 
     def forget(self, job: Job) -> None:
-        """Drop what is queued of an attempt that ended."""
+        """Drop an ended attempt's queued chunks."""
         waiting = self._queue.pop(job.peer.name, ())
         if left := deque(entry for entry in waiting if entry.job is not job):
             self._queue[job.peer.name] = left
 
     def drop(self, job: Job) -> None:
-        """As `forget`, and nobody reads what waits to be read."""
+        """Drop an ended attempt's queued chunks, and those staged to be read."""
         self.forget(job)
         for chunk in [chunk for other, chunk in self._staged if other is job]:
             self.unstage(job, chunk)
 
     def _do(self, entry: Part, act: Callable[..., None], *arguments: object) -> None:
-        """What goes wrong with a chunk fails its attempt alone, and holds nothing."""
+        """Run a step of a chunk. An exception fails its attempt only, and frees its staging memory unless it was being
+        posted.
+        """
         wrong = self.core.contain(entry.job.want.request, act, entry, *arguments)
         if wrong is not None:
             if not entry.posting:
@@ -208,13 +211,13 @@ class Writes:
             self.tell(entry.job, Faulted(entry.chunk, wrong, not entry.posting))
 
     def unstage(self, job: Job, chunk: int) -> None:
-        """A chunk that waited to be read waits no more."""
+        """Free the staging memory of a chunk that waited to be read."""
         entry = self._staged.pop((job, chunk), None)
         if entry is not None:
             self._release(entry)
 
     def gauges(self) -> dict[Gauge, int]:
-        """What waits and what is under way at this moment, for exporters."""
+        """Returns current counts of waiting and active chunks, for exporters."""
         return {
             Gauge.CHUNKS_WAITING_FOR_STAGING: sum(map(len, self._queue.values())),
             Gauge.CHUNKS_WAITING_TO_BE_READ: len(self._staged),
@@ -224,7 +227,7 @@ class Writes:
         }
 
     def poll(self) -> None:
-        """Writes that settled late, and chunks that wait for staging memory."""
+        """Handle writes that settled late, and begin chunks that wait for staging memory."""
         self.registrations.poll()
         for entry in self.flights.settled():
             self._release(entry)
@@ -232,13 +235,13 @@ class Writes:
         begun = True
         while begun:
             begun = False
-            for peer in list(self._queue):  # a turn each; what a start tells may `forget`, and replace what waits
+            for peer in list(self._queue):  # a turn each; `tell` may call `forget` and change the queue
                 begun |= self._turn(peer)
                 if begun and self.core.copier.inline:
                     return  # its write goes before the next is packed, into a region that is free and in the cache
 
     def _turn(self, peer: str) -> bool:
-        """Begin the first chunk of a destination; False where none waits, or there is no room for it."""
+        """Begin a destination's first chunk. Returns False if none waits or staging memory is full."""
         waiting = self._queue.get(peer)
         if not waiting:
             return False
@@ -253,7 +256,7 @@ class Writes:
         return True
 
     def handle(self, event: Completed | Failed) -> bool:
-        """The end of a write on this side; False for an operation of somebody else."""
+        """Handle the end of a write. Returns False for an operation that is not of these writes."""
         landing = self.flights.end(event, self.core.clock())
         if landing is None:
             return False
@@ -273,14 +276,14 @@ class Writes:
         return True
 
     def _start(self, entry: Part) -> bool:
-        """Begin a chunk, or return False while there is no room to pack it."""
+        """Begin a chunk. Returns False while it has to wait for registration, kernels or staging memory."""
         job, core = entry.job, self.core
-        if job.want.verb is Verb.PUSH and core.clock() >= self._until(entry):  # before it is packed for nothing
+        if job.want.verb is Verb.PUSH and core.clock() >= self._until(entry):  # checked before packing
             self._lapse(entry)
             return True
         if self.registrations.waits(job.peer.name) or not core.compiler.is_ready(job.peer.name, job.way):
             return False
-        if entry.registration > self.registrations.known(job.peer.name):  # the news was lost, and comes with the grant
+        if entry.registration > self.registrations.known(job.peer.name):  # Registered was lost; it comes with the grant
             self._lapse(entry)
             return True
         if job.want.route is Route.PACKED:
@@ -294,7 +297,7 @@ class Writes:
         return True
 
     def _lease(self, peer: str, span_bytes: int) -> int | None:
-        """A region for a destination's chunk, or None while it has its share or there is no room."""
+        """Returns the offset of a region for a destination's chunk, or None while its share or the arena is full."""
         arena, held = self.core.outgoing.arena, self._held.get(peer, 0)
         if held and held + span_bytes > arena.nbytes - arena.leased_bytes:
             return None
@@ -321,7 +324,7 @@ class Writes:
             self._copy(entry, self._packing(entry, self.core.outgoing.bound.window(staged, span_bytes)))
 
     def _packing(self, entry: Part, packed: BoundMemory) -> Work:
-        """From the pools to a packed chunk."""
+        """Returns the copy from the pools to a packed chunk."""
         lane, pools = entry.job.lane, self.core.bound
         boxes = [(box, pools[component], packed) for component, box in lane.gather_boxes(entry.chunk, entry.job.source)]
         return packing(boxes, lane.marks(entry.chunk) if entry.job.want.digests else None, "src")
@@ -345,18 +348,18 @@ class Writes:
         core.copier.run(work.using(programs), core.soon(done))
 
     def _gathered(self, entry: Part, digest: int | None) -> None:
-        """Write a chunk, or say where it lies."""
+        """Write a gathered chunk, or stage it to be read."""
         job, entry.digest = entry.job, digest
         if job.want.verb is Verb.PULL:
             self._staged[job, entry.chunk] = entry
             self.tell(job, Gathered(entry.chunk, entry.staged or 0, digest))
             return
-        if digest is not None:  # if the note is lost, the chunk is told of again with it
+        if digest is not None:  # a resent Chunk carries it too
             self.tell(job, Posted(entry.chunk, digest))
         if job.mapped is not None:
             self._landed(entry)
             return
-        self.core.flush_to(job.peer.name)  # this note would come before what was said in this poll
+        self.core.flush_to(job.peer.name)  # keeps this note behind the messages of this poll
         begun = self.core.clock()
         ends = self._direct(entry, job.target) if job.target is not None else self._packed(entry)
         try:
@@ -369,7 +372,7 @@ class Writes:
             entry.posting = False
             self._lapse(entry)
             return
-        except TransportError as error:  # refused before anything was posted: the chunk failed, quietly
+        except TransportError as error:  # refused before posting: the write is quiescent
             entry.posting = False
             self._release(entry)
             self.tell(job, WriteFailed(entry.chunk, str(error), True))
@@ -381,8 +384,8 @@ class Writes:
         self.flights.add(ticket, entry, now)
 
     def _landed(self, entry: Part) -> None:
-        """A copy of our own put a chunk into the peer's pages. The note comes after: to send it takes a system call,
-        and to hear of it another, so who hears of the bytes sees them.
+        """Send Chunk after a copy into the peer's mapped pages. Sending and receiving take a system call each, so the
+        peer sees the bytes once it has the message.
         """
         core, job = self.core, entry.job
         core.post(job.peer.name, job.note(entry))
@@ -397,7 +400,7 @@ class Writes:
         return part(self.core.outgoing.memory, entry.staged, span_bytes), to
 
     def _direct(self, entry: Part, target: Sequence[npt.NDArray[np.int64]]) -> tuple[Descriptors, Descriptors]:
-        """Local and remote descriptors of a chunk that goes from pool to pool."""
+        """Returns local and remote descriptors of a chunk that goes from pool to pool."""
         own, peer = self.core.card, entry.job.peer.card
         tables: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
         for component, box in entry.job.lane.direct_boxes(entry.chunk, entry.job.source, target):
