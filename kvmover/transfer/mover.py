@@ -1,4 +1,4 @@
-"""Mover: one rank's end of every transfer. Connect peers, offer or ask for requests, poll, and read results."""
+"""A Mover is one rank's end of every transfer: connect peers, offer or request KV, poll, and read results."""
 
 from __future__ import annotations
 
@@ -59,22 +59,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: How a wait sleeps between polls. A poller slows the peer that copies on the next core: 176 MB were pushed in 108 ms
-#: where the destination polled every 1 ms, in 130 where every 0.1 ms. Two hot ones starve each other.
+#: The pace of polls in `wait`. A poller slows a peer that copies on the next core: 176 MB were pushed in 108 ms beside
+#: a poll every 1 ms, in 130 ms beside one every 0.1 ms. Two busy pollers starve each other.
 WAITING = Pace()
 
-#: Timers of one poll at most: what falls due at once is worked off over several, so that none of them takes long.
+#: Timers run in one poll; more wait for the next polls, so that each stays short.
 MAX_TIMERS = 32
 
-#: Messages of one poll, up to the note that reaches them: what a thousand requests say at once is heard over several.
+#: Messages handled in one poll, up to the note that reaches this; more wait for the next polls.
 MAX_HEARD = 256
 
 
 class Mover:
-    """One rank's pools and its connections. Not thread-safe; nothing happens between calls of `poll`.
+    """One rank's pools and its connections. Not thread-safe; all work happens within calls of its methods, mostly
+    `poll`.
 
-    `pools`: one a component, in the model's order, registered with the transport until `close`. The mover takes two
-    arenas of `config.arena_bytes` on the pools' device. Raises LayoutError for pools that do not fit the fleet.
+    `pools`: one a component, in the model's order, registered with the transport until `close`. The mover allocates two
+    arenas of `config.arena_bytes` on the pools' device. Raises LayoutError for pools that don't fit the fleet.
     """
 
     def __init__(
@@ -96,7 +97,9 @@ class Mover:
         self._closed: str | None = None
 
     def _join(self, model: Model, core: Core, quarantine: Quarantine, leases: WriteLeases) -> None:
-        """Make the two halves, which nobody has met. `quarantine`, `leases`: what peers may write from before."""
+        """Make both halves of the mover. `quarantine`, `leases`: memory that peers may still write from an earlier
+        life.
+        """
         self._model, self._core, self._transport, transport = model, core, core.transport, core.transport
         check_own_card(model, core)
         registrations = Registrations(core)
@@ -134,21 +137,21 @@ class Mover:
 
     @property
     def meter(self) -> Meter:
-        """Counts and times of everything this mover did."""
+        """Counts and times since the mover was made."""
         return self._core.meter
 
     @property
     def config(self) -> MoverConfig:
-        """The configuration that new requests get; `configure` changes it."""
+        """The configuration of new requests; `configure` changes it."""
         return self._config
 
     @property
     def device(self) -> torch.device:
-        """Where the pools are."""
+        """The device of the pools."""
         return self._core.copier.device
 
     def hand_to(self, thread: threading.Thread) -> None:
-        """Let nobody but `thread` send, receive and poll while it runs. Raises KvmoverError while another does."""
+        """Let only `thread` send, receive and poll while it runs. Raises KvmoverError while another thread does."""
         if self._thread is not None and self._thread.is_alive():
             raise KvmoverError(f"{self._thread.name} has a thread that drives it already")
         self._thread = thread
@@ -164,11 +167,11 @@ class Mover:
             raise TransportError(f"the mover of {self._core.card.place.text()} is closed: {self._closed}")
 
     def watch(self, call: Callable[[Ending], None]) -> None:
-        """Have `call` told of each transfer that ends from now on, in the thread that polls, between two steps."""
+        """Call `call` with each transfer that ends from now on, in the polling thread, between two steps."""
         self._core.watchers.append(call)
 
     def snapshot(self) -> Snapshot:
-        """What this mover did and has under way, as a copy for exporters."""
+        """Returns a copy of counts and gauges, for exporters."""
         core = self._core
         known = {Gauge.PEERS: self._connections.living(), Gauge.DIALLED_PEERS: len(self._reconnector)}
         return Snapshot(
@@ -176,18 +179,20 @@ class Mover:
         )
 
     def calibrations(self) -> Sequence[Calibration]:
-        """What was measured of the way to each host; `plan.calibration.save` keeps it for `kvmover plan`."""
+        """Returns the measured speeds of the path to each host, which `plan.calibration.save` stores for `kvmover
+        plan`.
+        """
         return self._core.links.calibrations(self._config.costs, self._core.clock())
 
     @property
     def card(self) -> bytes:
-        """The bytes that a peer needs to connect. The engine carries them there by its own means."""
+        """The handshake bytes that a peer needs to connect. The engine carries them to it."""
         return self._core.auth.sign_card(self._connections.card)
 
     def configure(self, config: MoverConfig) -> None:
-        """Behave by `config` from the next request on. Raises LayoutError for another size of the arenas, and for keys
-        where there were none, or none where there were: other keys are changed under traffic. Raises EngineUnavailable
-        for an engine that the pools' device lacks.
+        """Use `config` from the next request on. Raises LayoutError for another size of the arenas, and for adding or
+        removing keys; keys themselves may change under traffic. Raises EngineUnavailable for a copy engine that the
+        pools' device lacks.
         """
         if config.arena_bytes != self._config.arena_bytes:
             raise LayoutError(f"arenas of {self._config.arena_bytes} bytes cannot become {config.arena_bytes}")
@@ -204,21 +209,20 @@ class Mover:
         self._core.timers.set((TimerKind.DIAL, None), -math.inf)
 
     def connect(self, card: bytes) -> str:
-        """Connect the peer behind `card`, tell it of us, and return its name.
+        """Connect the peer behind `card`, send it this side's card, and return its name.
 
-        Raises PeerRefused with both sides' values when the peer does not hold the same model; nothing of its card is
-        understood, loaded or sent before the digests were compared, and before that its seal where there are keys.
-        Raises PeerReplaced for a card of a process whose place a newer one has, or had until `linger_s` ago, and
-        PeerAhead for a generation of a time to come: it opens nothing. A peer that has no seat for this side says why,
-        and is lost.
+        Raises PeerRefused with both sides' values for a peer with another model: seal (with keys) and digests are
+        checked before the rest of its card is decoded. Raises PeerReplaced for a process whose rank id a newer process
+        has, or had until `linger_s` ago, and PeerAhead for a generation too far in the future; the connection is not
+        opened then. A peer that has no seat for this side sends the reason, and is lost.
         """
         return self._connections.connect(card_of(card))
 
     def disconnect(self, engine: str, rank: int | None = None) -> None:
-        """Part from one rank of `engine`, or from all (None): an engine that was taken out of service is not dialled.
+        """Disconnect one rank of `engine`, or all (None), and stop dialling: for an engine out of service.
 
-        What is open with them fails with `peer_lost`; unknown ones are ignored. `connect` or their Hello undoes it, or
-        those of another process at their place, whatever their generations.
+        Open transfers with them fail with `peer_lost`; unknown ranks are ignored. `connect` or a Hello undoes it, of
+        these processes or of another at their rank id, of any generation.
         """
         self._check_thread()
         for each in self._core.peers.ranks(engine) if rank is None else {rank} & self._core.peers.ranks(engine):
@@ -228,11 +232,11 @@ class Mover:
         self._connections.forget(engine, rank)
 
     def ranks(self, engine: str) -> frozenset[int]:
-        """The ranks of an engine that are connected now. Empty for one that nobody connected, or that was lost."""
+        """Returns the connected ranks of an engine; empty for an unknown or lost one."""
         return self._core.peers.ranks(engine)
 
     def processes(self, engine: str) -> tuple[PeerProcess, ...]:
-        """The processes of an engine that are connected now, by rank: each can be asked whether it is known dead."""
+        """Returns the connected processes of an engine, by rank: each can be asked whether it is known dead."""
         return self._core.peers.processes(engine, self._core.mappings.machine)
 
     def send(
@@ -247,18 +251,17 @@ class Mover:
     ) -> Transfer:
         """Offer a request whose KV is in `pages`: one page table a component, ids in the order of the request.
 
-        Ids are whole numbers, in lists, ranges, arrays or tensors on the host. Raises PlanError for others, for those
-        that are not of this rank's pools, and for an empty table of a rank that must hold some of the request.
-        Every destination rank that holds a part of ours may fetch it until the transfer ends. `gates`: what has to pass
-        before more is read, for a request that is still being computed, of which `pages` may be the beginning, as empty
-        as may be (see `produced`); None: all of it is there. `aux`: at most 64 KiB that go to every destination rank
-        that asks this rank for them, exactly once. The pages belong to the transfer until it has ended, and longer
-        while `transfer.held`. Whoever asks for a request that has ended is told how, at once, for an hour: send its
-        name again before it is asked for again, or `reopen` it. `deadline_s`: seconds from now at which it fails;
-        None: as configured. `service`: to whom it is given. ONCE ends with the first engine that has all it wants: an
-        engine that asks a moment later is told that it was served, though the pages are still there. Where two engines
-        will come, and none of them before the offer, send it REPEATED. `content`: the prompt that the KV is of; who
-        asks for another one is refused before a byte moves, and the request goes on.
+        Ids are whole numbers in lists, ranges, arrays or tensors on the host. Raises PlanError for other ids, ids
+        outside this rank's pools, an empty table of a rank that must hold some of the request, and a name that is being
+        sent. Each destination rank that shares a part of this rank may fetch it until the transfer ends. `gates`:
+        events that must pass before more is read, for a request still being computed: `pages` may be its beginning,
+        even empty (see `produced`); None: all of it is there. `aux`: at most 64 KiB, sent to each destination rank that
+        asks this rank for it, exactly once. The pages belong to the transfer until it has ended, and longer while
+        `transfer.held`. For an hour after the end, destinations that ask are told how the request ended: send its name
+        again before they ask again, or `reopen` it. `deadline_s`: seconds from now; None: as configured. `service`:
+        ONCE ends with the first engine that has all it wants; an engine that asks later is told that it was served,
+        though the pages are still there. If two engines will come, both after the offer, use REPEATED. `content`: the
+        KV's prompt; a destination with another prompt is refused before a byte moves, and the request goes on.
         """
         self._check_open()
         given = SendArguments.of(request, pages, gates, aux, deadline_s, service, content)
@@ -275,33 +278,34 @@ class Mover:
         pages: Sequence[npt.ArrayLike] | None = None,
         contents: Sequence[Content] = (),
     ) -> None:
-        """Add a gate to a request that was sent with some, as many as none: `gates=[]` promises nothing yet.
+        """Add a gate to a request that was sent with `gates`, which may be empty: `gates=[]` promises no tokens yet.
 
-        `pages`: what is added to the end of its page tables, one list a component, as `send` takes them; lists may be
-        empty. A prefill in chunks names the pages of each as it computes it: those of 512 tokens by
-        `produced(transfer, Gate(event, tokens=512), [[4, 9]])`, and so on. What a passed gate covers moves as soon as
-        its pages are named. The time that the transfer may take begins anew. Raises PlanError, and adds nothing, as
-        `send`, for a request that was sent without gates, and for a gate of fewer tokens than one before. Of a transfer
-        that has ended nothing is kept. `contents`: of a request that decodes, what longer beginnings of it are of, one
-        each.
+        `pages`: appended to its page tables, one list a component, as in `send`; lists may be empty. A prefill in
+        chunks names each chunk's pages as it computes them: those of 512 tokens by `produced(transfer, Gate(event,
+        tokens=512), [[4, 9]])`, and so on. Tokens move once their gate has passed and their pages are named. The
+        deadline starts anew. Raises PlanError, and adds nothing, for page ids as in `send`, for a request that was sent
+        without gates, and for a gate of fewer tokens than an earlier one. Ignored once the transfer has ended.
+        `contents`: for a request that decodes, one for each longer prefix.
         """
         tables = None if pages is None else page_tables(pages)
         self._source.produced(transfer_of(transfer), gate_of(gate), tables, contents_of(contents))
 
     def attach(self, transfer: Transfer, payload: bytes) -> None:
-        """Hand over the `aux` of a request that was sent without: the first token is known after the last layer."""
+        """Set the `aux` of a request that was sent without: the first token is known after the last layer. Raises
+        PlanError for a second payload, or one over 64 KiB.
+        """
         self._source.attach(transfer_of(transfer), payload_of(payload))
 
     def refuse(self, request: str, reason: str) -> None:
-        """This rank will not send `request`: destinations that ask, or have asked, hear why instead of waiting."""
+        """Refuse to send `request`: destinations that ask, or have asked, get `reason` instead of waiting."""
         self._source.refuse(request_name(request), reason)
 
     def reopen(self, request: str) -> None:
-        """A request of this name will be sent though one was before, or was refused: destinations that ask wait."""
+        """Let destinations that ask for `request` wait: it will be sent again after it ended or was refused."""
         self._source.reopen(request_name(request))
 
     def waiting(self, request: str) -> list[tuple[Place, range, Content | None]]:
-        """Ranks that have asked for a request before it is sent, the positions that they want, and of which prompt."""
+        """Returns (rank, positions, prompt) of each destination rank that asked for a request before it was sent."""
         return self._source.early.waiting(request_name(request))
 
     def receive(
@@ -314,15 +318,15 @@ class Mover:
         deadline_s: float | None = None,
         content: Content | None = None,
     ) -> Transfer:
-        """Ask `engine` for `positions` of a request and land them in `pages`.
+        """Request `positions` of a request from `engine`, and land them in `pages`.
 
-        `positions.stop` is the length of the request; what lies before `positions.start` is here already and is not
+        `positions.stop` is the length of the request; tokens before `positions.start` are here already and are not
         sent. Page tables cover the request from its beginning; None: pages are named as they are allocated, by
         `allocated`. `aux_from`: ranks of `engine` whose payload the transfer waits for, the same on every rank of this
-        fleet. `deadline_s`: seconds from now at which it fails; None: as configured. `content`: the prompt that is
-        meant, as a whole; a source whose request is of another one ends the transfer. Raises PlanError, LayoutError or
-        PeerUnknown before asking anything: for page ids as `send`, for a page that two parts would land in, or that
-        another receive may still write, and for more positions than the pools have pages.
+        fleet. `deadline_s`: seconds from now; None: as configured. `content`: the whole prompt; a source with another
+        prompt ends the transfer. Raises PlanError, LayoutError or PeerUnknown before any message: for page ids as in
+        `send`, a page in which two parts would land or that another receive may still write, and more positions than
+        the pools have pages.
         """
         self._check_open()
         given = ReceiveArguments.of(request, engine, positions, pages, aux_from, deadline_s, content)
@@ -336,27 +340,27 @@ class Mover:
         return transfer
 
     def allocated(self, transfer: Transfer, pages: Sequence[npt.ArrayLike]) -> None:
-        """Name pages of a request that was received with None: they are added to the end of its page tables.
+        """Append pages to the page tables of a request that was received with None.
 
-        One list a component, as `receive` takes them; lists may be empty. What has its pages moves, the rest waits for
-        them until the deadline, which covers that too: of 8 pages, `allocated(transfer, [[4, 9]])` lets the first two
-        land. The pages belong to the transfer from here on. Raises PlanError, and adds nothing: for page ids as
-        `receive`, for more pages than the request needs, and for a request that was received with its pages. Of a
-        transfer that has ended, or is failing, nothing is kept.
+        One list a component, as in `receive`; lists may be empty. Tokens move once they have pages, within the deadline
+        of the transfer: of 8 pages, `allocated(transfer, [[4, 9]])` lets the first two land. The pages belong to the
+        transfer from here on. Raises PlanError, and adds nothing, for page ids as in `receive`, more pages than the
+        request needs, and a request that was received with its pages. Ignored once the transfer has ended or is
+        failing.
         """
         self._destination.allocated(transfer_of(transfer), page_tables(pages))
 
     def abort(self, transfer: Transfer, reason: str) -> None:
-        """Give a transfer up: it ends, with `reason` on both sides, when no write can touch its pages any more."""
+        """Abort a transfer: it ends, with `reason` on both sides, once no write can touch its pages any more."""
         self._source.abort(transfer_of(transfer), reason)
         self._destination.abort(transfer, reason)
 
     def forget(self, engine: str, rank: int) -> None:
-        """The process of a rank is dead, as an orchestrator knows that deleted its pod: it is disconnected and not
-        dialled again, and what it might have written is free at once.
+        """Declare a rank's process dead, as an orchestrator does that deleted its pod: disconnect it, stop dialling,
+        and free at once the memory that it might have written.
 
-        Whoever had the rank before it is forgotten with it. What a process does that is forgotten and lives is not
-        defended against.
+        Earlier processes of that rank are forgotten too. A forgotten process must not be alive: its writes are not
+        guarded against.
         """
         self._check_thread()
         seat, reason = (engine, rank), f"rank {rank} of {engine} is dead, this side was told"
@@ -368,17 +372,17 @@ class Mover:
         self._connections.forget(engine, rank)
 
     def poll(self) -> bool:
-        """Advance every transfer as far as it can go, never blocking for longer than copies on the CPU take.
+        """Advance all transfers without blocking for longer than copies on the CPU take.
 
-        It costs what happened since the last poll and what is due, not what is open. What was said to a peer since, in
-        calls between polls too, leaves with it, in one note where it fits. Returns whether anything came in, went out
-        or was done: if so, the next poll should not be long in coming.
+        Its cost grows with events since the last poll and due timers, not with open requests. Messages to a peer since
+        the last poll leave together, in one note if they fit. Returns True if messages came in, went out or work was
+        done: poll again soon then.
         """
         self._check_thread()
         before, began, left = self.meter.beats, self._core.clock(), MAX_HEARD
         self.meter.counts[Count.POLLS] += 1
         self._events += self._transport.poll()
-        while self._events and left > 0:  # one at a time: an error costs no event but the one it comes from
+        while self._events and left > 0:  # one at a time: an error loses only its own event
             event = self._events.popleft()
             if isinstance(event, Note):
                 left -= self._hear(event)
@@ -400,14 +404,14 @@ class Mover:
         return self.meter.beats != before or len(due) == MAX_TIMERS or bool(self._events)
 
     def _flush(self) -> None:
-        """Send what was said. Losses that show then are told to both halves, which may say more."""
+        """Send queued messages. Peers found lost are reported to both halves, which may send more."""
         self._core.flush()
         while self._core.lost:
             self._lose(*self._core.lost.popleft())
             self._core.flush()
 
     def wait(self, transfers: Sequence[Transfer]) -> None:
-        """Poll until all have ended; each has a deadline of its own, so this returns. Sleeps as a Progress does."""
+        """Poll until all transfers have ended; each has a deadline. Sleeps between polls like a Progress."""
         since = self._core.clock()
         while not all(transfer.ended for transfer in transfers):
             if self.poll():
@@ -417,21 +421,21 @@ class Mover:
                     time.sleep(WAITING.nap_s(self._core.clock() - since, len(transfers)))
 
     def close(self, reason: str = "this side closed") -> None:
-        """Fail what is open with `reason`, and close the transport: registrations, peers and handles.
+        """Fail open transfers with `reason`, and close the transport: registrations, peers and handles.
 
-        From then on `send` and `receive` raise TransportError.
+        Later calls of `send` and `receive` raise TransportError.
         """
         self._end(reason)
         self._destination.quarantine.clear()
 
     def rejoin(self, make: Callable[[], Transport], model: Model, reason: str) -> None:
-        """End as at `close`, and join anew over the same pools, as a process that came after: with `model`, the weights
-        that the pools' KV is of from now on, under a transport that `make` gives then, and whose name nobody knows.
+        """Close, and join again over the same pools as a new process: with `model`, whose weights computed the pools'
+        KV from now on, and a new transport from `make`, under a new name.
 
-        What is open fails with `reason` on both sides; who was connected hears it, and is connected anew. Who asks then
-        for what was offered before hears how that ended. Pages that a
-        peer may still write stay `held` until it cannot. Configuration, counts, watchers and the holder of `asks` stay.
-        Raises LayoutError for other components, and nothing has ended; what a transport raises leaves it closed.
+        Open transfers fail with `reason` on both sides; connected peers are told, and are connected again. Later Wants
+        for requests offered before are told how these ended. Pages that a peer may still write stay `held` until it
+        can't. Configuration, counts, watchers and the holder of `asks` stay. Raises LayoutError for other components,
+        before any change; an exception of the transport leaves the mover closed.
         """
         self._check_open()
         if model.components != self._model.components:
@@ -455,7 +459,7 @@ class Mover:
         self._closed = None
 
     def _end(self, reason: str) -> None:
-        """Fail what is open, part from all peers, and close the transport."""
+        """Fail open transfers, disconnect all peers, and close the transport."""
         self._closed = self._closed or reason
         self._destination.close(reason)
         self._source.close(reason)
@@ -474,10 +478,10 @@ class Mover:
         self.close()
 
     def _hear(self, note: Note) -> int:
-        """How many messages it held, at least one. None of them, whatever its bytes, ends the loop."""
+        """Handle a note. Returns its number of messages, at least 1. Malformed bytes are counted and dropped."""
         try:
             payload = self._core.auth.verify(note.peer, note.payload)
-        except Unverified as error:  # not even a sign of life
+        except Unverified as error:  # not counted as a sign of life
             self.meter.left_unopened(error.refusal)
             self._core.warn(note.peer, error.refusal, f"dropped a message: {error}")
             return 1
@@ -501,10 +505,10 @@ class Mover:
         return 1
 
     def _told(self, name: str, message: wire.AnyMessage) -> None:
-        """What goes wrong with a message ends its attempt, and no other."""
+        """Handle a message. An exception ends its attempt only."""
         about = message.request if isinstance(message, wire.About) else ""
         wrong = self._core.contain(about, self._answer, name, message)
-        if wrong is not None and isinstance(message, wire.Want):  # who asked would wait for its deadline
+        if wrong is not None and isinstance(message, wire.Want):  # the destination would wait for its deadline
             self._core.say(name, wire.Abort(message.request, message.generation, wrong))
 
     def _answer(self, name: str, message: wire.AnyMessage) -> None:
@@ -532,9 +536,7 @@ class Mover:
             (self._destination if self._destination.knows(message) else self._source).hear(peer, message)
 
     def _lend(self, peer: Peer, message: wire.AnyMessage) -> None:
-        """What a message says of how one side may write to the other: a lease to us, a stamp for ours to it, and which
-        registrations of ours it knows.
-        """
+        """Take the lease, clock stamp or registration number that a message carries."""
         match message:
             case wire.Ping(lease=lease) | wire.Want(lease=lease) | wire.Granted(lease=lease):
                 self._writes.renew(peer.name, lease)
@@ -547,7 +549,7 @@ class Mover:
                 pass
 
     def _forget_the_past(self, _: None) -> None:
-        """What is remembered of attempts and requests that are over expires, looked at once a second."""
+        """Expire tombstones of ended attempts and requests, once a second."""
         now = self._core.clock()
         self._destination.expire(now)
         self._source.expire(now)
