@@ -1,7 +1,7 @@
-"""A Codec says how rows of numbers are stored: in which elements, and by which scales. A value; it touches no byte.
+"""A Codec is the storage form of rows of numbers: their elements and scales. A value; it touches no bytes.
 
-Two pools that store the same numbers in other codecs hold the same component. What one holds is brought into the other
-form on the way; `kernels/convert_reference.py` defines every bit of that.
+Pools that store the same numbers by different codecs hold the same component. Rows are converted on the way;
+`kernels/convert_reference.py` defines every bit of that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import accumulate
 from kvmover.errors import LayoutError
 from kvmover.fields import settle_whole
 
-#: Bits of an element, and half its step against the number: what rounding to it is off by at most. By torch's names.
+#: Bits of an element, and its largest relative rounding error, half a step. By torch's names.
 ELEMENTS: dict[str, tuple[int, float]] = {
     "float32": (32, 2.0**-24),
     "float16": (16, 2.0**-11),
@@ -23,23 +23,23 @@ ELEMENTS: dict[str, tuple[int, float]] = {
     "float4_e2m1fn_x2": (4, 2.0**-2),
 }
 
-#: What numbers may be meant to be, and so what a codec without scales may store.
+#: Dtypes of the numbers themselves, and so the elements of a codec without scales.
 VALUES = ("float32", "float16", "bfloat16")
 
-#: What a rounding to a scaled block is off by at most, against the largest number of the block: half the widest step of
-#: the element against its largest number, and what rounding the scale adds. 16 / 448, and (1 + 1 / 17) / 6.
+#: Largest rounding error in a scaled block, relative to the block's largest number: half the widest step of
+#: the element against its largest number, plus the error of rounding the scale. 16 / 448, and (1 + 1 / 17) / 6.
 _BLOCK_ERRORS = {("float8_e4m3fn", "float32"): 0.036, ("float4_e2m1fn_x2", "float8_e4m3fn"): 0.177}
 
-#: Parts of a row, and values of one: more than any row has, so that a peer's word cannot make us work for ever.
+#: Parts of a row, and values of one: more than any row has. They bound the work that a peer's message can cause.
 MAX_PARTS, MAX_VALUES = 8, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class CodecPart:
-    """`values` numbers of a row in one form: their elements, and behind these a scale for each `block` of them.
+    """A part of a row: `values` numbers in one form, their elements followed by a scale for each `block` of them.
 
-    `block`: 0 where no scales lie in the row. A number is its element, times its block's scale, times the plane's own
-    scale if `is_scaled`. Two float4 share a byte, the first in its low half.
+    `block`: 0 if the row has no scales. A number is its element, times its block's scale, times the plane's own scale
+    if `is_scaled`. Two float4 share a byte, the first in its low half. Raises LayoutError for an unknown form.
 
     >>> CodecPart(512, "float8_e4m3fn", 128, "float32").nbytes, CodecPart(64, "bfloat16").nbytes
     (528, 128)
@@ -67,38 +67,39 @@ class CodecPart:
 
     @property
     def element_bytes(self) -> int:
-        """Of all elements: half a byte each in float4."""
+        """The bytes of all elements; a float4 takes half a byte."""
         return self.values * ELEMENTS[self.element][0] // 8
 
     @property
     def nbytes(self) -> int:
-        """Elements and scales."""
+        """The bytes of elements and scales."""
         scales = self.values // self.block * ELEMENTS[self.scale][0] // 8 if self.block else 0
         return self.element_bytes + scales
 
     @property
     def is_scaled(self) -> bool:
-        """Whether a plane has a scale of its own for it, beside the pages: k_scale, v_scale, or NVFP4's global one."""
+        """True if each plane has a scale for this part beside the pages: k_scale, v_scale, or NVFP4's global one."""
         return self.element not in VALUES and self.scale != "float32"
 
     @property
     def error(self) -> float:
-        """What storing a number in it is off by at most, by the number, or by the largest of its block if it has one.
+        """The largest rounding error, relative to the number, or to the largest of its block if it has one.
 
-        It holds for numbers that the scale has room for: beyond they are clipped, and far below they lose digits.
+        It holds within the scale's range: numbers beyond are clipped, and numbers far below lose digits.
         """
         return _BLOCK_ERRORS[self.element, self.scale] if self.block else ELEMENTS[self.element][1]
 
     def text(self) -> str:
-        """`512 float8_e4m3fn by 128`."""
+        """Returns `512 float8_e4m3fn by 128`."""
         return f"{self.values} {self.element}" + (f" by {self.block}" if self.block else "")
 
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """How the rows of a component are stored: `parts` one after the other. `values`: what the numbers are meant to be.
+    """The form of a component's rows: `parts` one after the other. `values`: the dtype of the numbers themselves.
 
-    The forms of SGLang 0.5.23 and vLLM 0.33.0 have names:
+    Raises LayoutError for unknown values, too many parts, or a misaligned part. The forms of SGLang 0.5.23 and vLLM
+    0.33.0 have names:
 
     >>> Codec.plain("bfloat16", 128).row_bytes, Codec.fp8("bfloat16", 128).row_bytes, Codec.fp8_ds_mla().row_bytes
     (256, 128, 656)
@@ -123,57 +124,60 @@ class Codec:
 
     @property
     def width_bytes(self) -> int:
-        """Bytes of its widest element or scale, at multiples of which rows lie: 4 for scales in float32."""
+        """The bytes of the widest element or scale, and the alignment of rows: 4 for scales in float32."""
         forms = (form for part in self.parts for form in (part.element, part.scale) if form)
         return max(1, *(ELEMENTS[form][0] // 8 for form in forms))
 
     @classmethod
     def plain(cls, values: str, dim: int) -> Codec:
-        """As the numbers are meant to be: nothing is converted, and nothing lost."""
+        """Returns the form that stores numbers in their own dtype, without conversion or loss."""
         return cls(values, (CodecPart(dim, values),))
 
     @classmethod
     def fp8(cls, values: str, *dims: int) -> Codec:
-        """e4m3 by a scale a tensor, `--kv-cache-dtype fp8_e4m3`. Several `dims`: K and V share a row, as in vLLM."""
+        """Returns e4m3 with a scale a tensor, `--kv-cache-dtype fp8_e4m3`. Several `dims`: K and V
+        share a row (vLLM).
+        """
         return cls(values, tuple(CodecPart(dim, "float8_e4m3fn") for dim in dims))
 
     @classmethod
     def fp8_ds_mla(cls, latent: int = 512, rope: int = 64) -> Codec:
-        """DeepSeek-V3.2's rows of 656 bytes: e4m3 with a float32 scale for each 128, and what turns in bfloat16."""
+        """Returns DeepSeek-V3.2's rows of 656 bytes: e4m3 with a float32 scale for each 128, and bfloat16 for RoPE."""
         return cls("bfloat16", (CodecPart(latent, "float8_e4m3fn", 128, "float32"), CodecPart(rope, "bfloat16")))
 
     @classmethod
     def nvfp4(cls, values: str, dim: int) -> Codec:
-        """e2m1 with an e4m3 scale for each 16 behind it, and a scale a tensor."""
+        """Returns e2m1 with an e4m3 scale for each 16 behind it, and a scale a tensor."""
         return cls(values, (CodecPart(dim, "float4_e2m1fn_x2", 16, "float8_e4m3fn"),))
 
     @property
     def dim(self) -> int:
-        """Numbers of a row."""
+        """The numbers of a row."""
         return sum(part.values for part in self.parts)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row, its scales with it."""
+        """The bytes of a row with its scales."""
         return sum(part.nbytes for part in self.parts)
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """First byte of each part."""
+        """The first byte of each part."""
         return tuple(accumulate((part.nbytes for part in self.parts[:-1]), initial=0))
 
     @property
     def scales(self) -> int:
-        """Scales that each plane has beside the pages: one a part that `is_scaled`."""
+        """The number of scales that each plane has beside the pages: one for each part that `is_scaled`."""
         return sum(part.is_scaled for part in self.parts)
 
     def text(self) -> str:
-        """Its parts in words."""
+        """Describe the parts: `512 float8_e4m3fn by 128 + 64 bfloat16`."""
         return " + ".join(part.text() for part in self.parts)
 
 
 def cut_block(one: Codec, other: Codec) -> CodecPart | None:
-    """A part of either codec of which a part of the other cuts a block, which no kernel reads; None: there is none.
+    """Returns a part with a block that a part border of the other codec cuts, which no kernel reads; None: every block
+    is whole.
 
     >>> cut_block(Codec.fp8("bfloat16", 8, 120), Codec.nvfp4("bfloat16", 128)).block
     16
@@ -190,10 +194,9 @@ def cut_block(one: Codec, other: Codec) -> CodecPart | None:
 
 @lru_cache(maxsize=256)
 def error_of(held: Codec, kept: Codec) -> float:
-    """The largest `CodecPart.error` of what must be rounded when rows `held` are stored as `kept`; 0: nothing must.
+    """Returns the largest `CodecPart.error` of rounding rows `held` to the form `kept`; 0: lossless.
 
-    The scales of both are taken to be equal where the forms are. A number that a scale was multiplied with has more
-    digits than bfloat16 keeps.
+    Both scales are taken as equal where the forms are. A scaled number has more digits than bfloat16 keeps.
     """
     found, at = 0.0, 0
     while at < kept.dim:
@@ -208,12 +211,12 @@ def error_of(held: Codec, kept: Codec) -> float:
 
 
 def _holds(element: str, other: str) -> bool:
-    """Whether every number in `element`, without scales, is one in `other` too."""
+    """Returns True if every unscaled number in `element` is exact in `other` too."""
     return element in VALUES and other == "float32"
 
 
 def _part_at(codec: Codec, value: int) -> tuple[CodecPart, int]:
-    """The part that a value of a row is in, and the part's first value."""
+    """Returns the part with this value of a row, and the part's first value."""
     first = 0
     for part in codec.parts:
         if value < first + part.values:
@@ -223,7 +226,8 @@ def _part_at(codec: Codec, value: int) -> tuple[CodecPart, int]:
 
 
 def named(name: str, values: str, dims: Sequence[int]) -> Codec:
-    """The form that engines call `name`, of rows of so many numbers. Raises LayoutError for one that is not known.
+    """Returns the form that engines call `name`, for rows of `sum(dims)` numbers. Raises LayoutError for an unknown
+    name.
 
     >>> named("fp8_ds_mla", "bfloat16", [576]).row_bytes, named("auto", "bfloat16", [128]).text()
     (656, '128 bfloat16')
@@ -242,5 +246,5 @@ def named(name: str, values: str, dims: Sequence[int]) -> Codec:
     raise LayoutError(f"unknown form {name!r} of a row of {dim} {values}; known are {', '.join(FORMS)}")
 
 
-#: What `named` knows.
+#: The names that `named` takes.
 FORMS = ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla", "nvfp4", *VALUES)

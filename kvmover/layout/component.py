@@ -8,7 +8,7 @@ from kvmover.errors import LayoutError
 from kvmover.fields import settle_whole, whole
 from kvmover.layout.codec import VALUES, Codec
 
-#: Bytes of an element, by torch's name of the dtype. Moves never look inside an element: where two FP4 values share a
+#: Bytes of an element, by torch's name of the dtype. Moves treat elements as opaque: where two FP4 values share a
 #: byte, the pair is the element, as torch has it.
 DTYPE_BYTES = {
     "bfloat16": 2,
@@ -28,7 +28,7 @@ DTYPE_BYTES = {
 
 
 def _dtype(given: object) -> str:
-    """torch's name of a dtype, given by name or as torch's or NumPy's own, `np.float32`, too. Raises LayoutError."""
+    """Returns torch's name of a dtype, given by name or as torch's or NumPy's own. Raises LayoutError if unknown."""
     name = given.__name__ if isinstance(given, type) else str(getattr(given, "name", given)).removeprefix("torch.")
     if name not in DTYPE_BYTES or not (isinstance(given, str | type) or type(given).__name__.lower().endswith("dtype")):
         raise LayoutError(f"unknown dtype {given!r}; known are {', '.join(DTYPE_BYTES)}")
@@ -37,23 +37,25 @@ def _dtype(given: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """Whole-model extents of one family of cache rows: `layer x kv x head x position x dim`.
+    """One family of cache rows, by its extents in the whole model: `layer x kv x head x position x dim`.
 
-    Attention has `kv=2`; a latent that serves as key and value has `kv=1, heads=1`. Nothing else tells them apart.
+    Attention has `kv=2`; a latent that serves as key and value has `kv=1, heads=1`, the only difference between them.
 
     `window`: only so many positions before the end of a request matter (None: all do). Page tables still begin where
     the request does; entries before the window are never read.
 
-    `states`: 0 is a row a token; n is n rows a request, however long it is. They are the component's positions then, in
-    pages of one, and every context-parallel rank holds them all.
+    `states`: 0 is a row a token; n is n rows a request, whatever its length. They are then the component's positions,
+    in pages of one, and every context-parallel rank holds them all.
 
-    `row_tokens`: how many tokens share a row, 1 in most. A compressed cache has a row of every 4 or 128 tokens, a
-    hybrid that keeps its state every 256 tokens a row of those. Rows are the component's positions then; the row of
-    tokens [r * n, r * n + n) is there once the last of them is computed, so tokens beyond the last full row have none.
+    `row_tokens`: tokens that share a row, mostly 1. A compressed cache has a row of every 4 or 128 tokens; a hybrid
+    that saves its state every 256 tokens has a row of those. Rows are then the component's positions; the row of tokens
+    [r * n, r * n + n) exists once the last of them is computed, so tokens beyond the last full row have none.
 
-    `dtype`: torch's name of it; torch's own and NumPy's dtypes are taken for theirs.
+    `dtype`: torch's name; torch's and NumPy's own dtypes are accepted.
 
-    `codec`: how numbers are stored in these rows, if that is known and not as they are meant to be. None: in `dtype`.
+    `codec`: form of the numbers in these rows, if it is known and differs from `dtype`; None: stored in `dtype`.
+
+    Raises LayoutError for extents below 1, a window together with states, or a codec with rows of another size.
     """
 
     name: str
@@ -84,40 +86,40 @@ class Component:
             )
 
     def __hash__(self) -> int:
-        """By two of its fields: what is kept for a component is looked up several times a request."""
+        """Hash two fields only: caches keyed by a component are looked up several times a request."""
         return hash((self.name, self.layers))
 
     @classmethod
     def attention(cls, layers: int, kv_heads: int, head_dim: int, dtype: str) -> Component:
-        """Keys and values of multi-head, grouped-query or multi-query attention."""
+        """Returns keys and values of multi-head, grouped-query or multi-query attention."""
         return cls("attention", layers, 2, kv_heads, head_dim, dtype)
 
     @classmethod
     def mla(cls, layers: int, latent_dim: int, dtype: str) -> Component:
-        """The latent of multi-head latent attention: `latent_dim = kv_lora_rank + rope`, 576 for DeepSeek-V3."""
+        """Returns the latent of MLA: `latent_dim = kv_lora_rank + rope`, 576 for DeepSeek-V3."""
         return cls("mla", layers, 1, 1, latent_dim, dtype)
 
     @classmethod
     def sliding(cls, layers: int, kv_heads: int, head_dim: int, window: int, dtype: str) -> Component:
-        """Keys and values of the layers that attend to the last `window` positions only: 128 for gpt-oss."""
+        """Returns keys and values of layers that attend to the last `window` positions only: 128 for gpt-oss."""
         return cls("sliding", layers, 2, kv_heads, head_dim, dtype, window)
 
     @classmethod
     def state(cls, name: str, layers: int, heads: int, dim: int, dtype: str, states: int = 1) -> Component:
-        """Rows that a request has `states` of, not one a token: state-space states, split by head.
+        """Returns state-space states, split by head: `states` rows a request instead of one a token.
 
         The temporal state of Mamba-2 has `dim = head_dim * state_size`, 8,192 for 64 x 128. A convolution state holds
-        sub-projections side by side, q, k and v or x, B and C, each split by head on its own: so it is one component
-        a sub-projection, `dim = channels of a head * (kernel - 1)`, whose pools are views of the one allocation (see
+        sub-projections side by side, q, k and v or x, B and C, each split by head on its own: so it is one component a
+        sub-projection, `dim = channels of a head * (kernel - 1)`, whose pools are views of the one allocation (see
         `PoolSpec`). An engine that stores the kernel - 1 steps outermost has them as planes: `kv = kernel - 1`.
         """
         return cls(name, layers, 1, heads, dim, dtype, states=states)
 
     def wanted(self, positions: range) -> range:
-        """The component's own positions that must move when tokens `positions` of a request are asked for.
+        """Returns the component's own positions that must move for tokens `positions` of a request.
 
-        With a window, the last positions before `stop`; with states, all states, if any token is asked for. Ranges that
-        follow one another want every row once, wherever they are cut:
+        With a window, the last positions before `stop`; with states, all states, if there is any token. Consecutive
+        ranges contain every row once, wherever they are cut. Raises LayoutError for a range with a step:
 
         >>> full, sliding = Component.attention(1, 8, 64, "bfloat16"), Component.sliding(1, 8, 64, 128, "bfloat16")
         >>> [component.wanted(range(64, 1000)) for component in (full, sliding)]
@@ -137,19 +139,20 @@ class Component:
         return self.rows(range(max(positions.start, first), positions.stop))
 
     def rows(self, tokens: range) -> range:
-        """The component's own positions that are there once `tokens` are, and were not before: or all the states."""
+        """Returns the component's own positions that are completed by `tokens`; or all the states."""
         return range(self.states) if self.states else range(tokens.start // self.row_tokens, self.extent(tokens.stop))
 
     def extent(self, tokens: int) -> int:
-        """How many positions of its own a request of `tokens` has: 250 rows of 4 in 1,003 tokens; or the states."""
+        """Returns its number of positions in a request of `tokens`: 250 rows of 4 in 1,003 tokens; or the states."""
         return self.states or tokens // self.row_tokens
 
     def cp_parts(self, cp: int) -> int:
-        """Into how many parts `cp` context-parallel ranks divide the positions: `cp`, or 1 where each holds all."""
+        """Returns into how many parts `cp` context-parallel ranks divide positions: 1 where each rank holds all."""
         return 1 if self.states else cp
 
     def kept_as(self, codec: Codec) -> Component:
-        """The same numbers in another form: rows of bytes. Raises LayoutError for one of other numbers.
+        """Returns the same numbers in another form, as rows of bytes. Raises LayoutError if the codec is of other
+        numbers.
 
         >>> Component.mla(61, 576, "bfloat16").kept_as(Codec.fp8_ds_mla()).row_bytes
         656
@@ -163,25 +166,25 @@ class Component:
 
     @property
     def meant(self) -> Component:
-        """As its numbers are meant to be, however they are stored: what both sides of a transfer have in common."""
+        """The component with its numbers in their own dtype: the same on both sides of a transfer."""
         return self if self.codec is None else replace(self, dim=self.codec.dim, dtype=self.codec.values, codec=None)
 
     @property
     def form(self) -> Codec | None:
-        """How its rows are stored; None for bytes of which nobody says what they stand for."""
+        """The form of its rows; None for opaque bytes."""
         return self.codec or (Codec.plain(self.dtype, self.dim) if self.dtype in VALUES else None)
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one element: 2 for bfloat16."""
+        """The bytes of one element: 2 for bfloat16."""
         return DTYPE_BYTES[self.dtype]
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one (layer, kv, head, position)."""
+        """The bytes of one (layer, kv, head, position)."""
         return self.dim * self.element_bytes
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one position, row or state, over all layers, heads and kv: 327,680 for Llama-3-70B in bfloat16."""
+        """The bytes of one position over all layers, heads and kv: 327,680 for Llama-3-70B in bfloat16."""
         return self.layers * self.kv * self.heads * self.row_bytes

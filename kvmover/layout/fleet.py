@@ -1,4 +1,4 @@
-"""A Fleet is the ranks of one engine as a grid, and says which Shard of a component each of them holds."""
+"""A Fleet is the ranks of one engine as a grid, and gives the Shard of a component that each rank holds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvmover.layout.span import Span
 
 
 class CpOrder(StrEnum):
-    """How context parallelism deals the positions of a request to its ranks."""
+    """A context-parallel order of positions: pages or single tokens dealt in turn, or one block a rank."""
 
     PAGE = "page"
     TOKEN = "token"
@@ -24,7 +24,7 @@ class CpOrder(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Coordinate:
-    """Where a rank stands in its fleet. The only place a rank is taken apart."""
+    """A rank's place in its fleet. Only this class takes a rank apart."""
 
     tp: int
     pp: int
@@ -33,7 +33,7 @@ class Coordinate:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The box of a component that one rank holds of one request. `positions` is None where it holds none.
+    """The box of a component that one rank holds of one request. `positions` is None if it holds no position.
 
     The rank stores its positions densely and in order: token `i` of its page table is the i-th position of the stripe,
     whose last run may reach past the end of the request, to the end of a page. Where a component has states, they are
@@ -47,7 +47,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """Copy `index` of `count` equal ones of box `box`: boxes are numbered by layers, then heads."""
+    """Copy `index` of `count` equal copies of box `box`: boxes are numbered by layers, then heads."""
 
     box: int
     index: int
@@ -56,11 +56,11 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """One engine's grid of ranks: `rank = (pp * cp_size + cp) * tp_size + tp`, and its page size in tokens.
+    """One engine's grid of ranks, `rank = (pp * cp_size + cp) * tp_size + tp`, and its page size in tokens.
 
-    `pages`: (component, rows of a page) of the components whose pages are of another size; a mapping is taken for it.
-    All others have pages of `page_tokens` tokens. A model with a window of 64-token pages beside pages of 256, and a
-    row every 4 tokens in the others:
+    `pages`: (component, rows of a page), or a mapping, for components with pages of another size than `page_tokens`
+    tokens. Raises LayoutError for sizes below 1. A model with a window of 64-token pages beside pages of 256, and a row
+    every 4 tokens in the rest:
 
     >>> fleet = Fleet(tp=2, page_tokens=256, pages={"sliding": 64})
     >>> sliding, c4 = Component.sliding(1, 1, 512, 128, "uint8"), Component("c4", 1, 1, 1, 584, "uint8", row_tokens=4)
@@ -81,16 +81,16 @@ class Fleet:
         settle(self, "fleet", LayoutError, cp_order=CpOrder)
 
     def __hash__(self) -> int:
-        """By its sizes: as of a component."""
+        """Hash the sizes only, as a Component does."""
         return hash((self.tp, self.pp, self.cp, self.page_tokens))
 
     @property
     def size(self) -> int:
-        """Number of ranks: tp * pp * cp."""
+        """The number of ranks: tp * pp * cp."""
         return self.tp * self.pp * self.cp
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Where a rank stands: rank 5 of TP2 x PP4 is tp 1, pp 2, cp 0. Raises LayoutError outside the fleet."""
+        """Returns a rank's place: rank 5 of TP2 x PP4 is tp 1, pp 2, cp 0. Raises LayoutError outside the fleet."""
         if not 0 <= rank < self.size:
             raise LayoutError(f"rank {rank} is outside a fleet of {self.size} ranks, counted from 0")
         rest, tp = divmod(rank, self.tp)
@@ -98,13 +98,13 @@ class Fleet:
         return Coordinate(tp, pp, cp)
 
     def rank(self, at: Coordinate) -> int:
-        """The rank at a coordinate: the reverse of `coordinate`."""
+        """Returns the rank at a coordinate: the inverse of `coordinate`."""
         return (at.pp * self.cp + at.cp) * self.tp + at.tp
 
     def page_rows(self, component: Component) -> int:
-        """Positions of the component's own in a page of its pools: a token each, or a row, or 1 state.
+        """Returns the component's own positions in a page of its pools: a token each, or a row, or 1 state.
 
-        Raises LayoutError where a page would end within a row: 64 tokens, and a row every 128.
+        Raises LayoutError if a page would end within a row, as 64 tokens with a row every 128.
         """
         named = dict(self.pages).get(component.name)
         if component.states:
@@ -119,26 +119,26 @@ class Fleet:
         return named or self.page_tokens // component.row_tokens
 
     def shard(self, component: Component, rank: int, tokens: int) -> Shard:
-        """What `rank` holds of `component` for a request of `tokens` tokens."""
+        """Returns the shard of `component` at `rank` for a request of `tokens`. Raises LayoutError below 1 token."""
         if tokens < 1:
             raise LayoutError(f"tokens = {tokens}; a request has at least 1")
         return self.shard_of_rows(component, rank, component.extent(tokens))
 
     def shard_of_rows(self, component: Component, rank: int, extent: int) -> Shard:
-        """As `shard`, of a request that has `extent` positions of the component's own."""
+        """Returns the same shard for a request of `extent` positions of the component's own."""
         layers, heads, cp = _layers_and_heads(self, component, rank)
         return Shard(layers, heads, self._positions(component, cp, extent))
 
     def replica(self, component: Component, rank: int) -> Replica:
-        """Which copy of which box of `component` a rank holds.
+        """Returns the copy and the box of `component` that a rank holds.
 
-        Ranks with equal heads are neighbours; context-parallel ranks with equal positions hold as many copies again. Of
-        2 heads on TP4, rank 3 holds copy 1 of 2 of box 1.
+        Ranks with equal heads are neighbours; context-parallel ranks with equal positions multiply the copies. Of 2
+        heads on TP4, rank 3 holds copy 1 of 2 of box 1.
         """
         return _replica(self, component, rank)
 
     def _positions(self, component: Component, cp: int, extent: int) -> Stripe | None:
-        """The part of `extent` positions that falls to the context-parallel rank `cp`."""
+        """Returns the part of `extent` positions of the context-parallel rank `cp`."""
         width, parts = self.page_rows(component), component.cp_parts(self.cp)
         part = cp % parts
         if self.cp_order is CpOrder.TOKEN:
@@ -153,7 +153,7 @@ class Fleet:
 
 
 def _component_pages(given: Any) -> tuple[tuple[str, int], ...]:
-    """By name, each once. Raises LayoutError."""
+    """Returns the rows of a page by name, sorted, each once. Raises LayoutError."""
     wrong = f"fleet has pages = {given!r}; give the rows of a page by component, as {{'c4': 64}}"
     try:
         pairs: list[Any] = list(given.items() if hasattr(given, "items") else given)
@@ -174,7 +174,7 @@ def _component_pages(given: Any) -> tuple[tuple[str, int], ...]:
 
 @lru_cache(maxsize=65536)
 def _layers_and_heads(fleet: Fleet, component: Component, rank: int) -> tuple[Span, Span, int]:
-    """What a rank holds of any request, and its place in the context-parallel order. Kept: every request asks."""
+    """Returns a rank's layers, heads and context-parallel index. Cached: every request needs them."""
     at = fleet.coordinate(rank)
     if fleet.pp > component.layers:
         raise LayoutError(

@@ -12,7 +12,8 @@ from kvmover.vocabulary import AXES, ORDERS
 
 
 def axes_of(order: str) -> tuple[str, ...]:
-    """The axes of an order string, outermost first: `NHD`, `HND`, or the six words joined by spaces or dashes.
+    """Returns the axes of an order string, outermost first: `NHD`, `HND`, or the six words joined by spaces or dashes.
+    Raises LayoutError for another string.
 
     >>> axes_of("page-layer-kv-token-head-dim")
     ('page', 'layer', 'kv', 'token', 'head', 'dim')
@@ -25,9 +26,10 @@ def axes_of(order: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Strides of named axes, in elements. A value: no memory, no dtype.
+    """The strides of named axes, in elements. A value: no memory, no dtype.
 
-    A pool of separate allocations, say one a layer, has stride 0 on that axis: its table of base addresses stands in.
+    A pool of separate allocations, say one a layer, has stride 0 on that axis; its table of base addresses takes over.
+    Raises LayoutError for other axes, extents below 1 and negative strides.
 
     >>> Layout.dense("NHD", layer=2, kv=2, page=8, token=16, head=4, dim=64).stride_of("token")
     256
@@ -49,31 +51,31 @@ class Layout:
                 raise LayoutError(f"axis {axis} has extent {extent} and stride {stride}; at least 1 and 0 are needed")
 
     def __hash__(self) -> int:
-        """By its strides, which few layouts share: as of a component."""
+        """Hash the strides only, as a Component does: few layouts share them."""
         return hash(self.stride)
 
     @classmethod
     def dense(cls, order: str, **extents: int) -> Layout:
-        """The layout without gaps whose axes nest in `order`, outermost first."""
+        """Returns the layout without gaps whose axes nest in `order`, outermost first."""
         axes = axes_of(order)
         shape = tuple(extents[axis] for axis in axes)
         return cls(axes, shape, tuple(prod(shape[i + 1 :]) for i in range(len(shape))))
 
     def extent_of(self, axis: str) -> int:
-        """Extent of an axis, by its word: `extent_of("token")` is the page size. Raises ValueError for another word."""
+        """Returns an axis's extent: `extent_of("token")` is the page size. Raises ValueError for an unknown axis."""
         return self.shape[self.axes.index(axis)]
 
     def stride_of(self, axis: str) -> int:
-        """Distance in elements between neighbours on an axis; 0 where the axis has allocations of its own."""
+        """Returns the distance in elements between neighbours on an axis; 0 where the axis has separate allocations."""
         return self.stride[self.axes.index(axis)]
 
     @property
     def elements(self) -> int:
-        """Elements from the first to the last, gaps included: what an allocation must hold."""
+        """The elements from the first to the last, gaps included: the size of an allocation."""
         return 1 + sum((extent - 1) * stride for extent, stride in zip(self.shape, self.stride, strict=True))
 
     def permute(self, order: str) -> Layout:
-        """The same memory with its axes named in another order."""
+        """Returns the same memory with its axes listed in another order."""
         places = [self.axes.index(axis) for axis in axes_of(order)]
         return Layout(
             tuple(self.axes[i] for i in places),
@@ -82,7 +84,9 @@ class Layout:
         )
 
     def slice(self, axis: str, span: Span) -> Layout:
-        """The part of `axis` that `span` names; its first element moves to the origin."""
+        """Returns the part `span` of `axis`; its first element becomes the origin. Raises
+        LayoutError outside the axis.
+        """
         if not span or span.stop > self.extent_of(axis):
             raise LayoutError(f"{axis} span {span.triple()} is outside 0..{self.extent_of(axis)}")
         i = self.axes.index(axis)
@@ -90,7 +94,7 @@ class Layout:
         return Layout(self.axes, shape, (*self.stride[:i], self.stride[i] * span.step, *self.stride[i + 1 :]))
 
     def runs(self) -> tuple[int, int]:
-        """Length in elements and count of the contiguous runs. Separate allocations (stride 0) never join.
+        """Returns the length in elements and the number of contiguous runs. Separate allocations (stride 0) never join.
 
         Two of eight heads of a 32-layer NHD pool of one 64-token page: 4,096 runs of 256 elements.
 
@@ -104,14 +108,14 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """One loop of a strided nest: how often, and how far each side moves, in any unit common to the nest."""
+    """One loop of a strided nest: its count, and each side's step, in any unit common to the nest."""
 
     extent: int
     strides: tuple[int, ...]
 
 
 def coalesce(loops: Iterable[Dim]) -> list[Dim]:
-    """Merge neighbouring loops, innermost first, wherever every side continues where it stopped. The first stays.
+    """Merge neighbouring loops, innermost first, wherever every side is contiguous. The first loop stays first.
 
     >>> coalesce([Dim(128, (1, 1)), Dim(16, (128, 128)), Dim(2, (4096, 2048))])
     [Dim(extent=2048, strides=(1, 1)), Dim(extent=2, strides=(4096, 2048))]

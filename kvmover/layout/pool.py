@@ -1,4 +1,4 @@
-"""A PoolSpec says where a rank holds a component's pages, as a serialisable value; a Pool has the tensors too."""
+"""A PoolSpec locates a rank's pages of a component, as a serialisable value; a Pool has the tensors too."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ALIGN_BYTES = 4096
 
 
 def _checked_scales(given: tuple[float, ...], component: Component, layout: Layout) -> tuple[float, ...]:
-    """As float32 has them, empty where all are 1. Raises LayoutError."""
+    """Returns scales rounded to float32; empty if all are 1. Raises LayoutError."""
     each = component.codec.scales if component.codec else 0
     planes = layout.extent_of("layer") * layout.extent_of("kv")
     if given and len(given) != planes * each:
@@ -50,10 +50,11 @@ class PoolSpec:
     """The serialisable half of a pool: strides of the six axes as the rank holds them, in elements.
 
     `separate` names the axes with one allocation an index; their stride is 0. Local extents: the layers and heads of
-    the rank's Shard, all pages of the pool. Raises LayoutError for rows off the width of their codec's widest element.
+    the rank's Shard, all pages of the pool. Raises LayoutError for a layout unlike the component, and for rows
+    misaligned to their codec's widest element.
 
-    `scales`: of planes, layer by layer and K before V, one for each part of a row that its codec `is_scaled`: what the
-    engine multiplies an element by. Empty: 1 for all. They are taken as float32.
+    `scales`: the factors by which the engine multiplies elements: for each plane, layer by layer and K before V, one
+    for each part of a row that its codec `is_scaled`. Empty: 1 for all. Rounded to float32.
 
     Components may share an allocation: their strides are the allocation's, and each pool's tensors start where its own
     elements do (`flat[offset_bytes:]`). A convolution state of 3 steps for 2 heads of 4 channels each of q, k and v,
@@ -99,7 +100,7 @@ class PoolSpec:
                 )
 
     def __hash__(self) -> int:
-        """By its strides: as of a component."""
+        """Hash the strides only, as a Component does."""
         return hash(self.layout.stride)
 
     @classmethod
@@ -113,7 +114,7 @@ class PoolSpec:
         separate: tuple[str, ...] = (),
         scales: tuple[float, ...] = (),
     ) -> PoolSpec:
-        """The pool without gaps for the layers and heads of `shard`, its axes nested in `order`.
+        """Returns the pool without gaps for the layers and heads of `shard`, its axes nested in `order`.
 
         `page_tokens` is `fleet.page_rows(component)`.
         """
@@ -132,38 +133,38 @@ class PoolSpec:
 
     @property
     def page_tokens(self) -> int:
-        """Positions of a page: tokens, rows of several tokens, or 1 state."""
+        """The positions of a page: tokens, rows of several tokens, or 1 state."""
         return self.layout.extent_of("token")
 
     @property
     def pages(self) -> int:
-        """Number of pages; page ids are below it."""
+        """The number of pages; page ids are below it."""
         return self.layout.extent_of("page")
 
     @property
     def allocations(self) -> int:
-        """Number of tensors that a Pool of this spec has: the product of the extents of `separate`."""
+        """The number of tensors of a Pool of this spec: the product of the extents of `separate`."""
         return prod(self.layout.extent_of(axis) for axis in self.separate)
 
     @property
     def allocation_bytes(self) -> int:
-        """Bytes that each of the allocations must hold at least, gaps included."""
+        """The least bytes of each allocation, gaps included."""
         return self.layout.elements * self.component.element_bytes
 
     def stride_bytes(self, axis: str) -> int:
-        """Distance in bytes between neighbours on an axis."""
+        """Returns the distance in bytes between neighbours on an axis."""
         return self.layout.stride_of(axis) * self.component.element_bytes
 
     def packed(self, pages: int) -> PoolSpec:
-        """The same layers, heads and tokens in `pages` dense pages of the packed order, as objects of a store lie."""
+        """Returns the same layers, heads and tokens in `pages` dense pages of the packed order, as in the store."""
         extents = dict(zip(self.layout.axes, self.layout.shape, strict=True)) | {"page": pages}
         return PoolSpec(self.component, Layout.dense(PACKED_ORDER, **extents), scales=self.scales)
 
     @property
     def is_packed(self) -> bool:
-        """Whether each page is one run in the packed order, as objects of a store are: stored from where it lies.
+        """True if each page is one run in the packed order, like an object of the store, which then needs no gather.
 
-        MLA whose layers lie inside a page is; attention with K and V in allocations of their own never.
+        MLA whose layers lie inside a page is; attention with K and V in separate allocations never is.
         """
         run = 1
         for axis in reversed(PACKED_AXES[1:]):
@@ -173,7 +174,7 @@ class PoolSpec:
         return not self.separate
 
     def planes(self) -> list[tuple[int, int]]:
-        """(allocation, byte offset) of each (layer, kv), layer-major: where page 0, head 0, token 0 of it lies."""
+        """Returns (allocation, byte offset) of page 0, head 0, token 0 of each (layer, kv), layer-major."""
         extents = {axis: self.layout.extent_of(axis) for axis in TABLE_AXES}
         planes: list[tuple[int, int]] = []
         for index in product(*(range(extents[axis]) for axis in TABLE_AXES)):
@@ -191,7 +192,8 @@ class Pool:
     """A pool's tensors: `spec.allocations` flat uint8 tensors, owned by the engine, alive as long as the Pool.
 
     All on one device. An engine's own tensors are given as `tensor.view(torch.uint8).flatten()` when they are dense, or
-    from an offset on, `[offset_bytes:]`, where components share an allocation.
+    from an offset on, `[offset_bytes:]`, where components share an allocation. Raises LayoutError for tensors that are
+    too few, too small, or misaligned.
     """
 
     spec: PoolSpec
@@ -220,7 +222,7 @@ class Pool:
 
     @classmethod
     def zeros(cls, spec: PoolSpec, device: str = "cpu") -> Pool:
-        """A pool of its own memory, zeroed. Raises MissingLibrary without torch."""
+        """Allocate a zeroed pool. Raises MissingLibrary without torch."""
         need("torch", "a pool", "torch")
         import torch
 
@@ -229,10 +231,10 @@ class Pool:
 
     @classmethod
     def shared(cls, spec: PoolSpec) -> Pool:
-        """A zeroed pool in memory that other processes of this host and user may map: for the mapped route.
+        """Allocate a zeroed pool in memory that other processes of this host and user may map: for the mapped route.
 
-        The memory is given back with the last process that has it. Raises MissingLibrary without torch, and LayoutError
-        where there is no such memory: it takes Linux.
+        The memory is freed with the last process that has it. Raises MissingLibrary without torch, and LayoutError
+        without shared memory: it takes Linux.
         """
         need("torch", "a pool", "torch")
         import torch
@@ -243,9 +245,9 @@ class Pool:
         return cls(spec, tuple(every[start : start + spec.allocation_bytes] for start in starts))
 
     def plane(self, layer: int, kv: int) -> torch.Tensor:
-        """A view [page, token, head, dim] of one plane in the component's dtype, strided as the pool is.
+        """Returns a view [page, token, head, dim] of one plane in the component's dtype, strided as the pool is.
 
-        `layer` and `kv` count from 0 among those that this rank holds. Raises LayoutError for one that it does not.
+        `layer` and `kv` count from 0 among this rank's. Raises LayoutError outside them.
         """
         import torch
 

@@ -12,10 +12,12 @@ from kvmover.layout.span import Span
 
 @dataclass(frozen=True, slots=True)
 class Stripe:
-    """`count` runs of `width` consecutive tokens, the starts `step` apart: a Span whose elements are `width` wide.
+    """A stripe of `count` runs of `width` consecutive tokens, starts `step` apart: a Span whose elements are `width`
+    wide.
 
     Page-interleaved context parallelism is `Stripe(rank * P, n, ranks * P, P)`, token interleave is width 1, and a
-    whole request is one run. Runs never touch: adjacent ones are merged, so `==` compares sets.
+    whole request is one run. Runs never touch: adjacent ones are merged, so `==` compares sets. Raises LayoutError for
+    runs that overlap or are empty.
 
     >>> Stripe(0, 3, 64, 16) & Stripe(0, 1, 40, 40)
     (Stripe(start=0, count=1, step=16, width=16),)
@@ -37,17 +39,17 @@ class Stripe:
             object.__setattr__(self, "step", self.width)
 
     def quad(self) -> list[int]:
-        """[start, count, step, width], for messages and JSON."""
+        """Returns [start, count, step, width], for messages and JSON."""
         return [self.start, self.count, self.step, self.width]
 
     @property
     def stop(self) -> int:
-        """One past the last token."""
+        """The position after the last token."""
         return self.start + (self.count - 1) * self.step + self.width
 
     @property
     def tokens(self) -> int:
-        """How many tokens: count * width."""
+        """The number of tokens: count * width."""
         return self.count * self.width
 
     @property
@@ -59,14 +61,14 @@ class Stripe:
         return (first + token for first in self.starts for token in range(self.width))
 
     def index(self, position: int) -> int:
-        """The place of `position` when the stripe's tokens are stored densely in order: where its page table has it."""
+        """Returns the index of `position` among the stripe's tokens in order. Raises LayoutError outside the stripe."""
         run, token = divmod(position - self.start, self.step)
         if not 0 <= run < self.count or token >= self.width:
             raise LayoutError(f"position {position} is not in stripe {self.quad()}")
         return run * self.width + token
 
     def clip(self, start: int, stop: int) -> Positions:
-        """The tokens in [start, stop): at most a cut run, whole runs, and a cut run."""
+        """Returns the tokens in [start, stop): at most a cut run, whole runs, and a cut run."""
         low, high = max(start, self.start), min(stop, self.stop)
         if low >= high:
             return ()
@@ -86,7 +88,7 @@ class Stripe:
         return (Stripe(self.start + run * self.step + low, 1, high - low, high - low),) if low < high else ()
 
     def __and__(self, other: Stripe) -> Positions:
-        """The common tokens. Runs that overlap by the same amount recur every lcm(steps): one Span `&` an amount."""
+        """Returns the common tokens. Equal overlaps of runs recur every lcm(steps): one Span `&` for each."""
         if self.count == 1:
             return other.clip(self.start, self.stop)
         if other.count == 1:
@@ -110,15 +112,15 @@ Positions = tuple[Stripe, ...]
 
 
 def normal(pieces: Iterable[Stripe]) -> Positions:
-    """Stripes in order of their first token."""
+    """Returns the stripes in order of their first token."""
     return tuple(sorted(pieces, key=lambda stripe: (stripe.start, stripe.step)))
 
 
 def common(left: Positions, right: Stripe) -> Positions:
-    """The tokens of `left` that `right` holds too."""
+    """Returns the tokens of `left` that `right` holds too."""
     return left[0] & right if len(left) == 1 else normal(piece for stripe in left for piece in stripe & right)
 
 
 def tokens_of(positions: Positions) -> int:
-    """How many tokens: stripes of one value never share one."""
+    """Returns the number of tokens: stripes of one value are disjoint."""
     return sum(stripe.tokens for stripe in positions)

@@ -1,4 +1,4 @@
-"""A Span is an arithmetic progression, the shape of everything a rank can hold along one axis."""
+"""A Span is an arithmetic progression, the shape of a rank's share along any axis."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from kvmover.errors import LayoutError
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`count` numbers from `start`, `step` apart. Closed under `&`; in one canonical form, so that `==` compares sets.
+    """A progression of `count` numbers from `start`, `step` apart. Closed under `&`; in one canonical form, so that
+    `==` compares sets. Raises LayoutError for negative numbers, or a step below 1.
 
     >>> Span(0, 8, 3) & Span(1, 9, 2)
     Span(start=3, count=3, step=6)
@@ -33,10 +34,11 @@ class Span:
 
     @classmethod
     def share(cls, extent: int, parts: int, index: int) -> Span:
-        """The part `index` of `extent` things dealt to `parts` owners in consecutive, balanced blocks.
+        """Returns part `index` of `extent` things dealt to `parts` owners in consecutive, balanced blocks.
 
         With more owners than things each thing is held by several neighbours: grouped-query heads under a larger tensor
-        parallel size. `first = index * extent // parts` is the closed form of both cases (DESIGN.md, section 4).
+        parallel size. `first = index * extent // parts` is the closed form of both cases (DESIGN.md, section 4). Raises
+        LayoutError for an index outside the parts.
 
         >>> [Span.share(8, 4, r) for r in (0, 3)]
         [Span(start=0, count=2, step=1), Span(start=6, count=2, step=1)]
@@ -50,15 +52,15 @@ class Span:
 
     @property
     def stop(self) -> int:
-        """One past the last number; 0 when empty."""
+        """The number after the last one; 0 when empty."""
         return self.start + (self.count - 1) * self.step + 1 if self.count else 0
 
     def triple(self) -> list[int]:
-        """[start, count, step], for messages and JSON."""
+        """Returns [start, count, step], for messages and JSON."""
         return [self.start, self.count, self.step]
 
     def index(self, value: int) -> int:
-        """Where `value` stands in the progression. Raises LayoutError when it does not."""
+        """Returns the index of `value` in the progression. Raises LayoutError if it is not in it."""
         offset, rest = divmod(value - self.start, self.step)
         if rest or not 0 <= offset < self.count:
             raise LayoutError(f"{value} is not in span {self.triple()}")
@@ -77,7 +79,7 @@ class Span:
         return self.count > 0
 
     def __and__(self, other: Span) -> Span:
-        """The common numbers, by the Chinese remainder theorem: no enumeration."""
+        """Returns the common numbers, by the Chinese remainder theorem: no enumeration."""
         divisor = gcd(self.step, other.step)
         if not self or not other or (other.start - self.start) % divisor:
             return EMPTY
