@@ -18,6 +18,7 @@ import numpy as np
 
 from kvmover.store.boot import HostBoot
 from kvmover.store.deletion import DeletionOrder, TwoLooks
+from kvmover.store.eviction import EvictionCandidate, carried, victim
 from kvmover.store.fetch import GIVEN_BACK
 from kvmover.store.files import Files, close_quietly, open_shared
 from kvmover.store.guard_lock import GuardLock, off_lock, under_lock
@@ -32,9 +33,6 @@ from kvmover.store.takeover import SegmentTakeover
 
 #: Pages that are looked at to choose a segment by.
 _COLD = 4096
-
-#: At most this share of a segment is carried forward: beyond it, carrying costs more than it frees.
-_CARRIED_SHARE = 1 / 2
 
 
 Unused = Callable[[Rows], tuple[Rows, Placed, int]]
@@ -85,12 +83,12 @@ class SegmentCleaner:
             coldest = catalog.index.hashes(catalog.index.coldest(_COLD, nbytes, kept))
         cold = [page for first in range(0, len(coldest), SLICE) for page in self._cold(coldest[first : first + SLICE])]
         with self.lock:
-            victim = self._victim(cold)
-            if victim is None:
+            chosen = self._victim(cold)
+            if chosen is None:
                 return None
-            hot = self._hottest(victim)
-        carried = [each for record in hot if (each := self._carry(victim.segment.name, record))]
-        return self._removed(victim, carried)
+            hot = self._hottest(chosen)
+        copied = [each for record in hot if (each := self._carry(chosen.segment.name, record))]
+        return self._removed(chosen, copied)
 
     @off_lock
     def _cold(self, pages: Sequence[bytes]) -> list[bytes]:
@@ -108,24 +106,24 @@ class SegmentCleaner:
         cold_bytes = Counter[str]()
         for name, some in placed.by_segment():
             cold_bytes[name] = int(placed.held[some].sum())
-        best: tuple[float, Segment, int] | None = None
-        for segment in catalog.segments.values():
-            size = catalog.data_bytes(segment) if segment.is_done else 0
-            hot = catalog.index.live_bytes(segment.name) - cold_bytes[segment.name]
-            if size and hot < size and (best is None or hot / size < best[0]):
-                best = hot / size, segment, size
+        best = victim(
+            [
+                EvictionCandidate(name, catalog.data_bytes(segment), catalog.index.live_bytes(name) - cold_bytes[name])
+                for name, segment in catalog.segments.items()
+                if segment.is_done
+            ]
+        )
         if best is None and self._writer.abandon():
             return self._victim(pages)
-        return _Victim(best[1], best[2], cold) if best else None
+        return _Victim(catalog.segments[best.name], best.data_bytes, cold) if best else None
 
     @under_lock
-    def _hottest(self, victim: _Victim) -> list[int]:
+    def _hottest(self, chosen: _Victim) -> list[int]:
         """Records of objects of hot pages, the most recently read first, of a share of the segment at most."""
         index = self._catalog.index
-        placed = index.placed_in(victim.segment.name)
-        hot = placed.where(~np.isin(placed.pages, victim.cold))
-        hot = hot.where(np.argsort(-index.stamps_at(hot.pages), kind="stable"))
-        return hot.records[np.cumsum(hot.held) <= victim.size_bytes * _CARRIED_SHARE].tolist()
+        placed = index.placed_in(chosen.segment.name)
+        hot = placed.where(~np.isin(placed.pages, chosen.cold))
+        return hot.records[carried(chosen.size_bytes, hot.held, index.stamps_at(hot.pages))].tolist()
 
     @under_lock
     def _stamp(self, each: StoredObject) -> int:
@@ -133,10 +131,10 @@ class SegmentCleaner:
         return stamp
 
     @off_lock
-    def _removed(self, victim: _Victim, carried: list[StoredObject]) -> Cleaned | None:
+    def _removed(self, chosen: _Victim, copied: list[StoredObject]) -> Cleaned | None:
         """Delete what is left in a segment, with all that belongs to its pages, and the segment."""
-        catalog, name = self._catalog, victim.segment.name
-        kept, pages = {each.page for each in carried}, 0
+        catalog, name = self._catalog, chosen.segment.name
+        kept, pages = {each.page for each in copied}, 0
         while True:
             with self.lock:
                 placed = catalog.index.placed_in(name, catalog.index.records(name)[:SLICE])
@@ -155,7 +153,7 @@ class SegmentCleaner:
         with self.lock:
             if name in catalog.segments:
                 return None
-        return Cleaned(victim.size_bytes - sum(each.held_bytes for each in carried), pages)
+        return Cleaned(chosen.size_bytes - sum(each.held_bytes for each in copied), pages)
 
     @off_lock
     def _carry(self, name: str, record: int) -> StoredObject | None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvmover.layout import Span, Stripe
 from kvmover.store.bucket.bucket_catalog import KeptSegment
-from kvmover.store.bucket.choice import ALONE_S, EvictionCandidate, LeftOver, Listing, left_overs, victim
+from kvmover.store.bucket.choice import ALONE_S, LeftOver, Listing, left_overs
 from kvmover.store.bucket.compaction import LOOSE, compaction, decode_catalog, encode_catalog, segments_within
 from kvmover.store.bucket.sealed import (
     USES,
@@ -28,6 +28,7 @@ from kvmover.store.bucket.sealed import (
     segment_of,
 )
 from kvmover.store.bucket.service import BucketEntry, requests
+from kvmover.store.eviction import CARRIED_SHARE, EvictionCandidate, carried, victim
 from kvmover.store.part import PageBox, PartKey, part_key
 from kvmover.store.record import decode_all, holds, table
 
@@ -207,6 +208,21 @@ def test_the_victim_has_the_smallest_share_that_is_hot() -> None:
             assert all(chosen.hot_bytes * each.data_bytes <= each.hot_bytes * chosen.data_bytes for each in able)
 
 
+def test_the_most_recently_used_are_carried_up_to_a_share_and_the_kept_ones_always() -> None:
+    """Every three hot objects of few sizes and seconds, of a segment of eight."""
+    kinds = list(itertools.product((1, 2, 3), (5, 6), (False, True)))
+    for hot in itertools.product(kinds, repeat=3):
+        room, expected = 8 * CARRIED_SHARE, list[int]()
+        for at in sorted(range(3), key=lambda at: (not hot[at][2], -hot[at][1], at)):
+            room -= hot[at][0]
+            if room < 0 and not hot[at][2]:
+                break
+            expected.append(at)
+        held, stamps, kept = zip(*hot, strict=True)
+        assert carried(8, held, stamps, kept) == expected
+    assert carried(8, [], []) == []
+
+
 def entry(name: str, age_s: float) -> BucketEntry:
     return BucketEntry(f"ns/{name}", 1, 10_000_000 - age_s, name)
 
@@ -265,7 +281,7 @@ def test_a_segment_is_known_by_what_it_says_of_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["bucket.choice", "bucket.compaction", "bucket.sealed", "bucket.service", "deletion", "location"]
+    "name", ["bucket.compaction", "bucket.sealed", "bucket.service", "deletion", "eviction", "location"]
 )
 def test_examples_say_what_is_so(name: str) -> None:
     ran = doctest.testmod(importlib.import_module(f"kvmover.store.{name}"))

@@ -1,8 +1,8 @@
-"""What of a bucket may go: left-overs by a listing, and which segment is evicted. Pure."""
+"""Left-overs of a bucket: objects that a listing shows and no process will ask for again. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvmover.store.bucket.compaction import CATALOG
@@ -78,26 +78,3 @@ def left_overs(listing: Listing, now_s: float) -> list[LeftOver]:
         for segment, entry in sorted(entries.items())
         if segment not in others and now_s - entry.modified_s > age_s
     ]
-
-
-@dataclass(frozen=True, slots=True)
-class EvictionCandidate:
-    """A segment that may go: its size, and what of it is cold, that is would have to go anyway, or dead."""
-
-    name: str
-    data_bytes: int
-    hot_bytes: int
-
-
-#: At most this share of a segment is carried forward: beyond it, carrying costs more than it frees.
-CARRIED_SHARE = 1 / 2
-
-
-def victim(candidates: Sequence[EvictionCandidate]) -> EvictionCandidate | None:
-    """The segment with the smallest share of hot bytes; None where all of every one is hot.
-
-    >>> victim([EvictionCandidate("a", 100, 60), EvictionCandidate("b", 50, 10), EvictionCandidate("c", 9, 9)])
-    EvictionCandidate(name='b', data_bytes=50, hot_bytes=10)
-    """
-    able = [each for each in candidates if each.hot_bytes < each.data_bytes]
-    return min(able, key=lambda each: (each.hot_bytes / each.data_bytes, each.name), default=None)

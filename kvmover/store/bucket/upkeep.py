@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from kvmover.store.bucket.bucket_catalog import BucketCatalog, KeptSegment
 from kvmover.store.bucket.bucket_reader import BucketReader
 from kvmover.store.bucket.bucket_writer import BucketWriter, SentPayload
-from kvmover.store.bucket.choice import CARRIED_SHARE, EvictionCandidate, Listing, left_overs, victim
+from kvmover.store.bucket.choice import Listing, left_overs
 from kvmover.store.bucket.compaction import CATALOG, compaction, encode_catalog
 from kvmover.store.bucket.sealed import DEAD, HEAD, USED, USES, Dead, SealedSegment, encode_uses, read_head
 from kvmover.store.bucket.service import PutMode
 from kvmover.store.deletion import EMPTY, DeletionOrder, Look, Permit, Seen, TwoLooks
+from kvmover.store.eviction import EvictionCandidate, carried, victim
 from kvmover.store.record import holds
 from kvmover.store.stored import Page, StoredObject
 
@@ -167,15 +168,15 @@ class BucketUpkeep:
         try:
             if not self._is_there(segment):
                 return EvictedSegment(chosen.data_bytes, 0)
-            carried = self._carry(hot)
+            sent = self._carry(hot)
             permit = catalog.door.order(DeletionOrder.EVICTED, 1)
             with catalog.lock:
-                pages = self._drop(segment, carried, permit)
+                pages = self._drop(segment, sent, permit)
             self._remove(segment, permit)
         except OSError as error:
             catalog.lag(error)
             return None
-        return EvictedSegment(chosen.data_bytes - sum(each.held_bytes for each in carried), pages)
+        return EvictedSegment(chosen.data_bytes - sum(each.held_bytes for each in sent), pages)
 
     def _is_there(self, segment: KeptSegment) -> bool:
         """Whether nobody else has removed a segment, which is forgotten then. Raises OSError."""
@@ -203,44 +204,38 @@ class BucketUpkeep:
         live_bytes = self._catalog.index.live_bytes
         return [
             EvictionCandidate(name, kept.data_bytes, live_bytes(name) - cold_bytes.get(name, 0))
-            for name, kept in self._catalog.segments.items()
+            for name, kept in sorted(self._catalog.segments.items())
         ]
 
     def _hottest(
         self, chosen: EvictionCandidate, cold: dict[bytes, Page], keep: frozenset[bytes]
     ) -> list[StoredObject]:
         """Objects of pages to keep; and of hot ones, the most recently used first, up to a share of the segment."""
-        room = int(chosen.data_bytes * CARRIED_SHARE)
         hot = [each for each in self._catalog.index.objects(chosen.name) if each.page not in cold]
-        stamps = dict(zip([e.page for e in hot], self._catalog.index.stamps_of([e.page for e in hot]), strict=True))
-        taken: list[StoredObject] = []
-        for each in sorted(hot, key=lambda each: (each.page in keep, stamps[each.page]), reverse=True):
-            room -= each.held_bytes
-            if room < 0 and each.page not in keep:
-                break
-            taken.append(each)
-        return taken
+        stamps = self._catalog.index.stamps_of([each.page for each in hot])
+        held, kept = [each.held_bytes for each in hot], [each.page in keep for each in hot]
+        return [hot[at] for at in carried(chosen.data_bytes, held, stamps, kept)]
 
     def _carry(self, objects: Sequence[StoredObject]) -> list[StoredObject]:
         """Write objects again, as they are, and send them; those that are there. Raises OSError where none may go."""
         digests, payloads = self._reader.digests(objects), self._reader.payloads(objects)
         with self._catalog.lock:
             stamps = self._catalog.index.stamps_of([each.page for each in objects])
-        carried: list[StoredObject] = []
+        sent: list[StoredObject] = []
         for each, table, payload, stamp in zip(objects, digests, payloads, stamps, strict=True):
             if isinstance(table, str) or isinstance(payload, str) or not holds(payload, each.cells, table, 0):
                 continue
             answer = self._writer.add(SentPayload(payload, each.page, each.part, table, stamp))
             if not isinstance(answer, str):
-                carried.append(each)
-        if carried:
+                sent.append(each)
+        if sent:
             self._writer.sync()
-        return carried
+        return sent
 
-    def _drop(self, segment: KeptSegment, carried: Sequence[StoredObject], permit: Permit) -> int:
+    def _drop(self, segment: KeptSegment, sent: Sequence[StoredObject], permit: Permit) -> int:
         """Delete what belongs to pages that go with a segment, wherever it is; how many pages. Under the lock."""
         index = self._catalog.index
-        going = [each for each in index.objects(segment.name) if each not in carried]
+        going = [each for each in index.objects(segment.name) if each not in sent]
         pages: set[bytes] = set()
         for each in going:
             entry = index.get(each.page)

@@ -14,6 +14,7 @@ from itertools import accumulate, islice, takewhile
 
 import numpy as np
 
+from kvmover.store.eviction import EvictionCandidate, carried, victim
 from kvmover.store.index import Index
 from kvmover.store.keeper.journal import (
     ROW_BYTES,
@@ -86,9 +87,6 @@ IDLE_S = 10
 
 #: Uses of a page are told to others when they are so much later than the last.
 _TOLD_S = 30
-
-#: At most this share of a slab is carried to another when it goes: beyond it, carrying costs more than it frees.
-_CARRIED_SHARE = 1 / 2
 
 #: An eviction looks at so many of the least recently used pages.
 _LOOKED_AT = 1024
@@ -403,8 +401,8 @@ def _evict(state: KeeperState, among: Sequence[bytes], keep: Collection[int], no
         return []
     oldest = min((state.namespaces[slab.namespace].index.span_s[0], slab.namespace) for slab in able)[1]
     slab, cold = _victim(state, [slab for slab in able if slab.namespace == oldest])
-    carried = _carry(state, slab, cold, now) if len(state.slabs) < SLABS else []
-    return [*carried, *_drop(state, slab, now)]
+    moves = _carry(state, slab, cold, now) if len(state.slabs) < SLABS else []
+    return [*moves, *_drop(state, slab, now)]
 
 
 def _victim(state: KeeperState, able: Sequence[Slab]) -> tuple[Slab, set[bytes]]:
@@ -418,8 +416,13 @@ def _victim(state: KeeperState, able: Sequence[Slab]) -> tuple[Slab, set[bytes]]
         if cold.total() >= state.slab_bytes:
             break
     order = {name: number for number, name in enumerate(cold)}
-    hot = {slab.name: (index.live_bytes(slab.name) - cold[slab.name]) / slab.nbytes for slab in able}
-    return min(able, key=lambda slab: (hot[slab.name], order.get(slab.name, len(order)), slab.number)), pages
+    by_age = sorted(able, key=lambda slab: (order.get(slab.name, len(order)), slab.number))
+    candidates = {
+        EvictionCandidate(slab.name, slab.nbytes, index.live_bytes(slab.name) - cold[slab.name]): slab
+        for slab in by_age
+    }
+    chosen = victim(list(candidates))
+    return (candidates[chosen] if chosen else by_age[0]), pages
 
 
 def _carry(state: KeeperState, old: Slab, cold: Collection[bytes], now: int) -> Actions:
@@ -427,9 +430,7 @@ def _carry(state: KeeperState, old: Slab, cold: Collection[bytes], now: int) -> 
     kept = state.namespaces[old.namespace]
     hot = [each for each in kept.index.objects(old.name) if each.page not in cold]
     stamps = kept.index.stamps_of([each.page for each in hot])
-    hottest = [each for _, each in sorted(zip(stamps, hot, strict=True), key=lambda pair: -pair[0])]
-    ends = accumulate(each.held_bytes for each in hottest)
-    taken = [each for each, end in zip(hottest, ends, strict=True) if end <= old.nbytes * _CARRIED_SHARE]
+    taken = [hot[at] for at in carried(old.nbytes, [each.held_bytes for each in hot], stamps)]
     if not taken:
         return []
     starts = [0, *accumulate(each.held_bytes for each in taken)]
