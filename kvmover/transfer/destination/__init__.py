@@ -1,1 +1,1 @@
-"""The half of a mover that takes requests in: `machine` decides, `driver` carries out, `reads` fetches in a pull."""
+"""The receiving half of a mover: `machine` decides, `driver` carries out and reads in a pull."""

@@ -1,4 +1,4 @@
-"""What a destination knows of a request that it wants, from the first Want until the engine is told how it ended."""
+"""The state of a request that a destination receives, from the first Want until the engine is told how it ended."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from kvmover.transfer.protocol.wire import encoded
 from kvmover.transfer.result import Cause, Result, Transfer
 from kvmover.transfer.source.writes import Pages
 
-#: Which event or message makes an attempt fail for which cause; any other is a peer that breaks the protocol.
+#: The cause of failure by event or message; others are protocol violations of the peer.
 _CAUSES: dict[type, Cause] = {
     Cancel: Cause.ABORTED,
     wire.Abort: Cause.PEER_ABORTED,
@@ -54,7 +54,7 @@ _CAUSES: dict[type, Cause] = {
 
 
 def cause_of(event: Event) -> Cause:
-    """Why an attempt failed that `event` ended."""
+    """Returns why an attempt failed that `event` ended."""
     return _CAUSES.get(type(event.message) if isinstance(event, Heard) else type(event), Cause.PROTOCOL)
 
 
@@ -65,13 +65,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class ReceiveAttempt:
-    """A request that this rank wants: its state, its page tables, and the lane from each source.
+    """A request that this rank receives: its state, its page tables, and the lane from each source.
 
-    `positions` of the request are wanted; of each page table the entries `spans` are written. `most`: how many pages of
-    each come to be named; None where all were with the request. `routes`: by which each source is to send. `wants`:
-    what it was asked, encoded. `writers`: the processes of sources that copy into our pages by themselves. `theirs`:
-    page tables of sources that are read from pages to pages. `copying`: chunks that a copy was begun of and has not
-    ended. `faults`: exceptions on this side.
+    `positions` of the request are wanted; entries `spans` of each page table are written. `most`: the final number of
+    pages in each table; None: all were given with the request. `routes`: the route of each source. `wants`: each
+    source's Want, encoded. `writers`: source processes that copy into this rank's pages themselves. `theirs`: page
+    tables of sources read from pages to pages. `copying`: chunks with a copy under way. `faults`: exceptions on this
+    side.
     """
 
     state: Receiving
@@ -97,18 +97,18 @@ class ReceiveAttempt:
 
     @property
     def is_release(self) -> bool:
-        """Returns whether it asks for nothing, which tells the sources that they may forget the request."""
+        """True for an attempt that asks for no tokens and no payload, and so lets the sources forget the request."""
         return not (self.positions or self.aux or self.state.awaited_aux)
 
     @property
     def id(self) -> Id:
-        """The request by name, and the number of this try at it."""
+        """(request, generation)."""
         return self.state.request, self.state.generation
 
     def name(self, core: Core, pages: Pages, claims: PageClaims) -> frozenset[WriterChunk]:
-        """Add to the end of the page tables. Which chunks have all their pages with that.
+        """Append pages to the page tables. Returns the chunks that have all their pages now.
 
-        Raises PlanError, and adds nothing.
+        Raises PlanError, and adds none.
         """
         if self.most is None:
             raise PlanError(f"request {self.transfer.request} was received with all of its pages")
@@ -129,7 +129,7 @@ class ReceiveAttempt:
         )
 
     def ask_anew(self, leases: WriteLeases) -> list[str]:
-        """Put the page tables so far into the Wants of those who write into our pages, and say who that is."""
+        """Put the page tables so far into the Wants of sources that write into pages. Returns these sources."""
         told = [peer for peer, source in self.state.sources.items() if source.writes_pages and source.chunks]
         for peer in told:
             want = wire.decode(self.wants[peer])
@@ -139,18 +139,18 @@ class ReceiveAttempt:
         return told
 
     def ways(self, peer: str) -> tuple[Way, ...]:
-        """How chunks of a source are copied here, or read for their digests."""
+        """Returns the directions in which a source's chunks are copied here, or read for their digests."""
         reads = self.routes[peer] is Route.MAPPED and self.state.sources[peer].verb is wire.Verb.PULL
         return (Way.READ, Way.SCATTER) if reads else (Way.SCATTER,)
 
     def has_noted(self, peer: str, noted: wire.Noted) -> bool:
-        """Whether a source has noted all that it was told of our pages."""
+        """Returns True if a source has noted all page tables sent to it."""
         whole = self.most is None or not self.state.sources[peer].writes_pages
         return whole or noted.named == tuple(map(len, self.pages))
 
 
 def close(attempt: ReceiveAttempt, core: Core, held: frozenset[str]) -> None:
-    """Tell the engine how it ended, and count it. What asks for nothing is no landing: nobody but the engine hears."""
+    """Set the transfer's result, and count it. A release is not counted: only the engine is told."""
     state, lanes, transfer = attempt.state, attempt.lanes.values(), attempt.transfer
     seconds = core.clock() - transfer.started
     transfer.held = bool(held)
@@ -176,9 +176,9 @@ def close(attempt: ReceiveAttempt, core: Core, held: frozenset[str]) -> None:
 
 
 def incomplete(attempt: ReceiveAttempt) -> tuple[tuple[int, ...], ...]:
-    """Page table indices, a component, of pages that a chunk is missing from, named or not.
+    """Returns, by component, the page table indices of pages that miss a chunk, named or not.
 
-    What was read counts only if its source has confirmed that it was still its own.
+    Chunks read from a source count only once it has confirmed them (Kept).
     """
     missing, state = [set[int]() for _ in attempt.pages], attempt.state
     for peer, lane in attempt.lanes.items():
@@ -190,10 +190,10 @@ def incomplete(attempt: ReceiveAttempt) -> tuple[tuple[int, ...], ...]:
 
 
 def spliced(known: Pages, more: Pages, first: Sequence[int], most: Sequence[int]) -> Pages | None:
-    """A source's page tables of which `known` was said before and `more` is said now, `first` [component] being how
-    many pages were said before it; no longer than `most`. None where something between the two was lost.
+    """Returns a source's page tables: `known` ones, with `more` pages from index `first` [component] on, cut to `most`.
+    None if a message between them was lost.
 
-    Raises PlanError for other than one table a component.
+    Raises PlanError unless there is one table a component.
     """
     known, first = known or tuple(table[:0] for table in more), first or [0] * len(more)
     if not len(known) == len(more) == len(first) == len(most):
@@ -209,8 +209,8 @@ def spliced(known: Pages, more: Pages, first: Sequence[int], most: Sequence[int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReceiveRequest:
-    """`positions` of a request of `engine` into `pages` (None: named later) within `deadline_s`, and payloads of the
-    ranks `aux_from`.
+    """The arguments of a receive: `positions` of a request of `engine` into `pages` (None: named later) within
+    `deadline_s` seconds, and payloads of the ranks `aux_from`.
     """
 
     transfer: Transfer
@@ -229,10 +229,10 @@ def attempt_of(
     claims: PageClaims,
     eager: Callable[[str, int], int | None],
 ) -> ReceiveAttempt:
-    """The attempt, with a Want for each source rank encoded and its pages claimed. Raises PlanError, PeerUnknown or
-    LayoutError, and has claimed none.
+    """Returns the attempt, with a Want encoded for each source rank and its pages claimed. Raises PlanError,
+    PeerUnknown or LayoutError, and claims no pages then.
 
-    `eager`: leases a region of so many bytes for a source that is to write one packed chunk, or does not.
+    `eager`: leases a region of a number of bytes for a source that will write one packed chunk, or returns None.
     """
     config, now = core.config, core.clock()
     pages, most = wanted.pages, None
@@ -282,7 +282,9 @@ def attempt_of(
 def _lease_eagerly(
     attempt: ReceiveAttempt, wants: Mapping[str, wire.Want], eager: Callable[[str, int], int | None]
 ) -> None:
-    """Grant with the Want what one packed chunk needs. What can fail has not, so nothing that is leased is lost."""
+    """Grant the region of each one-chunk packed push with its Want. All steps that may fail come before, so no lease is
+    lost.
+    """
     for name, want in wants.items():
         if not attempt.state.sources[name].is_one_packed_push:
             continue
@@ -297,7 +299,7 @@ def _chunks_of(sources: Mapping[str, Source]) -> frozenset[tuple[str, int]]:
 
 
 def _spans(lanes: Iterable[Lane], components: int) -> tuple[range, ...]:
-    """Which entries of each page table all lanes write: a rank's part of a request is one run of them."""
+    """Returns the range of entries that all lanes write, for each page table: a rank's part is contiguous."""
     spans = [range(0)] * components
     for found in {lane.target_spans for lane in lanes}:
         for number, (one, other) in enumerate(zip(spans, found, strict=True)):
@@ -307,7 +309,9 @@ def _spans(lanes: Iterable[Lane], components: int) -> tuple[range, ...]:
 
 
 def _encoded(want: wire.Want, table_bytes: int) -> bytes:
-    """Tables that no message holds are refused before anything is asked, also those that come later."""
+    """Returns the encoded Want. Raises PlanError for tables too long for a message, counting pages that are named
+    later.
+    """
     if want.pages and table_bytes > wire.MAX_TABLE_BYTES:
         held = f"page tables of {table_bytes} bytes are over the limit of {wire.MAX_TABLE_BYTES}"
         raise PlanError(f"{held}; the packed route sends no page tables")
@@ -315,7 +319,7 @@ def _encoded(want: wire.Want, table_bytes: int) -> bytes:
 
 
 def _lanes(core: Core, wanted: ReceiveRequest) -> tuple[list[Peer], dict[str, Lane]]:
-    """The source ranks that could hold any of it, and what each would send."""
+    """Returns the source ranks that may hold a part of the request, and the lane from each."""
     config, engine = core.config, wanted.engine
     fleet = core.peers.fleet(engine)
     ranks = related(core.components, fleet, core.end.fleet, config.replicas).sources_of(core.end.rank)
@@ -326,13 +330,13 @@ def _lanes(core: Core, wanted: ReceiveRequest) -> tuple[list[Peer], dict[str, La
 
 
 def _fitting(core: Core, peer: Peer, lane: Lane, cut: Cut) -> tuple[Lane, Cut]:
-    """A lane whose chunks fit both arenas, and the cut that makes it so: where one unit of all layers is too large, as
-    few layers as fit. 126 layers of 8 heads of 128, 128-token pages, are 66 MB a unit: 125 layers fit 64 MiB.
+    """Returns the lane recut so that its chunks fit both arenas, and the cut: if one unit of all layers is too large,
+    with as few layers as fit. 126 layers of 8 heads of 128, 128-token pages, are 66 MB a unit: 125 layers fit 64 MiB.
 
-    Raises PlanError where one layer of a unit does not fit.
+    Raises PlanError if one layer of a unit does not fit.
     """
     arena_bytes = min(core.incoming.arena.slab_bytes, peer.card.staging.nbytes)
-    arena_bytes = arena_bytes // ALIGN_BYTES * ALIGN_BYTES  # regions are whole multiples of it
+    arena_bytes = arena_bytes // ALIGN_BYTES * ALIGN_BYTES  # regions are multiples of it
     while (largest := max((chunk.span_bytes for chunk in lane.chunks), default=0)) > arena_bytes:
         layers = cut.layers or max(component.layers for component in core.components)
         if layers == 1 and cut.nbytes <= arena_bytes:
@@ -346,7 +350,9 @@ def _fitting(core: Core, peer: Peer, lane: Lane, cut: Cut) -> tuple[Lane, Cut]:
 
 
 def _route(core: Core, peer: Peer, lane: Lane, runs: int, table_bytes: int) -> Route:
-    """The configured route, or the cheapest that there is. Raises PlanError where the configured one is impossible."""
+    """Returns the configured route, or the cheapest possible one. Raises PlanError if the configured route is
+    impossible.
+    """
     config = core.config
     if not lane.nbytes:
         return Route.DIRECT if config.route is Route.DIRECT else Route.PACKED
@@ -361,7 +367,7 @@ def _route(core: Core, peer: Peer, lane: Lane, runs: int, table_bytes: int) -> R
     if config.route is not None:
         return config.route
     if config.verb is wire.Verb.PUSH and table_bytes > wire.MAX_TABLE_BYTES:
-        return Route.PACKED  # no message holds its page tables
+        return Route.PACKED  # its page tables exceed a message
     among = BY_HOST if core.mappings.reach(peer, config.verb) else BY_WIRE
     choice = core.links.costs(peer.card.host, config.costs, core.clock()).choose(lane.nbytes, runs, among)
     if log.isEnabledFor(logging.DEBUG):

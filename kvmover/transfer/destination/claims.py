@@ -1,4 +1,4 @@
-"""PageClaims: the pages that open receives of this rank write. A page is one receive's until nothing can write it."""
+"""The claims of open receives on pages of this rank: a page is one receive's until no write can touch it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kvmover.transfer.source.writes import Pages
 
 @dataclass(slots=True, eq=False)
 class PageClaims:
-    """A flag a page of each pool, and whose it is. Claiming 2,048 pages takes 10 us, giving them back 3.
+    """One flag a page of each pool, and each receive's pages. Claiming 2,048 pages takes 10 us, releasing them 3 us.
 
-    Pages before what a request wants are nobody's: tables are filled up with any. Those of a failed transfer that is
-    `held` stay its own for as long as it is.
+    Pages before the wanted positions are not claimed: tables may hold any id there. Pages of a failed transfer stay
+    claimed while it is `held`.
     """
 
     pools: Sequence[PoolSpec]
@@ -31,9 +31,9 @@ class PageClaims:
         self._taken = [np.zeros(pool.pages, np.bool_) for pool in self.pools]
 
     def take(self, transfer: Transfer, pages: Pages) -> None:
-        """Claim pages, an array of ids a component. Raises PlanError for one that another receive has, and takes none.
+        """Claim pages, an array of ids a component. Raises PlanError for a page of another receive, and claims none.
 
-        A receive may name a page of its own again: a window's last page may be its first.
+        A receive may name its own page again: a window's last page may be its first.
         """
         if any(taken[ids].any() for taken, ids in zip(self._taken, pages, strict=True)):
             self.sweep()
@@ -43,7 +43,7 @@ class PageClaims:
         self._of.setdefault(transfer, []).append(pages)
 
     def give(self, transfer: Transfer) -> None:
-        """The transfer has ended: its pages are the engine's, at once or when it is held no more."""
+        """Release the pages of an ended transfer, at once or when it stops being `held`."""
         if transfer.held:
             self._held.append(transfer)
             return
@@ -52,7 +52,7 @@ class PageClaims:
                 taken[ids] = False
 
     def sweep(self) -> None:
-        """Give back what is held no more."""
+        """Release pages of transfers that are not `held` any more."""
         over = [transfer for transfer in self._held if not transfer.held]
         if over:
             self._held = [transfer for transfer in self._held if transfer.held]
@@ -60,7 +60,7 @@ class PageClaims:
                 self.give(transfer)
 
     def __len__(self) -> int:
-        """How many transfers have any."""
+        """Returns the number of transfers with claimed pages."""
         return len(self._of)
 
     def _refuse_shared(self, transfer: Transfer, pages: Pages) -> None:
@@ -79,7 +79,7 @@ def _doing(owner: Transfer) -> str:
 
 
 def written(spans: Iterable[range], pages: Pages, before: Sequence[int]) -> Pages:
-    """Returns the entries within `spans` of page tables that were `before` entries long, less those known then."""
+    """Returns the entries of page tables that lie in `spans`, without the first `before` ones, which were known."""
     return tuple(
         table[max(span.start, known) : max(span.stop, known)]
         for span, table, known in zip(spans, pages, before, strict=True)

@@ -1,11 +1,11 @@
-"""Credits: whose chunk gets the next region of an arena. Integers only.
+"""The credits of an arena: they decide which chunk gets the next region. Integers only.
 
-Requests take turns, and in a request its sources, so that a long one does not keep a short one waiting. A chunk that
-does not fit lets others pass, but only so often: then nothing is leased until there is room for it.
+Requests take turns, and sources within a request, so that a long request does not delay a short one. A chunk that
+doesn't fit lets others pass up to PATIENCE times; then leasing stops until it fits.
 
-No source may have more than what is left free when it has it (dynamic thresholds, Choudhury and Hahne 1998): half of
-the arena where it is alone, an eighth each of seven. One that dies with all that it may have leaves half of the rest to
-the next. A source that has nothing may have one region of any size.
+A source may hold at most as many bytes as stay free (dynamic thresholds, Choudhury and Hahne 1998): half of the arena
+if it is alone, an eighth each of seven. One that dies with its full share leaves half of the rest to the next. A source
+without a region may have one of any size.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Generic, TypeVar
 
 from kvmover.transfer.memory.arena import Arena, region_bytes
 
-#: So many regions may go to others while a chunk waits for a larger one.
+#: Regions that other requests may get while a chunk waits for a larger one.
 PATIENCE = 16
 
-#: What part of an arena regions may take that go out with Wants, whoever waits for his request to be computed.
+#: The divisor of the arena for regions sent with Wants, which wait until their request is computed.
 EAGER_PART = 8
 
 Request = TypeVar("Request", bound=Hashable)
@@ -28,9 +28,9 @@ Chunk = TypeVar("Chunk")
 
 
 def within_share(arena: Arena, source: str, nbytes: int) -> bool:
-    """Whether a source may have `nbytes` bytes more.
+    """Returns True if a source may have `nbytes` bytes more.
 
-    Of an arena of 8 chunks it may have 4, and with 4 of them quarantined another may have 2.
+    Of an arena of 8 chunks it may have 4; with 4 of them quarantined another source may have 2.
     """
     held, size = arena.leased_by(source), region_bytes(nbytes)
     return not held or held + size <= arena.free_bytes - size
@@ -38,23 +38,23 @@ def within_share(arena: Arena, source: str, nbytes: int) -> bool:
 
 @dataclass(slots=True)
 class EagerGrants:
-    """Regions that were leased before anybody said that he needs them, for Wants of one chunk, until they are free.
+    """The regions leased eagerly, sent with Wants of one chunk before the source offers it, until they are freed.
 
-    Their chunks may not be computed for long. So all of them take an eighth of the arena at most, and a source has no
-    more of that than what is left of it, or one region. Of an arena of 64 MiB one source may have 4 MiB at a time.
+    The chunks may take long to compute, so all of these regions together take at most an eighth of the arena, and a
+    source holds at most as much as stays left of that, or one region. Of an arena of 64 MiB one source may have 4 MiB.
     """
 
     _regions: dict[int, tuple[str, int]] = field(default_factory=dict[int, "tuple[str, int]"])
     _held: Counter[str] = field(default_factory=Counter[str])
 
     def lease(self, arena: Arena, source: str, nbytes: int) -> int | None:
-        """Offset of a region for a chunk of a source, or None: then it is to be offered first."""
+        """Returns the offset of a region for a source's chunk, or None: the source then offers it first."""
         size, own = region_bytes(nbytes), self._held.get(source, 0)
         left = arena.nbytes // EAGER_PART - self.nbytes - size
         if left < 0 or (own and own + size > left) or not within_share(arena, source, nbytes):
             return None
         offset = arena.lease(nbytes, source)
-        if offset is not None and arena.registration_of(offset):  # a Want tells nobody of new keys, as Granted does
+        if offset is not None and arena.registration_of(offset):  # a Want carries no registration, as Granted does
             arena.release(offset)
             return None
         if offset is not None:
@@ -63,7 +63,7 @@ class EagerGrants:
         return offset
 
     def freed(self, offset: int) -> None:
-        """A region, perhaps one of these, is nobody's any more."""
+        """Forget a freed region. Regions that were not leased eagerly are ignored."""
         source, size = self._regions.pop(offset, ("", 0))
         if size:
             self._held[source] -= size
@@ -72,13 +72,13 @@ class EagerGrants:
 
     @property
     def nbytes(self) -> int:
-        """What all of them take."""
+        """The bytes of all eager regions."""
         return self._held.total()
 
 
 @dataclass(slots=True)
 class _Line(Generic[Chunk]):
-    """One request's chunks by source, in the order they asked, and how often others have passed its first."""
+    """One request's queued chunks by source, in order of asking, and how often other requests passed its first."""
 
     sources: OrderedDict[str, deque[tuple[Chunk, int]]] = field(
         default_factory=OrderedDict[str, "deque[tuple[Chunk, int]]"]
@@ -88,25 +88,25 @@ class _Line(Generic[Chunk]):
 
 @dataclass(slots=True)
 class Credits(Generic[Request, Chunk]):
-    """Requests that wait for regions, the one whose turn it is first."""
+    """The requests that wait for regions, in the order of their turns."""
 
     _lines: OrderedDict[Request, _Line[Chunk]] = field(default_factory=OrderedDict["Request", "_Line[Chunk]"])
 
     def ask(self, request: Request, source: str, chunk: Chunk, nbytes: int) -> None:
-        """Queue a chunk of a source that needs `nbytes` bytes, which the arena must be able to hold."""
+        """Queue a chunk of `nbytes` bytes of a source. The empty arena must be able to hold it."""
         self._lines.setdefault(request, _Line()).sources.setdefault(source, deque()).append((chunk, nbytes))
 
     def forget(self, request: Request) -> None:
-        """Drop what a request waits for: it has ended."""
+        """Drop the queued chunks of an ended request."""
         self._lines.pop(request, None)
 
     @property
     def idle(self) -> bool:
-        """Whether nobody waits."""
+        """True if no chunk is queued."""
         return not self._lines
 
     def lease(self, arena: Arena) -> tuple[Request, Chunk, int] | None:
-        """The next (request, chunk, offset), or None when nobody may have a region now."""
+        """Lease a region for the next chunk. Returns (request, chunk, offset), or None if no chunk may have one now."""
         for request, line in self._lines.items():
             source = next((s for s, waiting in line.sources.items() if within_share(arena, s, waiting[0][1])), None)
             if source is None:
@@ -122,7 +122,7 @@ class Credits(Generic[Request, Chunk]):
         return None
 
     def _served(self, request: Request, line: _Line[Chunk], source: str) -> None:
-        """Those before it were passed; it goes to the back, and so does the source among those of the request."""
+        """Count a pass for the requests ahead, and move the request, and its source within it, to the back."""
         for other, waiting in self._lines.items():
             if other == request:
                 break

@@ -1,4 +1,4 @@
-"""Runs the state machines of a destination rank: leases regions, scatters chunks, reads staged bytes, answers."""
+"""The driver of a rank's receiving state machines: it leases regions, scatters chunks, reads and replies."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ from kvmover.transport.base import Completed, Descriptors, Failed
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A chunk that is read: of which attempt (request, generation), from whom; `spent_s`: the times of that attempt."""
+    """A read of a chunk from `peer`, by the attempt `id` (request, generation). `spent_s`: times of that attempt."""
 
     id: tuple[str, int]
     peer: str
@@ -78,14 +78,14 @@ class Reading:
 
 @dataclass(slots=True, eq=False)
 class Reads:
-    """The reads of a rank. `tell` hears how each ended."""
+    """The reads of a rank. `tell` is called with the end of each."""
 
     core: Core
     tell: Callable[[Reading, ReadEnded], None]
     flights: InFlight[Reading]
 
     def packed(self, reading: Reading, remote: int, offset: int, span_bytes: int) -> None:
-        """From `remote` of the source's staging memory to `offset` of our arena."""
+        """Read from `remote` of the source's staging memory to `offset` of this side's arena."""
         peer, arena = self.core.peers.get(reading.peer), self.core.incoming.memory
         if peer is None:
             self._refuse(reading, f"{reading.peer} is not connected")
@@ -95,7 +95,7 @@ class Reads:
             self._post(reading, part(arena, offset, span_bytes), part(peer.card.staging, remote, span_bytes))
 
     def direct(self, reading: Reading, boxes: Sequence[tuple[int, Box]]) -> None:
-        """From the source's pages to ours."""
+        """Read from the source's pages to this side's pages."""
         peer, own = self.core.peers.get(reading.peer), self.core.card
         if peer is None:
             self._refuse(reading, f"{reading.peer} is not connected")
@@ -108,7 +108,7 @@ class Reads:
         self._post(reading, join(own.arena, local), join(peer.card.arena, remote))
 
     def mapped(self, reading: Reading, boxes: Sequence[tuple[int, Box]]) -> None:
-        """From the source's pages, which lie in memory of ours too, to ours: a copy of this rank's own."""
+        """Copy from the source's pages, mapped into this process, to this side's pages."""
         core, peer = self.core, self.core.peers.get(reading.peer)
         theirs = core.mappings.pools(peer, MapMode.READ) if peer else None
         if peer is None or theirs is None:
@@ -126,7 +126,7 @@ class Reads:
         core.copier.run(work, core.soon(done))
 
     def _refuse(self, reading: Reading, reason: str) -> None:
-        """Nothing was posted; said from the mover's loop, not from inside the step that asked."""
+        """Fail a read before it is posted. `tell` is called later from the mover's loop, outside the current step."""
         ended = ReadEnded(reading.peer, reading.chunk, reason)
         self.core.later.append(lambda: self.tell(reading, ended))
 
@@ -143,7 +143,7 @@ class Reads:
         self.flights.add(ticket, reading, now)
 
     def handle(self, event: Completed | Failed) -> bool:
-        """The end of a read; False for an operation of somebody else."""
+        """Handle the end of a read. Returns False for an operation that is not of these reads."""
         landing = self.flights.end(event, self.core.clock())
         if landing is None:
             return False
@@ -154,19 +154,19 @@ class Reads:
         return True
 
     def settled(self) -> list[Reading]:
-        """Reads that failed earlier and can touch memory no longer."""
+        """Returns reads that failed earlier and can't touch memory any more."""
         return self.flights.settled()
 
 
-#: Attempts that are remembered as over, so that a source that missed how they ended can be told.
+#: Ended attempts that are remembered, so that a source that missed the end can be told.
 MAX_ENDED = 65536
 
 
 @dataclass(slots=True, eq=False)
 class DestinationDriver:
-    """The receiving half of a mover. `_room`: the arena or its queue changed since nobody could have a region.
+    """The receiving half of a mover. `_room`: the arena or its queue changed since the last attempt to lease.
 
-    `_unasked`: sources that are not asked yet, because kernels for what they would send are being compiled.
+    `_unasked`: sources whose Want waits until kernels for their chunks are compiled.
     """
 
     core: Core
@@ -188,7 +188,7 @@ class DestinationDriver:
         self.claims = PageClaims(self.core.end.pools)
 
     def receive(self, wanted: ReceiveRequest) -> None:
-        """Ask every source rank of an engine for its part. Raises before anything is asked."""
+        """Send each source rank of an engine its Want. Raises PlanError, PeerUnknown or LayoutError before that."""
         request = wanted.transfer.request
         if any(open_request == request for open_request, _ in self._attempts):
             raise PlanError(f"request {request} is already being received")
@@ -201,7 +201,9 @@ class DestinationDriver:
         self._apply(attempt, *machine.start(attempt.state))
 
     def allocated(self, transfer: Transfer, pages: Pages) -> None:
-        """Name more pages of a request that was asked for before all were there."""
+        """Name more pages of a request that was received without all of them. Raises PlanError. Ignored once it has
+        ended or fails.
+        """
         attempt = next((each for each in self._attempts.values() if each.transfer is transfer), None)
         if attempt is None or attempt.state.reason is not None:
             return
@@ -211,7 +213,7 @@ class DestinationDriver:
         self._step(attempt, Allocated(chunks))
 
     def _ask(self, attempt: ReceiveAttempt, peer: str) -> None:
-        """Send a source its Want, as soon as what it brings can be copied: no poll waits for a compiler."""
+        """Send a source its Want once kernels for its chunks are compiled; `poll` never waits for the compiler."""
         if self.core.compiler.is_ready(peer, *attempt.ways(peer)):
             self._unasked.discard((attempt.id, peer))
             self.core.post(peer, attempt.wants[peer])
@@ -219,11 +221,11 @@ class DestinationDriver:
             self._unasked.add((attempt.id, peer))
 
     def _eagerly(self, source: str, nbytes: int) -> int | None:
-        """A region to go out with a Want, where nobody waits for one."""
+        """Returns the offset of a region to send with a Want, or None, also while chunks wait for regions."""
         return self._eager.lease(self.core.incoming.arena, source, nbytes) if self._credits.idle else None
 
     def hear(self, peer: Peer, message: wire.About) -> None:
-        """A message from a source. One about an attempt that is over is answered with how it ended."""
+        """Handle a message of a source. An ended attempt is answered with how it ended."""
         attempt = self._attempts.get((message.request, message.generation))
         if attempt is None:
             self._late(peer, message)
@@ -236,7 +238,7 @@ class DestinationDriver:
         if isinstance(message, wire.Noted) and not attempt.has_noted(peer.name, message):
             return
         if isinstance(message, wire.Aux) and peer.name in attempt.state.awaited_aux:
-            attempt.aux[peer.card.place.rank] = message.payload  # not of an engine whose rank has the same number
+            attempt.aux[peer.card.place.rank] = message.payload  # of this attempt's source only
         self._step(attempt, Heard(peer.name, message))
 
     def _late(self, peer: Peer, message: wire.About) -> None:
@@ -245,19 +247,20 @@ class DestinationDriver:
             self._free(self.quarantine.drained((peer.name, *id_)))
             return
         self.core.meter.add(Count.LATE_MESSAGES)
-        if not isinstance(message, wire.Offered):  # who still offers has not heard of the end: it is told on and on
+        if not isinstance(message, wire.Offered):  # still offering: it missed our Done or Abort; resend
             self._retransmissions.heard((peer.name, *id_))
         if isinstance(message, wire.Kept):
             return
         reason = self._ended.get(id_) if id_ in self._ended else "this attempt is over"
-        if isinstance(message, wire.Abort):  # answered by Drained, and that by nothing: no answer is answered for ever
+        if isinstance(message, wire.Abort):  # answered by Drained, which gets no answer: the exchange ends
             reason = reason or message.reason
         self.core.say(peer.name, wire.Done(*id_) if reason is None else wire.Abort(*id_, reason))
 
     def _take_tables(self, attempt: ReceiveAttempt, peer: str, offer: wire.Offered) -> bool:
-        """Page tables of a source whose pages we read; False, and the attempt fails, where they cannot be right.
+        """Take page tables of a source that is read from pages. Returns False, and fails the attempt, if they are
+        invalid.
 
-        False too for what follows tables that were lost: the source says all of it again when it hears nothing.
+        Returns False too if earlier tables were lost: the source repeats all of them when it gets no answer.
         """
         lane, known = attempt.lanes.get(peer), attempt.theirs.get(peer, ())
         if lane is None:
@@ -281,51 +284,51 @@ class DestinationDriver:
         return True
 
     def knows(self, message: wire.About) -> bool:
-        """Whether a message is of an attempt that runs here or has ended here."""
+        """Returns True for a message of an attempt that is open here or has ended here."""
         id_ = message.request, message.generation
         return id_ in self._attempts or id_ in self._ended
 
     def lost(self, peer: str, reason: str) -> None:
-        """A peer is gone: each attempt that has something of it ends for `reason`, or goes on without it."""
+        """Handle the loss of a peer: attempts that need more from it fail for `reason`, others go on."""
         self._retransmissions.lost(peer)
         self.renewals.lost(peer)
-        self._room = True  # what it may still write may be taken from it
+        self._room = True  # its regions may be revoked by a new registration
         for attempt in list(self._attempts.values()):
             self._step(attempt, PeerGone(peer, reason))
 
     def forget(self, seat: tuple[str, int], reason: str) -> None:
-        """Whoever sat there is dead, and writes no more: nothing is waited for, nor kept."""
+        """Handle the death of a rank's process: its attempts fail, and memory that it might write is freed at once."""
         for attempt in list(self._attempts.values()):
             for peer in [peer for peer, place in attempt.seats.items() if place == seat]:
                 self._step(attempt, PeerDead(peer, reason))
         self._free(self.quarantine.forget(seat))
 
     def greeted(self, peer: str) -> None:
-        """A peer said Hello: what it had noted is said again."""
+        """Handle a peer's Hello: it may have lost Wants that it had noted, so they are resent."""
         for attempt in list(self._attempts.values()):
             if peer in attempt.state.noted:
                 self._step(attempt, Greeted(peer))
 
     def abort(self, transfer: Transfer, reason: str) -> None:
-        """Give up the attempts of one transfer. It ends when nothing of it is in flight."""
+        """Abort a transfer's attempts. It ends once no write or read of it is in flight."""
         for attempt in list(self._attempts.values()):
             if attempt.transfer is transfer:
                 self._step(attempt, Cancel(reason))
 
     def close(self, reason: str) -> None:
-        """Fail what is open and tell its sources."""
+        """Fail all open attempts for `reason`, and tell their sources."""
         for attempt in list(self._attempts.values()):
             self._step(attempt, Cancel(reason))
 
     def drop(self, reason: str) -> None:
-        """End what `close` could not: the transport is closed. What peers may still write stays out of use."""
+        """End all remaining attempts: the transport is closed. Memory that peers may still write stays quarantined."""
         for attempt in list(self._attempts.values()):
             while attempt.id in self._attempts:
                 self._fault(attempt, reason)
         self._free(self.quarantine.outlive())
 
     def poll(self) -> None:
-        """Regions for chunks that wait for one, and reads that may be given back late."""
+        """Send Wants whose kernels are ready, lease regions to queued chunks, and handle reads that settled late."""
         arena = self.core.incoming.arena
         for id_, peer in sorted(self._unasked):
             if id_ in self._attempts:
@@ -349,13 +352,13 @@ class DestinationDriver:
             self._settled(reading)
 
     def tick(self, id_: Id) -> None:
-        """The time of an attempt has come: its deadline, or what it says again."""
+        """Run an attempt's timer: its deadline, or a resend."""
         attempt = self._attempts.get(id_)
         if attempt is not None:
             self._step(attempt, Tick())
 
     def look_at_quarantine(self, _: None) -> None:
-        """Free what nothing can write any more, and ask about the rest."""
+        """Free memory that can't be written any more, and resend Abort to peers that have not drained."""
         ask, freed = self.quarantine.poll(self.core.clock())
         self._free(freed)
         for peer, request, generation in ask:
@@ -366,11 +369,11 @@ class DestinationDriver:
         self.watch_quarantine()
 
     def watch_quarantine(self) -> None:
-        """It changed: look at it when it is next due."""
+        """Set the timer of the quarantine after a change."""
         self.core.timers.set((TimerKind.QUARANTINE, None), self.quarantine.next_due())
 
     def repeat_farewell(self, key: Key) -> None:
-        """Tell a source that owed nothing again of its request and its end."""
+        """Resend Want and Done to a source that had no chunk and has not replied."""
         peer, request, generation = key
         want = self._retransmissions.again(key, self.core.clock(), self.core.config.resend_s)
         if want is not None:
@@ -380,13 +383,13 @@ class DestinationDriver:
         self.core.timers.set((TimerKind.FAREWELL, key), self._retransmissions.due(key))
 
     def expire(self, now: float) -> None:
-        """Forget what is remembered long enough."""
+        """Forget ended attempts, leases and claims past their time."""
         self._ended.expire(now)
         self.leases.expire(now)
         self.claims.sweep()
 
     def gauges(self) -> dict[Gauge, int]:
-        """What is under way at this moment, for exporters."""
+        """Returns current counts, for exporters."""
         arena = self.core.incoming.arena
         return {
             Gauge.OPEN_RECEIVES: len(self._attempts),
@@ -399,7 +402,7 @@ class DestinationDriver:
         }
 
     def read(self, reading: Reading, event: ReadEnded) -> None:
-        """What the reader says becomes of a read."""
+        """Apply the end of a read to its attempt, or to its quarantine."""
         attempt = self._attempts.get(reading.id)
         if attempt is not None:
             self._step(attempt, event)
@@ -421,7 +424,7 @@ class DestinationDriver:
             self._room = True
 
     def _step(self, attempt: ReceiveAttempt, event: Event) -> None:
-        """Advance an attempt; what goes wrong with it ends it and no other."""
+        """Advance an attempt. An exception ends this attempt only."""
         wrong = self.core.contain(attempt.state.request, self._advance, attempt, event)
         if wrong is not None:
             self._fault(attempt, wrong)
@@ -434,15 +437,13 @@ class DestinationDriver:
         if before.reason is None and state.reason is not None:
             attempt.cause = cause_of(event)
             self._credits.forget(attempt.id)
-            self._room = True  # others may have waited for its turn
+            self._room = True  # other requests may be leased its turn
         if len(state.landed) > len(before.landed):
             self._landed(attempt, event)
         self._apply(attempt, state, actions)
 
     def _fault(self, attempt: ReceiveAttempt, reason: str) -> None:
-        """Fail an attempt of which something failed here. One that cannot even fail ends with all that it has kept out
-        of use.
-        """
+        """Fail an attempt after an exception. A second one ends it at once, and all its memory is quarantined."""
         attempt.faults += 1
         if attempt.id not in self._attempts:
             return
@@ -458,7 +459,7 @@ class DestinationDriver:
         self._finish(attempt, attempt.state.reason, frozenset(attempt.state.sources))
 
     def _landed(self, attempt: ReceiveAttempt, event: Event) -> None:
-        """Count a chunk that is in the pages, by whatever way it came there."""
+        """Count a chunk that has reached the pages, by any route."""
         match event:
             case Heard(peer, wire.Chunk(chunk=chunk)) | ReadEnded(peer, chunk) | Scattered(peer, chunk):
                 self.core.meter.add(Count.RECEIVED_CHUNKS)
@@ -545,7 +546,7 @@ class DestinationDriver:
             attempt.copying.add((peer, chunk))
 
     def _isolate(self, attempt: ReceiveAttempt, peer: str) -> Isolated:
-        """What a peer's writes may still touch of an attempt that ends."""
+        """Returns the quarantine entry of a peer for an ending attempt, made at the first call."""
         key = (peer, *attempt.id)
         isolated = self.quarantine.get(key)
         if isolated is None:
@@ -560,7 +561,7 @@ class DestinationDriver:
 
     def _finish(self, attempt: ReceiveAttempt, reason: str | None, held: frozenset[str]) -> None:
         config, now = self.core.config, self.core.clock()
-        for peer in sorted(held):  # terms are given out in this order, in every process the same
+        for peer in sorted(held):  # terms are assigned in this order, equal in every process
             self._isolate(attempt, peer).transfer = attempt.transfer
         del self._attempts[attempt.id]
         self.core.timers.cancel((TimerKind.RECEIVE, attempt.id))

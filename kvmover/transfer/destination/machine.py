@@ -1,15 +1,14 @@
 """The destination's half of the protocol for one request: a pure state machine, `step(state, event, now)`.
 
-Credits. The destination asks every source rank that may serve it (Want). Those that have the request say which chunks
-may be moved (Offered) and get arena regions as there are some (Granted), so that no region waits for a prefill, nor for
-the pages that it is to be scattered into: a chunk is granted once those are named, which may be later (Allocated). But
-a few regions go out with a Want of one chunk. In a push the source writes and tells (Chunk); in a pull it names the
-place (Staged) and the destination reads. Each chunk that arrived is scattered, and compared with its source's digest
-where digests are wanted. When the set of (writer, chunk) is whole the destination says Done; sources that were read
-confirm that they held everything until then (Kept).
+Credits. The destination asks each source rank that may serve it (Want). A source that has the request says which chunks
+may be moved (Offered) and gets arena regions as they become free (Granted), so that no region waits for a prefill, nor
+for pages: a chunk is granted once its pages are named (Allocated). A few regions go out with Wants of one chunk. In a
+push the source writes and reports (Chunk); in a pull it names the place (Staged) and the destination reads. Each
+arrived chunk is scattered, and compared with its source's digest if digests are wanted. Once all (writer, chunk) have
+landed the destination says Done; sources that were read confirm that their memory was kept until then (Kept).
 
-After a failure it tells every source (Abort) and gives the pages back when each has answered that nothing is in flight
-(Drained) and its own reads have ended. What is not answered is asked again: a lost message costs time, never a request.
+After a failure it tells each source (Abort) and returns the pages when each has answered that no write is in flight
+(Drained) and its own reads have ended. Unanswered messages are resent: a lost message costs time, never a request.
 """
 
 from __future__ import annotations
@@ -24,26 +23,26 @@ from kvmover.transfer.events import Cancel, Patience, PeerGone, Tick
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.wire import Verb
 
-#: A writer is a source rank's transport name, unique for ever. A chunk of it is identified by both.
+#: (writer, chunk). The writer is a source rank's transport name, which is never reused.
 WriterChunk = tuple[str, int]
 
 
 class Heard(msgspec.Struct, frozen=True):
-    """A source said something."""
+    """An event: a message of a source."""
 
     peer: str
     message: wire.ToDestination | wire.Abort
 
 
 class Leased(msgspec.Struct, frozen=True):
-    """The arena has regions for some chunks of a source: `regions` [n] are (chunk, offset)."""
+    """An event: the arena has regions for a source's chunks: `regions` [n] are (chunk, offset)."""
 
     peer: str
     regions: tuple[tuple[int, int], ...]
 
 
 class ReadEnded(msgspec.Struct, frozen=True):
-    """A read of ours ended: well, or for `reason`. `quiescent`: it cannot touch memory any more."""
+    """An event: a read ended, with success or for `reason`. `quiescent`: it can't touch memory any more."""
 
     peer: str
     chunk: int
@@ -52,14 +51,14 @@ class ReadEnded(msgspec.Struct, frozen=True):
 
 
 class ReadSettled(msgspec.Struct, frozen=True):
-    """A read that failed without quiescence cannot touch memory any more."""
+    """An event: a read that failed without quiescence can't touch memory any more."""
 
     peer: str
     chunk: int
 
 
 class Scattered(msgspec.Struct, frozen=True):
-    """A chunk is in the pages, where its rows have `digest` (None: nobody asked)."""
+    """An event: a chunk is in the pages. `digest`: of its rows there; None: not computed."""
 
     peer: str
     chunk: int
@@ -67,8 +66,8 @@ class Scattered(msgspec.Struct, frozen=True):
 
 
 class OwnFault(msgspec.Struct, frozen=True):
-    """Something of this attempt failed on this side. Of its copies and reads only `copying` and `reading` are under
-    way; the others never began, or will never be heard of.
+    """An event: an exception on this side. Only the copies `copying` and reads `reading` are under way; for all others
+    no event will come.
     """
 
     reason: str
@@ -77,20 +76,20 @@ class OwnFault(msgspec.Struct, frozen=True):
 
 
 class PeerDead(msgspec.Struct, frozen=True):
-    """A peer is known to be dead: it writes no more."""
+    """An event: a peer is known to be dead, and writes no more."""
 
     peer: str
     reason: str
 
 
 class Allocated(msgspec.Struct, frozen=True):
-    """The engine has named the pages of some chunks that had none; sources that write into pages were told."""
+    """An event: the engine has named the pages of chunks that had none, and sources that write into pages were told."""
 
     chunks: frozenset[WriterChunk]
 
 
 class Greeted(msgspec.Struct, frozen=True):
-    """A peer said Hello: it may have forgotten what it had noted, as one that lost us for a moment has."""
+    """An event: a peer's Hello. It may have forgotten Wants that it had noted."""
 
     peer: str
 
@@ -101,27 +100,31 @@ Event = Happened | Tick
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Send `message` to `peer`."""
+    """An action: send `message` to `peer`."""
 
     peer: str
     message: wire.AnyMessage
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """Send `peer` the Want again."""
+    """An action: resend the Want to `peer`."""
 
     peer: str
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """Get a region for a chunk when there is one, then report Leased, of several chunks at once where it can."""
+    """An action: lease a region for a chunk when one is free, then report Leased, for several chunks at once if
+    possible.
+    """
 
     peer: str
     chunk: int
 
 
 class Read(msgspec.Struct, frozen=True):
-    """Read a chunk from `remote` of the source's arena to `offset` of ours (both 0: from pages to pages)."""
+    """An action: read a chunk from `remote` of the source's arena to `offset` of this side's (both 0: from pages to
+    pages).
+    """
 
     peer: str
     chunk: int
@@ -131,7 +134,7 @@ class Read(msgspec.Struct, frozen=True):
 
 
 class Scatter(msgspec.Struct, frozen=True):
-    """Move a landed chunk from its region into the pages, or find it there (None), then report Scattered."""
+    """An action: copy a landed chunk from its region into the pages (None: it is there), then report Scattered."""
 
     peer: str
     chunk: int
@@ -139,27 +142,27 @@ class Scatter(msgspec.Struct, frozen=True):
 
 
 class Free(msgspec.Struct, frozen=True):
-    """The region is nobody's any more."""
+    """An action: release the region."""
 
     offset: int
 
 
 class Isolate(msgspec.Struct, frozen=True):
-    """A write of `peer`, or a read of ours from it, may still land in the region: keep it out of use."""
+    """An action: quarantine the region: a write of `peer`, or a read from it, may still land there."""
 
     peer: str
     offset: int
 
 
 class Mismatch(msgspec.Struct, frozen=True):
-    """A chunk did not have its source's digest."""
+    """An action: count a chunk whose digest differs from its source's."""
 
     peer: str
     chunk: int
 
 
 class EndReceive(msgspec.Struct, frozen=True):
-    """The request ended. `held`: peers whose writes, or our reads from whom, may still land in the pages."""
+    """An action: end the request. `held`: peers whose writes, or reads from which, may still land in the pages."""
 
     reason: str | None
     held: frozenset[str] = frozenset()
@@ -169,8 +172,8 @@ Action = Send | Ask | Lease | Read | Scatter | Free | Isolate | Mismatch | EndRe
 
 
 class Source(msgspec.Struct, frozen=True):
-    """One source rank's part: how many chunks, from pool to pool (`direct`) or through arenas, by which verb, and
-    whether a payload is awaited from it.
+    """One source rank's part: number of chunks, from pool to pool (`direct`) or through arenas, by which verb, and
+    `aux` if a payload is awaited from it.
     """
 
     chunks: int
@@ -180,23 +183,22 @@ class Source(msgspec.Struct, frozen=True):
 
     @property
     def is_one_packed_push(self) -> bool:
-        """Whether a region that goes out with the Want is all that it needs."""
+        """True if one region, sent with the Want, is all that the source needs."""
         return self.chunks == 1 and not self.direct and self.verb is Verb.PUSH
 
     @property
     def writes_pages(self) -> bool:
-        """It has our page tables, and writes into our pages by itself."""
+        """True if the source has this side's page tables and writes into the pages itself."""
         return self.direct and self.verb is Verb.PUSH
 
 
 class Receiving(msgspec.Struct, frozen=True):
-    """One attempt at one request.
+    """The state of one attempt at one request.
 
-    `regions` [writer, chunk] are leased to chunks that have not been scattered, some with the Want. `unnamed` chunks
-    have no pages here yet: they may be ready, and are not granted. A chunk is `ready` at its source, then `reading` (a
-    pull) or on its way, then `arrived`, then `landed`. `heard` [source]: when it last said something new, or was last
-    asked again, for the `repeats`-th time since. `noted` [source]: until when it keeps our Want. Nobody is to be asked
-    again before `look_at`.
+    `regions` [writer, chunk]: leased to chunks that are not scattered yet, some with the Want. `unnamed` chunks have no
+    pages here yet, and are not granted. A chunk is `ready` at its source, then `reading` (in a pull) or on its way,
+    then `arrived`, then `landed`. `heard` [source]: time of its last news or last resend; `repeats`: resends since its
+    news. `noted` [source]: until when it keeps the Want. No message is resent before `look_at`.
     """
 
     request: str
@@ -226,33 +228,33 @@ class Receiving(msgspec.Struct, frozen=True):
 
     @property
     def missing(self) -> int:
-        """How many chunks of all sources have not landed."""
+        """The number of chunks that have not landed."""
         return sum(source.chunks for source in self.sources.values()) - len(self.landed)
 
     @property
     def awaited_aux(self) -> frozenset[str]:
-        """Sources whose payload is wanted and has not come."""
+        """The sources whose payload is wanted and has not come."""
         return frozenset(peer for peer, source in self.sources.items() if source.aux) - self.aux
 
     @property
     def unconfirmed(self) -> frozenset[str]:
-        """Sources that we read from and that have not said since that what we read was theirs."""
+        """The sources that are read and have not sent Kept."""
         read = (peer for peer, source in self.sources.items() if source.verb is Verb.PULL and source.chunks)
         return frozenset(read) - self.kept
 
     def owed(self, peer: str) -> list[WriterChunk]:
-        """Chunks of a source whose bytes are not here."""
+        """Returns the chunks of a source that have not arrived."""
         keys = ((peer, chunk) for chunk in range(self.sources[peer].chunks))
         return [key for key in keys if key not in self.arrived]
 
     def served(self, peer: str) -> bool:
-        """Whether nothing more is needed of a source."""
+        """Returns True if a source has sent everything: chunks, payload and Kept."""
         source = self.sources[peer]
         here = sum(key[0] == peer for key in self.arrived) == source.chunks
         return here and peer not in self.awaited_aux and peer not in self.unconfirmed
 
     def check(self) -> None:
-        """Raise AssertionError where a rule of DESIGN section 6 is broken. O(chunks)."""
+        """Check the rules of DESIGN section 6, in O(chunks). Raises AssertionError."""
         chunks = {peer: source.chunks for peer, source in self.sources.items()}
         for keys in (self.unnamed, self.ready, self.reading, self.arrived, self.regions, self.rounds):
             assert all(0 <= chunk < chunks[peer] for peer, chunk in keys), "a chunk of no source, or no chunk of it"
@@ -274,21 +276,23 @@ class Receiving(msgspec.Struct, frozen=True):
         )
 
 
-#: What an event leads to: the state after it, and what is to be done, in order.
+#: The state after an event, and the actions to do, in order.
 Stepped = tuple[Receiving, list[Action]]
 
 
-#: How often a chunk is asked for: once, and once more when it did not match its digest.
+#: Most times that a chunk is asked for: once, and again after a digest mismatch.
 MAX_ROUNDS = 2
 
 
 def start(state: Receiving) -> Stepped:
-    """A request that needs nothing is done at once."""
+    """Begin an attempt. One that needs no chunk and no payload is done at once."""
     return _progress(state, [])
 
 
 def due(state: Receiving) -> float:
-    """A Tick before this time changes nothing; math.inf: at no time. O(chunks that have arrived) after a failure."""
+    """Returns the next time at which a Tick changes the state; math.inf: never. O(chunks that have arrived) after a
+    failure.
+    """
     if state.finished:
         return math.inf
     if state.reason is not None and state.arrived - state.landed:  # our own copies end by themselves
@@ -297,7 +301,9 @@ def due(state: Receiving) -> float:
 
 
 def step(state: Receiving, event: Event, now: float) -> Stepped:
-    """Advance by one event. Events of an ended request, of strangers and of the past change nothing."""
+    """Advance by one event. Returns the new state and actions. Events of an ended attempt, of unknown peers and of the
+    past are ignored.
+    """
     if state.finished:
         return state, _unused(event) if isinstance(event, Leased) else []
     if isinstance(event, Tick):
@@ -340,8 +346,9 @@ def _happened(state: Receiving, event: Happened, now: float) -> Stepped:
 
 
 def _wait_anew(state: Receiving, peers: set[str], now: float) -> Receiving:
-    """Who has said something new, or was told something new, has `resend_s` to answer. A source that says nothing new
-    is as good as silent: what it waits for may be lost."""
+    """Restart the reply timer of peers with news, or that were sent news. A message without news counts as silence: the
+    answer it waits for may be lost.
+    """
     if not peers:
         return state
     heard = {**state.heard, **dict.fromkeys(peers, now)}
@@ -371,23 +378,23 @@ def _told(state: Receiving, peer: str, message: wire.ToDestination | wire.Abort,
 
 
 def _noted(state: Receiving, peer: str, until: float) -> Stepped:
-    """The source has the Want and asks by itself when there is something to move: it is left alone so long."""
+    """Stop resending to a source that has the Want, for as long as it keeps it."""
     if state.reason is not None or state.noted.get(peer, 0.0) >= until:
         return state, []
     return replace(state, noted={**state.noted, peer: until}), []
 
 
 def _offered(state: Receiving, peer: str, ready: tuple[tuple[int, int], ...], now: float) -> Stepped:
-    """A chunk of a packed source needs a region, once; one that is read from pages is asked for straight away.
+    """Lease a region for each offered chunk of a packed source, once; grant chunks that are read from pages at once.
 
-    A push offers again what it was granted and could not write in time, and is granted it again: the same region, or
-    the pages, under a lease that has just begun.
+    A push offers a chunk again if its lease ended before the write: it is granted again, in the same region or pages,
+    under a new lease.
     """
     source = state.sources[peer]
     if state.reason is not None:
         return state, []
     before = 0
-    for first, stop in ready:  # in order, so that no message names more chunks than there are, nor one twice
+    for first, stop in ready:  # in order: each chunk at most once in a message
         if not before <= first <= stop <= source.chunks:
             return _fail(state, f"{peer} offers chunks {first} to {stop} of {source.chunks}", now)
         before = stop
@@ -402,17 +409,17 @@ def _offered(state: Receiving, peer: str, ready: tuple[tuple[int, int], ...], no
 
 
 def _use(state: Receiving, peer: str, chunks: tuple[int, ...]) -> list[Action]:
-    """Ask for chunks that are offered and have pages here: they are granted, or get a region to be granted with."""
+    """Lease or grant chunks that are offered and have pages here."""
     source = state.sources[peer]
-    if not source.direct:  # one that is granted already went out with the Want
+    if not source.direct:  # chunks granted already went out with the Want
         here = state.regions.keys() | state.arrived
         return [Lease(peer, chunk) for chunk in chunks if (peer, chunk) not in here]
     return [] if source.writes_pages else _grant(state, peer, [(chunk, 0) for chunk in chunks])
 
 
 def _allocated(state: Receiving, chunks: frozenset[WriterChunk], now: float) -> Stepped:
-    """What was offered meanwhile is granted. Who writes into our pages was told of more of them just now: what it has
-    noted is less.
+    """Grant chunks offered meanwhile. Sources that write into pages were sent the longer tables, which they have not
+    noted yet.
     """
     if state.reason is not None:
         return state, []
@@ -427,14 +434,14 @@ def _allocated(state: Receiving, chunks: frozenset[WriterChunk], now: float) -> 
 
 
 def _granted(state: Receiving, key: WriterChunk) -> bool:
-    """Whether a source may write a chunk that is not here."""
+    """Returns True if a source may write a chunk that has not arrived."""
     source = state.sources[key[0]]
     waits = key not in state.arrived and key not in state.unnamed
     return source.verb is Verb.PUSH and waits and (source.direct or key in state.regions)
 
 
 def _grant(state: Receiving, peer: str, regions: Sequence[tuple[int, int]]) -> list[Action]:
-    """In as many messages as they need."""
+    """Returns Granted messages for the regions, as many as they need."""
     grants = tuple(wire.Grant(chunk, offset, state.rounds.get((peer, chunk), 0)) for chunk, offset in regions)
     parts = (grants[first : first + wire.MAX_GRANTS] for first in range(0, len(grants), wire.MAX_GRANTS))
     return [Send(peer, wire.Granted(state.request, state.generation, part)) for part in parts]
@@ -448,12 +455,12 @@ def _leased(state: Receiving, leased: Leased) -> Stepped:
 
 
 def _unused(leased: Leased) -> list[Action]:
-    """Regions that come too late."""
+    """Free regions that were leased too late."""
     return [Free(offset) for _, offset in leased.regions]
 
 
 def _unexpected(state: Receiving, key: WriterChunk) -> str | None:
-    """Why nobody should tell us of this chunk, if so."""
+    """Returns why a source must not announce this chunk, or None."""
     peer, chunk = key
     source = state.sources[peer]
     if not 0 <= chunk < source.chunks:
@@ -466,7 +473,7 @@ def _unexpected(state: Receiving, key: WriterChunk) -> str | None:
 
 
 def _arrived(state: Receiving, message: wire.Chunk, key: WriterChunk, now: float) -> Stepped:
-    """Each chunk counts once, however often it is told of; a chunk nobody granted fails the attempt."""
+    """Count a pushed chunk once, however often it is announced. A chunk without a grant fails the attempt."""
     past = key in state.arrived or message.round < state.rounds.get(key, 0)
     if past or state.reason is not None:
         return state, []
@@ -478,7 +485,7 @@ def _arrived(state: Receiving, message: wire.Chunk, key: WriterChunk, now: float
 
 
 def _here(state: Receiving, key: WriterChunk, digest: int | None) -> Stepped:
-    """The bytes are here; what lies in the pages already and is not to be compared has landed with that."""
+    """Note that a chunk's bytes arrived. It has landed if it is in the pages and has no digest to compare."""
     direct = state.sources[key[0]].direct
     state = replace(state, arrived=state.arrived | {key})
     if digest is not None:
@@ -489,7 +496,7 @@ def _here(state: Receiving, key: WriterChunk, digest: int | None) -> Stepped:
 
 
 def _staged(state: Receiving, message: wire.Staged, key: WriterChunk, now: float) -> Stepped:
-    """Read a chunk once a round. A source that tells again of one that was read has missed that it was."""
+    """Read a staged chunk once a round. A repeated Staged of a read chunk means that Taken was lost: resend it."""
     past = key in state.reading or message.round < state.rounds.get(key, 0)
     if past or state.reason is not None:
         return state, []
@@ -524,14 +531,14 @@ def _taken(state: Receiving, key: WriterChunk) -> Send:
 
 
 def _without(regions: dict[WriterChunk, int], key: WriterChunk) -> dict[WriterChunk, int]:
-    """`regions` but that of one chunk. Copied whole and cut: a test of each key takes eight times as long."""
+    """Returns `regions` without one chunk's. Copying and deleting takes an eighth of the time of a test of each key."""
     left = regions.copy()
     left.pop(key, None)
     return left
 
 
 def _quiet(state: Receiving, key: WriterChunk) -> Stepped:
-    """A read of a failed attempt is over: its region is free."""
+    """End a read of a failed attempt, and free its region."""
     state = replace(state, reading=state.reading - {key})
     if state.reason is None or key not in state.regions or key in state.arrived:
         return _settle(state, []) if state.reason is not None else (state, [])
@@ -539,7 +546,7 @@ def _quiet(state: Receiving, key: WriterChunk) -> Stepped:
 
 
 def _scattered(state: Receiving, key: WriterChunk, digest: int | None, now: float) -> Stepped:
-    """Our own copy is over: a chunk with its source's digest has landed, another is asked for once more."""
+    """End a copy: a chunk with its source's digest has landed, another is asked for once more."""
     if key not in state.arrived or key in state.landed:
         return state, []
     wanted = state.digests.get(key)
@@ -548,7 +555,7 @@ def _scattered(state: Receiving, key: WriterChunk, digest: int | None, now: floa
         return _mismatch(state, key, now)
     actions: list[Action] = [Free(state.regions[key])] if key in state.regions else []
     regions = _without(state.regions, key)
-    if spoilt:  # of an attempt that has failed: nobody is asked again, and its pages are not whole
+    if spoilt:  # the attempt has failed: the chunk is not asked for again
         return _settle(replace(state, regions=regions, arrived=state.arrived - {key}), actions)
     state = replace(state, regions=regions, landed=state.landed | {key})
     return _settle(state, actions) if state.reason is not None else _progress(state, actions)
@@ -566,7 +573,7 @@ def _mismatch(state: Receiving, key: WriterChunk, now: float) -> Stepped:
 
 
 def _progress(state: Receiving, actions: list[Action]) -> Stepped:
-    """Everything here: say so, and end, unless a source that was read has yet to confirm."""
+    """End the attempt with Done once all has landed. Sources that were read have to send Kept first."""
     if state.missing or state.awaited_aux or state.reason is not None:
         return state, actions
     done = wire.Done(state.request, state.generation)
@@ -577,7 +584,7 @@ def _progress(state: Receiving, actions: list[Action]) -> Stepped:
 
 
 def _kept(state: Receiving, peer: str) -> Stepped:
-    """A source confirms what it was asked with Done: all that we had read from it by then."""
+    """Take a source's answer to Done: all chunks read from it are confirmed."""
     if state.missing or state.awaited_aux or state.reason is not None or peer in state.kept:
         return state, []
     state = replace(state, kept=state.kept | {peer})
@@ -585,7 +592,7 @@ def _kept(state: Receiving, peer: str) -> Stepped:
 
 
 def _gone(state: Receiving, peer: str, reason: str, now: float) -> Stepped:
-    """A source that has sent everything may go; nobody waits for the answer of one that has not."""
+    """Handle the loss of a source: the attempt fails unless the source was served."""
     state = replace(state, gone=state.gone | {peer})
     if state.reason is not None:
         return _settle(state, [])
@@ -593,7 +600,7 @@ def _gone(state: Receiving, peer: str, reason: str, now: float) -> Stepped:
 
 
 def _dead(state: Receiving, peer: str, reason: str, now: float) -> Stepped:
-    """As one that is gone, but that nothing of it is under way: it has drained."""
+    """Handle the death of a source: as a loss, but it counts as drained, since its writes have ended."""
     actions = list[Action]()
     if state.reason is None and not state.served(peer):
         state, actions = _fail(state, reason, now)
@@ -610,7 +617,7 @@ def _then(stepped: Stepped, before: list[Action]) -> Stepped:
 
 def _tick(state: Receiving, now: float) -> Stepped:
     if now >= state.deadline:
-        if state.reason is not None:  # our own copies end by themselves, and write the pages until they do
+        if state.reason is not None:  # own copies write the pages until they end
             return (state, []) if state.arrived - state.landed else _finish(state, [])
         late = sorted(peer for peer in state.sources if not state.served(peer))
         here = f", {len(state.unnamed)} of them without pages here" if state.unnamed else ""
@@ -620,7 +627,7 @@ def _tick(state: Receiving, now: float) -> Stepped:
 
 
 def _look(state: Receiving, now: float) -> Stepped:
-    """Say again what was said last to each source that something is awaited from and that is silent for so long."""
+    """Resend to each silent source from which a reply is awaited."""
     failed = state.reason is not None
     awaited = [p for p in state.sources if (p in state.undrained - state.gone if failed else not state.served(p))]
     silent = [peer for peer in awaited if now >= _again_at(state, peer)]
@@ -637,8 +644,9 @@ def _look(state: Receiving, now: float) -> Stepped:
 
 
 def _again_at(state: Receiving, peer: str) -> float:
-    """When a source that says nothing new is asked again. One that owes no answer yet is asked later each time, and one
-    that has noted our Want when it may have forgotten it."""
+    """Returns when to resend to a silent source: at growing intervals if it owes no answer yet, and not before its
+    Noted expires.
+    """
     since, patience = state.heard.get(peer, state.begun), state.patience
     if state.reason is not None or _pending(state, peer):
         return since + patience.resend_s
@@ -647,17 +655,19 @@ def _again_at(state: Receiving, peer: str) -> float:
 
 
 def _pending(state: Receiving, peer: str) -> bool:
-    """Whether a source owes an answer: for chunks that it has offered, a payload that comes after them, or Done."""
+    """Returns True if a source owes an answer: for chunks that it has offered, a payload that comes after them, or
+    Done.
+    """
     owed = state.owed(peer)
     return not owed or any(key in state.ready and key not in state.unnamed for key in owed)
 
 
 def _again(state: Receiving, peer: str, now: float) -> list[Action]:
-    """What was said last to a source that is silent since: its answer may be lost, or what it answers to."""
+    """Returns the messages to resend to a silent source: its answer may be lost, or the message that it answers."""
     source, owed = state.sources[peer], state.owed(peer)
     if not owed and peer not in state.awaited_aux:
         return [] if state.missing or state.awaited_aux else [Send(peer, wire.Done(state.request, state.generation))]
-    noted = now < state.noted.get(peer, 0.0)  # it says by itself when more is ready
+    noted = now < state.noted.get(peer, 0.0)  # the source reports by itself when more is ready
     posted = source.writes_pages and not noted  # without being asked for each chunk
     idle = state.reading | state.unnamed
     waiting = [key for key in owed if (key in state.ready or posted) and key not in idle]
@@ -669,7 +679,7 @@ def _again(state: Receiving, peer: str, now: float) -> list[Action]:
 
 
 def _fail(state: Receiving, reason: str, now: float) -> Stepped:
-    """Tell every source, and wait until none of them can write any more, but not for ever."""
+    """Fail the attempt: send Abort to all sources, and wait up to `drain_s` until their writes have ended."""
     if state.reason is not None:
         return state, []
     pushing = frozenset(peer for peer, source in state.sources.items() if source.verb is Verb.PUSH)
@@ -683,7 +693,7 @@ def _fail(state: Receiving, reason: str, now: float) -> Stepped:
 
 
 def _faulted(state: Receiving, event: OwnFault, now: float) -> Stepped:
-    """Fail, and wait for nothing that is not under way: the region of a chunk that arrived is nobody's any more."""
+    """Fail after an exception, and wait only for copies and reads under way. Other arrived chunks are dropped."""
     over = state.arrived - state.landed - event.copying
     regions = {key: offset for key, offset in state.regions.items() if key not in over}
     freed: list[Action] = [Free(offset) for key, offset in state.regions.items() if key in over]
@@ -700,7 +710,7 @@ def _aborts(state: Receiving, peers: set[str]) -> list[Action]:
 
 
 def _drained(state: Receiving, peer: str) -> Stepped:
-    """A drained source's regions are free, but for those that we are reading or copying ourselves."""
+    """Free the regions of a drained source, except those that this side is reading into or copying from."""
     if state.reason is None or peer not in state.undrained:
         return state, []
     free = [k for k in state.regions if k[0] == peer and k not in state.arrived and k not in state.reading]
@@ -710,13 +720,13 @@ def _drained(state: Receiving, peer: str) -> Stepped:
 
 
 def _settle(state: Receiving, actions: list[Action]) -> Stepped:
-    """Finish a failed attempt once every source that can has drained and every copy and read of our own is over."""
+    """Finish a failed attempt once all reachable sources have drained and all copies and reads here have ended."""
     copying = state.arrived - state.landed
     return (state, actions) if state.undrained - state.gone or copying or state.reading else _finish(state, actions)
 
 
 def _finish(state: Receiving, actions: list[Action]) -> Stepped:
-    """What is still leased belongs to sources that never answered, or to reads that never ended."""
+    """End the attempt. Regions still leased are quarantined: their source never answered, or a read never ended."""
     reading = {peer for peer, _ in state.reading}
     held = frozenset(peer for peer in state.undrained | reading if state.sources[peer].direct)
     kept = [Isolate(key[0], offset) for key, offset in state.regions.items()]
