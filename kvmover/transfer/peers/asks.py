@@ -1,8 +1,8 @@
-"""Asks: which pages of a prompt another engine holds, asked of each rank that a plan needs, answered by whoever knows.
+"""The remote lookup of pages: each source rank of an engine is asked how many leading pages of a prompt it holds.
 
-An answer is a number of pages, and an offer: what is held may be received under the name that was asked by. Every rank
-of a source answers for itself, so the least of them counts. Who is lost holds nothing. An offer that is not wanted is
-given back to those that may have made it, not to those that hold nothing.
+An answer is a number of pages and an offer: these pages may be received under the lookup's name. Each source rank
+answers for itself, and the least answer counts. A lost peer holds no pages. An offer that isn't used is returned to all
+peers that may have made it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.chunks import related
 from kvmover.transfer.protocol.handshake import Place
 
-#: Answers a peer: how many of the prompt's first pages this rank holds and offers. Called in the thread that polls.
+#: Returns how many of the prompt's first pages this rank holds and offers to a peer. Called in the polling thread.
 Holder = Callable[[Place, wire.Query], int]
 
 
 class Asking(msgspec.Struct, frozen=True):
-    """One question. `waits`: peers that have not answered; `pages`: what all others hold, None where that is nobody.
+    """The state of one lookup. `waits`: peers that have not answered; `pages`: the least answer so far, None before the
+    first.
 
-    `until`: when it is over. `again`: when it is said again to those. `offers`: who holds some of it.
+    `until`: its end. `again`: when it is resent to `waits`. `offers`: peers that hold some of the pages.
     """
 
     waits: frozenset[str]
@@ -40,17 +41,17 @@ class Asking(msgspec.Struct, frozen=True):
 
     @property
     def over(self) -> bool:
-        """Whether nobody's answer matters any more."""
+        """True if no answer can change the result any more."""
         return not self.waits or self.pages == 0
 
     @property
     def due(self) -> float:
-        """Before this time there is nothing to do for it."""
+        """The next time at which it has to be advanced."""
         return min(self.until, self.again)
 
 
 def heard(state: Asking, peer: str, pages: int) -> Asking:
-    """A peer holds so many pages. What it says again, or who was not asked, changes nothing.
+    """Returns the state after a peer's answer. Repeated answers, and those of other peers, are ignored.
 
     >>> state = Asking(frozenset("ab"), until=1.0, again=0.5)
     >>> state = heard(heard(state, "a", 7), "b", 5)
@@ -65,7 +66,7 @@ def heard(state: Asking, peer: str, pages: int) -> Asking:
 
 
 def ticked(state: Asking, now: float, resend_s: float) -> tuple[Asking, frozenset[str]]:
-    """Time has passed: the state, and whom to ask again. Where somebody has not answered at the end, nobody counts."""
+    """Returns the state at `now`, and the peers to ask again. The result is None if one has not answered in time."""
     if now >= state.until:
         return replace(state, waits=frozenset(), pages=None, offers=state.offers | state.waits), frozenset()
     if now >= state.again:
@@ -75,7 +76,7 @@ def ticked(state: Asking, now: float, resend_s: float) -> tuple[Asking, frozense
 
 @dataclass(slots=True, eq=False)
 class _Question:
-    """`ended` hears the number of pages, once."""
+    """A lookup under way. `ended` is called once with the number of pages."""
 
     ask: wire.Query
     state: Asking
@@ -84,16 +85,16 @@ class _Question:
 
 @dataclass(slots=True, eq=False)
 class Asks:
-    """Of one mover. `holder` answers peers; without one this side holds nothing."""
+    """The lookups of one mover. `holder` answers peers; by default this side holds no pages."""
 
     core: Core
     holder: Holder = lambda place, ask: 0
     _open: dict[str, _Question] = field(default_factory=dict[str, _Question])
-    #: Who has offered, or may yet, by the name that was asked by: until it is given back or taken.
+    #: Peers that have offered or still may, by lookup name, until the offer is returned or taken.
     _offers: dict[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
 
     def fleet(self, engine: str) -> Fleet:
-        """Of an engine any of whose ranks is connected. Raises PeerUnknown."""
+        """Returns the fleet of an engine with a connected rank. Raises PeerUnknown."""
         return self.core.peers.fleet(engine)
 
     def begin(
@@ -105,10 +106,11 @@ class Asks:
         within_s: float,
         ended: Callable[[int | None], None],
     ) -> None:
-        """Ask every rank of `engine` that would send to this one. `ended` hears the least answer; None: too late.
+        """Ask each rank of `engine` that would send to this one. `ended` is called with the least answer; None: too
+        late.
 
-        `hashes`: of the prompt's pages from number `first` on, of the page size of `engine`. Raises PeerUnknown where
-        one of those ranks is not connected, and PlanError where `request` is being asked for.
+        `hashes`: of the prompt's pages from number `first` on, of the page size of `engine`. Raises PeerUnknown if one
+        of these ranks is not connected, and PlanError while `request` is being asked for.
         """
         core = self.core
         relation = related(core.components, self.fleet(engine), core.end.fleet, core.config.replicas)
@@ -125,17 +127,17 @@ class Asks:
         self._settle(question)
 
     def decline(self, request: str) -> None:
-        """What was offered as `request` is not wanted: it need not be kept. Who is gone has no offer."""
+        """Return the offer of `request` to the connected peers that made it: they may release the pages."""
         for name in self._offers.pop(request, ()):
             if self.core.peers.get(name) is not None:
                 self.core.say(name, wire.Query(request, b""))
 
     def take(self, request: str) -> None:
-        """What was offered as `request` is received: that ends the offer."""
+        """Forget the offer of `request`, which is being received."""
         self._offers.pop(request, None)
 
     def hear(self, peer: Peer, message: wire.Query | wire.Holding) -> None:
-        """A question is answered at once, and an offer that is given back is not; an answer to none of ours is late."""
+        """Answer a Query, unless it returns an offer, or count a Holding. A Holding of another lookup is late."""
         if isinstance(message, wire.Query):
             pages = self.holder(peer.card.place, message)
             if message.hashes:
@@ -145,17 +147,17 @@ class Asks:
         if question is None or peer.name not in question.state.waits:
             self.core.meter.add(Count.LATE_MESSAGES)
             return
-        # Nobody holds what was not asked for.
+        # An answer counts only up to the pages asked for.
         most = question.ask.first + len(question.ask.hashes) // wire.PAGE_HASH_BYTES
         self._answered(question, peer.name, min(message.pages, most))
 
     def lost(self, name: str) -> None:
-        """A peer is gone: it holds nothing."""
+        """Take a lost peer's answer as 0 pages."""
         for question in [each for each in self._open.values() if name in each.state.waits]:
             self._answered(question, name, 0)
 
     def tick(self, request: str) -> None:
-        """A question's time has come."""
+        """Run a lookup's timer."""
         question = self._open.get(request)
         if question is None:
             return
@@ -168,7 +170,7 @@ class Asks:
         self._settle(question)
 
     def close(self) -> None:
-        """Nothing is held by anybody."""
+        """End all lookups with None."""
         for question in list(self._open.values()):
             self._waits_no_more(question.state.waits)
             self._end(question, None)

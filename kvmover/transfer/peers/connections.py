@@ -1,7 +1,7 @@
-"""Connections: whom a mover greets and seats, pings while it waits for them, and dials again when they are lost.
+"""The connections of a mover: it greets peers, pings those it waits for, and dials lost ones again.
 
-A Reconnector knows which lost peers to dial, and when, with exponential backoff. What they may still write is only
-settled by talking to them.
+A Reconnector decides which lost peers to dial, and when, with exponential backoff. Memory that they may still write is
+settled only by messages from them.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from kvmover.transfer.protocol.handshake import Model, Rank, check_forms, check_
 
 log = logging.getLogger(__name__)
 
-#: Peers without a seat that are told why at a time: each costs a connection until then.
+#: Refused peers connected at a time, to send them the reason.
 MAX_TOLD = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """No tries are under way: the peer was never lost, or was given up."""
+    """The state without tries: the peer was never lost, or was given up."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The peer is lost, and the next try is `due`. `failed` tries went before; the last said `reason`."""
+    """The state between tries: the next is `due`. `failed` tries went before; the last failed for `reason`."""
 
     name: str
     failed: int
@@ -48,7 +48,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Dialling:
-    """A try is under way: the peer's answer, or its failure, decides."""
+    """The state during a try, which the peer's answer or a failure ends."""
 
     name: str
     failed: int
@@ -59,7 +59,7 @@ State = Idle | Waiting | Dialling
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The peer died, was cut off, or a try to reach it failed."""
+    """An event: the peer died, was disconnected, or a try failed."""
 
     reason: str
 
@@ -69,12 +69,12 @@ Event = Lost | Tick
 
 @dataclass(frozen=True, slots=True)
 class Dial:
-    """Try to connect the peer, and say Lost if that fails."""
+    """An action: try to connect the peer, and report Lost if that fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """No more tries; `reason` is for whoever reads the log."""
+    """An action: stop trying. `reason` goes to the log."""
 
     reason: str
 
@@ -83,7 +83,7 @@ Action = Dial | GiveUp
 
 
 def step(policy: Backoff, state: State, event: Event, now: float) -> tuple[State, Action | None]:
-    """The next state, and what to do."""
+    """Returns the next state, and an action or None."""
     if isinstance(event, Tick):
         if isinstance(state, Waiting) and now >= state.due:
             return Dialling(state.name, state.failed), Dial()
@@ -98,7 +98,7 @@ def step(policy: Backoff, state: State, event: Event, now: float) -> tuple[State
 
 @dataclass(slots=True, eq=False)
 class _LostPeer:
-    """A lost peer: its card, the seat it had, and how far trying has got. `since`: when the last try began."""
+    """A lost peer: its card, its rank id, and the state of its tries. `since`: when the last try began."""
 
     card: bytes
     seat: tuple[str, int]
@@ -108,8 +108,8 @@ class _LostPeer:
 
 @dataclass(slots=True, eq=False)
 class Reconnector:
-    """Lost peers by transport name, of which no later incarnation has one. `answer_s`: how long a try may take.
-    `_refused`: how often in a row peers have refused this side, and when last.
+    """The lost peers by transport name, which is never reused. `answer_s`: timeout of a try. `_refused`: how often in a
+    row a peer refused this side, and when last.
     """
 
     policy: Backoff
@@ -118,21 +118,22 @@ class Reconnector:
     _refused: dict[str, tuple[int, float]] = field(default_factory=dict[str, "tuple[int, float]"])
 
     def lost(self, name: str, card: bytes, seat: tuple[str, int], reason: str, now: float) -> None:
-        """A peer was lost, or a try at it failed."""
+        """Note that a peer was lost, or a try at it failed."""
         tries, at = self._refused.get(name, (0, -math.inf))
         since = Dialling(name, tries - 1) if at == now else Idle(name)
         line = self._lost_peers.setdefault(name, _LostPeer(card, seat, since))
         self._step(name, line, Lost(reason), now)
 
     def refused(self, name: str, now: float) -> None:
-        """A peer that is about to be lost has answered, but by a refusal: that is one more try that failed."""
+        """Count a refusal of a peer as a failed try. The caller then reports the peer as lost."""
         recent_s = 2 * self.policy.most_s
         self._refused = {each: (tries, at) for each, (tries, at) in self._refused.items() if now - at <= recent_s}
         self._refused[name] = self._refused.get(name, (0, now))[0] + 1, now
 
     def heard(self, name: str, now: float) -> bool:
-        """Anything from a peer: whether it was being dialled, and so is back. One that speaks is dialled at once, but
-        for one that has refused this side: what comes from it may be that once more."""
+        """Note any message of a peer. Returns True if it was being dialled, and so is back. A waiting peer is dialled
+        at once, unless it refused this side: the message may be another refusal.
+        """
         line = self._lost_peers.get(name)
         if line is None:
             return False
@@ -145,23 +146,23 @@ class Reconnector:
         return True
 
     def seated(self, seat: tuple[str, int], name: str) -> None:
-        """`name` sits there: the one that did before is dialled no more."""
+        """Stop dialling the peer that had this rank id before `name`."""
         for other in [other for other, line in self._lost_peers.items() if line.seat == seat and other != name]:
             del self._lost_peers[other]
 
     def retired(self, name: str) -> None:
-        """Another process has taken the place of `name`, which is dialled no more."""
+        """Stop dialling a peer that was replaced or has ended."""
         self._lost_peers.pop(name, None)
 
     def forget(self, engine: str, rank: int | None) -> None:
-        """Dial nobody of an engine, or nobody at one rank of it, until they are lost again."""
+        """Stop dialling an engine's peers, or one rank's, until they are lost again."""
         for name in [
             n for n, lost in self._lost_peers.items() if lost.seat[0] == engine and rank in (None, lost.seat[1])
         ]:
             del self._lost_peers[name]
 
     def due(self, now: float) -> tuple[list[tuple[str, bytes]], list[str]]:
-        """(peers to dial with their cards, peers whose dial was not answered)."""
+        """Returns (peers to dial with their cards, peers whose dial was not answered)."""
         dial = list[tuple[str, bytes]]()
         silent = list[str]()
         for name, line in list(self._lost_peers.items()):
@@ -173,7 +174,7 @@ class Reconnector:
         return dial, silent
 
     def next_due(self) -> float:
-        """Before this time `due` has nothing to say. O(lost peers)."""
+        """Returns the next time at which `due` has work. O(lost peers)."""
         return min(map(self._due_of, self._lost_peers.values()), default=math.inf)
 
     def _due_of(self, line: _LostPeer) -> float:
@@ -186,7 +187,7 @@ class Reconnector:
                 return math.inf
 
     def names(self) -> Collection[str]:
-        """Lost peers that are dialled."""
+        """Returns the lost peers that are dialled."""
         return self._lost_peers.keys()
 
     def __contains__(self, name: str) -> bool:
@@ -196,7 +197,7 @@ class Reconnector:
         return len(self._lost_peers)
 
     def _step(self, name: str, line: _LostPeer, event: Event, now: float) -> bool:
-        """Whether to dial. A peer that is given up is dialled no more until it is lost again."""
+        """Advance a peer's tries. Returns True to dial now. A peer given up is dropped until it is lost again."""
         line.state, action = step(self.policy, line.state, event, now)
         if isinstance(action, GiveUp):
             del self._lost_peers[name]
@@ -206,8 +207,8 @@ class Reconnector:
 
 @dataclass(slots=True, eq=False)
 class Connections:
-    """The peers of one mover. `leases`: what peers may write here, which pings renew. `lost` is told who is gone, and
-    why; `welcomed` who has said Hello.
+    """The peers of one mover. `leases`: the peers' write leases, which pings renew. `lost` is called with each lost
+    peer and the reason, `welcomed` with each peer that said Hello.
     """
 
     core: Core
@@ -221,11 +222,11 @@ class Connections:
 
     @property
     def card(self) -> bytes:
-        """What peers are greeted with, as it is now: memory may have been registered anew."""
+        """The card for greetings, up to date with registrations."""
         return write_card(self.model, self.core.card)
 
     def connect(self, card: bytes) -> str:
-        """Seat the peer behind a `card`, once it is verified, and tell it of us."""
+        """Connect the peer behind a `card`, once it is verified, and send Hello. Returns its name."""
         try:
             name = self._seat(self.core.auth.verify_card(card))
         except PeerRefused as error:
@@ -240,19 +241,19 @@ class Connections:
         self.core.say(name, wire.Hello(self.card, self.core.stamp_us()))
 
     def _seat(self, card: bytes) -> str:
-        """Give the peer behind `card` its seat. Raises, before anything is loaded or anybody loses a seat, for a card
-        of a process that has ended, or whose seat another one has.
+        """Connect the peer behind `card`. Raises PeerRefused or PeerReplaced, before any change, for a process that has
+        ended, or whose rank id another one holds.
         """
         rank = read_card(self.model, card)
         name = self.core.transport.identify(rank.transport)
-        if self._has_ended(rank):  # to load it would cost a socket for good
+        if self._has_ended(rank):  # loading it would leak a socket
             raise PeerRefused(f"{name} has ended")
         self._admit(rank, name)
         return self._sit(rank, name, card)
 
     def _admit(self, rank: Rank, name: str) -> None:
-        """Raise PeerRefused where a peer gets no seat. Who is in its way and is known to have ended makes room; who is
-        silent is asked whether it is there.
+        """Raise PeerRefused if a peer can't be connected. Holders of its rank id that are known to have ended are
+        removed first; silent ones are greeted.
         """
         core, place = self.core, rank.place
         check_forms(core.card, rank, core.config.lossy)
@@ -271,7 +272,7 @@ class Connections:
             raise
 
     def _watch(self, name: str) -> None:
-        """Greet a seated peer until it says anything: one that does not is lost."""
+        """Greet a connected peer until it answers; it is lost if it doesn't."""
         if not self.core.liveness.is_greeted(name):
             self.core.liveness.greeted(name, self.core.clock())
             self.core.timers.sooner((TimerKind.PEER, name), self.core.liveness.due(name))
@@ -291,12 +292,12 @@ class Connections:
         return name
 
     def _has_ended(self, rank: Rank) -> bool:
-        """Whether the process behind a card is of this machine, and over: nobody answers there any more."""
+        """Returns True if the process of a card ran on this machine and has ended."""
         here = self.core.mappings.machine
         return bool(here) and rank.machine == here and rank.process is not None and rank.process.has_ended()
 
     def welcome(self, name: str, hello: wire.Hello) -> None:
-        """A peer has introduced itself: seat it and answer, or tell it why not."""
+        """Handle a peer's Hello: connect it and answer, or send the refusal."""
         core = self.core
         try:
             rank = read_card(self.model, hello.card)
@@ -318,8 +319,8 @@ class Connections:
             core.refused(name, RefusedFor.HANDSHAKE, str(error))
 
     def _tell(self, name: str, rank: Rank, reason: str) -> None:
-        """Say to a peer that gets no seat why, by a connection that ends once that has left. Who has a seat keeps it,
-        whatever it says of itself now.
+        """Send a refused peer the reason, over a connection that ends once it has left. A connected peer keeps its
+        connection.
         """
         core = self.core
         if core.peers.get(name) is not None or (len(self._told) >= MAX_TOLD and name not in self._told):
@@ -330,20 +331,20 @@ class Connections:
         core.say(name, wire.NoSeat(reason))
 
     def refused(self, peer: Peer, reason: str) -> None:
-        """A peer has no seat for this side: it is lost, and dialled again as one that was not reached."""
+        """Handle a refusal by a peer: it is lost, and dialled again like one that was not reached."""
         self.reconnector.refused(peer.name, self.core.clock())
         self.lost(peer.name, f"{peer.card.place.text()} refused this side: {reason}")
 
     def let_go(self, name: str) -> None:
-        """End the connection to a peer without a seat: the refusal has left, or never will."""
+        """End the connection to a refused peer: the reason has left, or never will."""
         self._told.discard(name)
         if self.core.peers.get(name) is None:
             self.core.transport.disconnect(name)
 
     def heard(self, name: str) -> None:
-        """Anything at all, from a peer."""
+        """Note any message of a peer."""
         self.core.liveness.heard(name)
-        if name in self.reconnector:  # it was lost, and speaks
+        if name in self.reconnector:  # a lost peer speaks again
             if self.reconnector.heard(name, self.core.clock()):
                 self.core.meter.add(Count.RECONNECTS)
                 self._is_back(name)
@@ -355,12 +356,12 @@ class Connections:
             self.core.peers.is_back(name)
 
     def living(self) -> int:
-        """Connected peers, without those that are dialled: they have their seats again when they answer."""
+        """Returns the number of connected peers, without those being dialled."""
         peers = self.core.peers
         return len(peers) - sum(peers.get(name) is not None for name in self.reconnector.names())
 
     def check_on(self, name: str) -> None:
-        """A peer that died while it owes us something is noticed by a ping that cannot be sent, or is not answered."""
+        """Run a peer's timer: greet it, ping it, or report it lost."""
         core = self.core
         match core.liveness.look(name, core.clock()):
             case Duty.GREET:
@@ -374,7 +375,7 @@ class Connections:
         core.timers.set((TimerKind.PEER, name), core.liveness.due(name))
 
     def dial(self, _: None) -> None:
-        """Reach for lost peers again; what they say, or that they say nothing, decides."""
+        """Dial the lost peers that are due, and report those that did not answer as lost."""
         core, now = self.core, self.core.clock()
         dial, silent = self.reconnector.due(now)
         for name in silent:
@@ -401,30 +402,30 @@ class Connections:
         core.timers.set((TimerKind.DIAL, None), self.reconnector.next_due())
 
     def _try_later(self, name: str, card: bytes, rank: Rank, reason: str) -> None:
-        """A peer is lost, or a try at it failed. Whether anybody is there is known by when the next one is due."""
+        """Schedule another try at a lost peer, and probe its listeners meanwhile."""
         self.reconnector.lost(name, card, rank.place.seat, reason, self.core.clock())
         if name in self.reconnector and rank.listeners and name not in self._probes:
             self._probes[name] = TcpProbe(rank.listeners)
 
     def _end_probes(self) -> None:
-        """Of peers that are dialled no more."""
+        """End the probes of peers that are not dialled any more."""
         for name in [name for name in self._probes if name not in self.reconnector]:
             self._probes.pop(name).close()
 
     def forget(self, engine: str, rank: int | None) -> None:
-        """Dial nobody of an engine, or nobody at one rank of it, until they are lost again."""
+        """Stop dialling an engine's peers, or one rank's, until they are lost again."""
         self.reconnector.forget(engine, rank)
         self._end_probes()
 
     def close(self) -> None:
-        """Close the transport, and ask after nobody any more."""
+        """Close probes, compiler and transport."""
         while self._probes:
             self._probes.popitem()[1].close()
         self.core.compiler.close()
         self.core.transport.close()
 
     def part(self, name: str, reason: str, level: int = logging.WARNING) -> None:
-        """A peer is gone: nothing is said to it, and it is dialled if nobody has its seat. `level`: of the log."""
+        """Disconnect a peer, and dial it unless its rank id was taken. `level`: of the log."""
         core, peer = self.core, self.core.peers.get(name)
         if peer is not None:
             core.meter.add(Count.LOST_PEERS)
@@ -441,7 +442,7 @@ class Connections:
 
 
 def check_own_card(model: Model, core: Core) -> None:
-    """Raise LayoutError for what peers would refuse us for."""
+    """Raise LayoutError for a model or card that peers would refuse."""
     try:
         read_card(model, write_card(model, core.card))
     except PeerRefused as error:

@@ -1,8 +1,7 @@
-"""Links: what the writes of this side took on the way to each host, and the costs that routes are chosen by.
+"""The links to other hosts: measured times of this side's writes, and the costs by which routes are chosen.
 
-Measured by probes when a peer is connected, into memory that every mover lays open for that and nothing else, and by
-every write, copy and poll since. The way back is taken to cost the same: the destination chooses the route, the source
-writes.
+Measured by probes when a peer is connected, into its sandbox, and by each write, copy and poll since. The way back is
+assumed to cost the same: the destination chooses the route, the source writes.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from kvmover.transfer.memory.descriptors import InFlight
 from kvmover.transfer.peers.table import Peer
 from kvmover.transport.base import Completed, Descriptors, Failed, Memory, Transport
 
-#: Fitting takes 1 to 5 ms, so it is done again only after so many seconds, and only if something was measured since.
+#: Least seconds between fits, which take 1 to 5 ms; only new measurements cause one.
 REFIT_S = 5.0
 
-#: A probe that takes longer tells nothing that is worth waiting for.
+#: Deadline of a probe.
 PROBE_DEADLINE_S = 5.0
 
 
 @dataclass(slots=True, eq=False)
 class _Link:
-    """One host's measurements and what they said last."""
+    """One host's measurements, and the costs last fitted to them."""
 
     measured: Measurements = field(default_factory=Measurements)
     fitted: Calibration | None = None
@@ -39,9 +38,9 @@ class _Link:
 
 @dataclass(slots=True, eq=False)
 class Links:
-    """Links by host. `sandbox`: memory of ours that probes are written from, None where nothing is probed.
+    """The links by host. `sandbox`: memory from which probes are written; None: no probes.
 
-    `_packed`: the host of each packed chunk that was copied since the last poll.
+    `_packed`: the host of each packed chunk copied since the last poll.
     """
 
     transport: Transport
@@ -53,7 +52,7 @@ class Links:
     _packed: list[str] = field(default_factory=list[str])
 
     def connected(self, peer: Peer, now: float) -> None:
-        """Probe the way to a host that nothing is known of."""
+        """Start probing a peer's host, unless it has been measured."""
         theirs = peer.card.sandbox
         if self.sandbox is None or theirs is None or peer.card.host in self._links:
             return
@@ -71,13 +70,13 @@ class Links:
         probe = waiting.popleft()
         try:
             ticket = self.transport.write(peer.name, _runs(ours, probe), _runs(theirs, probe), b"", PROBE_DEADLINE_S)
-        except TransportError:  # a peer that is lost meanwhile is noticed elsewhere
+        except TransportError:  # the loss of a peer is handled elsewhere
             del self._probes[peer.name]
             return
         self.flights.add(ticket, (probe, peer), now)
 
     def handle(self, event: Completed | Failed, now: float) -> bool:
-        """The end of a probe; False for an operation of somebody else."""
+        """Handle the end of a probe. Returns False for an operation that is not a probe."""
         landing = self.flights.end(event, now)
         if landing is None:
             return False
@@ -96,46 +95,46 @@ class Links:
         return link
 
     def wrote(self, host: str, event: Completed, nbytes: int, runs: int) -> None:
-        """A write of ours has ended well."""
+        """Record a successful write of `nbytes` bytes in `runs` runs."""
         if event.timing is not None:
             link = self._link(host)
             link.measured.wrote(Sample(nbytes, runs, event.timing.total_us))
             link.fresh += 1
 
     def gathered(self, host: str, nbytes: int, seconds: float) -> None:
-        """A packed chunk was gathered for a host."""
+        """Record the gather of a packed chunk for a host."""
         link = self._link(host)
         link.measured.gathered(nbytes, seconds * 1e6)
         link.fresh += 1
         self._packed.append(host)
 
     def scattered(self, host: str, nbytes: int, seconds: float) -> None:
-        """A packed chunk of a host was scattered."""
+        """Record the scatter of a packed chunk of a host."""
         link = self._link(host)
         link.measured.scattered(nbytes, seconds * 1e6)
         link.fresh += 1
         self._packed.append(host)
 
     def copied(self, host: str, nbytes: int, seconds: float) -> None:
-        """A copy from pool to pool took that long: it reads as a gather does and writes as a scatter does."""
+        """Record a copy from pool to pool: it reads like a gather and writes like a scatter."""
         link = self._link(host)
         link.measured.gathered(nbytes, seconds * 1e6)
         link.measured.scattered(nbytes, seconds * 1e6)
         link.fresh += 1
 
     def polled(self, seconds: float) -> None:
-        """A poll took so long beside what it copied and posted: as much as its packed chunks take, each alike."""
+        """Record a poll's time without its copies and posts, shared equally among its packed chunks."""
         for host in self._packed:
             self._link(host).measured.waited(seconds / len(self._packed) * 1e6)
         self._packed.clear()
 
     def costs(self, host: str, base: Costs, now: float) -> Costs:
-        """`base`, with what was measured on the way to `host`."""
+        """Returns `base` with the measured costs of the path to `host`."""
         calibration = self._calibration(host, base, now)
         return base if calibration is None else calibration.costs(base)
 
     def calibrations(self, base: Costs, now: float) -> Sequence[Calibration]:
-        """Of every host of which something is known, to keep in a file or to look at."""
+        """Returns the calibration of each measured host, to store or inspect."""
         found = (self._calibration(host, base, now) for host in self._links)
         return tuple(calibration for calibration in found if calibration is not None)
 

@@ -1,8 +1,8 @@
-"""Listeners: where a process waits for TCP connections, and whether anybody is there still, by a plain connection.
+"""The listeners of a process, for TCP connections, and a probe by a plain connection that tells if all are closed.
 
-UCX keeps a socket for every connection that is refused, for good (NIXL 1.5.1, UCX over TCP: whether its agent connects,
-removes the peer, or has other settings for retries). A plain connection leaves none, so a lost peer is dialled only
-where its listeners do not all refuse one.
+UCX leaks a socket for each refused connection (NIXL 1.5.1, UCX over TCP: whether its agent connects, removes the peer,
+or has other settings for retries). A plain connection leaks none, so a lost peer is dialled unless all of its listeners
+refuse one.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ _DESCRIPTORS = Path("/proc/self/fd")
 
 
 def own_listeners() -> tuple[Listener, ...]:
-    """Those of this process that other hosts may reach, the ones of its transport among them; none off Linux.
+    """Returns up to MAX_LISTENERS listeners of this process that other hosts may reach, its transport's among them; ()
+    off Linux.
 
-    Each ends with the process at the latest. 0.1 ms for 30 file descriptors.
+    All of them end with the process at the latest. 0.1 ms for 30 file descriptors.
     """
     return tuple(sorted({*_listening()}, key=lambda each: (each.address, each.port)))[:MAX_LISTENERS]
 
@@ -32,7 +33,7 @@ def _listening() -> Iterator[Listener]:
     if not _DESCRIPTORS.is_dir():
         return
     for number in [int(path.name) for path in _DESCRIPTORS.iterdir()]:
-        with suppress(OSError):  # closed since
+        with suppress(OSError):  # closed meanwhile
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 continue
             with socket.socket(fileno=os.dup(number)) as open_socket:
@@ -45,24 +46,26 @@ def _listening() -> Iterator[Listener]:
 
 
 class TcpProbe:
-    """Connections to some listeners under way: one that succeeds is closed without a word."""
+    """The probe's connections to listeners. Each is closed without sending a byte."""
 
     def __init__(self, listeners: Iterable[Listener]) -> None:
         self._answers: list[socket.socket | int] = [_begun(listener) for listener in listeners]
 
     def is_refused(self) -> bool:
-        """Whether every listener has refused by now: nobody is there. Silence proves nothing. Ends the probe."""
+        """End the probe. Returns True if all listeners refused; False if one has not (silence is no proof), without
+        listeners, and on later calls.
+        """
         answers, self._answers = self._answers, []
         refused = [_refused(answer) for answer in answers]
         return bool(refused) and all(refused)
 
     def close(self) -> None:
-        """Ask no more."""
+        """End the probe."""
         self.is_refused()
 
 
 def _begun(listener: Listener) -> socket.socket | int:
-    """A connection that is not waited for, or why there is none."""
+    """Returns a connection under way, or the errno of its failure."""
     family = socket.AF_INET6 if ":" in listener.address else socket.AF_INET
     try:
         begun = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)

@@ -1,9 +1,8 @@
-"""Liveness: which peers to ping, and which have been silent for too long. Pure: peers, times, and what to do.
+"""The liveness of peers: which to ping, and which have been silent for too long. Pure: peers, times and duties.
 
-Peers that something is awaited from are watched, and those that were greeted and have not been heard since: a Hello
-that is lost is said again. The others are looked at once in a while. Silence is counted from the first ping that
-nothing answers, or from the first Hello that is said again, so that a side that was itself not running for a while
-blames nobody.
+Two kinds of peers are watched: those from which a reply is awaited, and those that were greeted and have been silent
+since, whose Hello may be lost and is resent. Other peers are checked every `idle_s`. Silence is counted from the first
+unanswered ping, or from the first Hello that is resent, so that a side that was suspended for a while blames no peer.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-#: How often a seated peer is looked at though nothing is awaited from it. One that was silent for one to two times as
-#: long is pinged: so it is found out who is dead.
+#: Seconds between checks of a connected peer from which no reply is awaited. One that was silent for one to two times
+#: as long is pinged, so that dead peers are found.
 IDLE_S = 15.0
 
 
 class Duty(StrEnum):
-    """What a peer's turn is for."""
+    """The action due for a peer."""
 
     GREET = "greet"
     PING = "ping"
@@ -29,10 +28,9 @@ class Duty(StrEnum):
 
 @dataclass(slots=True)
 class Liveness:
-    """Times in seconds, of which the mover says `now`. `_awaited`: how many things are awaited from each peer. `_next`:
-    when one that something is or was awaited from may be pinged, so that short requests cost no ping each. `_quiet`:
-    when a seated peer is looked at though nothing is awaited from it, every `idle_s`; it is pinged if it did not speak
-    since. `_spoke`: seated peers that have.
+    """The timers of peers, in seconds of the mover's clock. `_awaited`: replies awaited from each peer. `_next`: the
+    earliest next ping of a peer, so that short requests cost no ping each. `_quiet`: the next idle check of a connected
+    peer, which is pinged if it was silent since the last; `_spoke`: peers that were not.
     """
 
     ping_s: float
@@ -47,45 +45,45 @@ class Liveness:
 
     @property
     def awaited(self) -> Collection[str]:
-        """Peers that something is awaited from."""
+        """The peers from which a reply is awaited."""
         return self._awaited.keys()
 
     def awaits(self, peer: str) -> bool:
-        """Something more is awaited from a peer; whether nothing was before, so that it is due when `due` says."""
+        """Add one awaited reply. Returns True if it is the peer's first: set its timer to `due`."""
         self._awaited[peer] += 1
         return self._awaited[peer] == 1
 
     def awaits_no_more(self, peer: str) -> None:
-        """One thing less is awaited from a peer. From whom nothing is awaited may be silent."""
+        """Remove one awaited reply. A peer without any may be silent."""
         self._awaited[peer] -= 1
         if self._awaited[peer] <= 0:
             for table in (self._awaited, self._unanswered):
-                table.pop(peer, None)  # and is pinged no sooner when something is awaited again
+                table.pop(peer, None)  # `_next` stays: a ping isn't sent sooner than it
 
     def heard(self, peer: str) -> None:
-        """Anything at all, from a peer."""
+        """Note any message of a peer."""
         self._unanswered.pop(peer, None)
         self._greeted.pop(peer, None)
         if peer in self._quiet:
             self._spoke.add(peer)
 
     def seated(self, peer: str, now: float) -> None:
-        """A peer has a seat: it is looked at from now on."""
+        """Start the idle checks of a connected peer."""
         self._quiet.setdefault(peer, now + self.idle_s)
 
     def is_greeted(self, peer: str) -> bool:
-        """Returns whether a peer was greeted and has said nothing since."""
+        """Returns True for a peer that was greeted and has been silent since."""
         return peer in self._greeted
 
     def greeted(self, peer: str, now: float) -> None:
-        """A peer was told of us, and drops whatever we say until it knows.
+        """Note that Hello was queued for a peer, which drops other messages until it has it.
 
-        Its silence is not counted yet: what was said leaves with the next poll, and that may be long in coming.
+        Its silence is counted only from the first resend: the Hello leaves with the next poll, which may be late.
         """
         self._greeted[peer] = math.inf, now + self.ping_s
 
     def forget(self, peer: str) -> None:
-        """A peer is gone: it is not greeted any more, nor looked at."""
+        """Stop greeting and checking a peer that is gone."""
         self._greeted.pop(peer, None)
         self._next.pop(peer, None)
         self._quiet.pop(peer, None)
@@ -94,7 +92,7 @@ class Liveness:
             self._unanswered.pop(peer, None)
 
     def due(self, peer: str) -> float:
-        """Before this time `look` has nothing to do for a peer; math.inf: not before something else happens."""
+        """Returns the next time at which `look` has work for a peer; math.inf: none until another call."""
         due = self._quiet.get(peer, math.inf)
         if peer in self._greeted:
             since, again = self._greeted[peer]
@@ -106,7 +104,7 @@ class Liveness:
         return due
 
     def look(self, peer: str, now: float) -> Duty | None:
-        """What to do for a peer now. One that is to be lost is blamed once."""
+        """Returns a peer's duty now, or None. LOSE is returned once."""
         for since in (self._greeted.get(peer, (math.inf, now))[0], self._unanswered.get(peer, math.inf)):
             if now >= since + self.silence_s:
                 self._greeted.pop(peer, None)

@@ -1,4 +1,4 @@
-"""PeerProcess: a process behind a peer, of which it may become known that it is dead. Who is silent is not."""
+"""A PeerProcess is the process behind a peer, which may become known to be dead. A silent process may be alive."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from kvmover.transfer.protocol.handshake import Rank
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Obituary:
-    """A word that the processes of one rank are dead: those that sat there until it was said."""
+    """A record of the death of all processes that held a rank id before it was told."""
 
     is_told: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PeerProcess:
-    """What sits at `rank` of `engine` now, with pools of `components`. It stays this process when it is lost and
-    another one sits there.
+    """The process at `rank` of `engine`, with pools of `components`. It stands for this process even after another one
+    takes its rank.
     """
 
     engine: str
@@ -30,15 +30,15 @@ class PeerProcess:
 
     @classmethod
     def behind(cls, card: Rank, machine: str, obituary: Obituary) -> PeerProcess:
-        """The process that `card` is of, as one that runs on `machine` sees it."""
+        """Returns the process of `card`, as seen from `machine`."""
         components = tuple(pool.component for pool in card.pools)
         return cls(card.place.engine, card.place.rank, components, local_process(card, machine), obituary)
 
     def has_ended(self) -> bool:
-        """Whether it is known to be dead: the kernel of this host says so, or `Mover.forget` was told."""
+        """Returns True if the process is known to be dead: by the kernel of this host, or by `Mover.forget`."""
         return self._obituary.is_told or (self._local is not None and self._local.has_ended())
 
 
 def local_process(card: Rank, machine: str) -> HostProcess | None:
-    """The process of a card where it runs on `machine`, whose kernel knows of it; else None."""
+    """Returns the process of a card if it runs on `machine`, whose kernel knows it; else None."""
     return card.process if machine and card.machine == machine else None

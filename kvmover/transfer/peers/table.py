@@ -1,4 +1,4 @@
-"""Peers: who is connected, by transport name and by place in an engine's fleet."""
+"""The table of connected peers, by transport name and by rank id."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvmover.transfer.protocol.handshake import Place, Rank
 
 @dataclass(frozen=True, eq=False)
 class Peer:
-    """A connected rank: its card, as read and as it came, and its transport name, which no later incarnation has."""
+    """A connected rank: its card, decoded and as received, and its transport name, which is never reused."""
 
     name: str
     card: Rank
@@ -28,18 +28,18 @@ class Peer:
 
     @cached_property
     def end(self) -> End:
-        """Its side of a lane: fleet, rank and pools, as its card has them."""
+        """The peer's side of a lane: fleet, rank and pools of its card."""
         return End(self.card.place.fleet, self.card.place.rank, self.card.pools)
 
 
-#: Engines whose newest incarnation is remembered, the latest ones: each costs some 300 bytes and 100 more a rank.
+#: Engines whose newest incarnation is remembered, the latest: each takes some 300 bytes and 100 more a rank.
 MAX_ENGINES = 65536
 
 
 @dataclass(slots=True)
 class Sitter:
-    """The newest process that was seen at a rank of an engine. `left`: when it was lost, if it was not heard since; it
-    may have its seat, and be dialled. `process`: where it runs on a machine that can say whether it has ended.
+    """The newest process seen at a rank of an engine. `left`: when it was lost, unless it was heard since; it may have
+    kept its rank id meanwhile, and be dialled. `process`: on a host that can say whether it has ended.
     """
 
     rank: int
@@ -49,14 +49,14 @@ class Sitter:
     left: float | None = None
 
     def has_had_its_time(self, now: float, linger_s: float) -> bool:
-        """Returns whether it was not heard for so long that its seat goes to whoever answers."""
+        """Returns True if it was silent for so long that an older process may take its rank id."""
         return self.left is not None and now >= self.left + linger_s
 
 
 @dataclass(slots=True)
 class _Incarnation:
-    """An engine as it was seen: the fleet of its newest process, who was seen at its ranks, and the newest of those
-    that stood in another fleet before, which no rank of this fleet is older than.
+    """The known state of an engine: the fleet of its newest process, the processes at its ranks, and the newest process
+    of an earlier fleet, which no rank of this fleet is older than.
     """
 
     fleet: Fleet
@@ -66,11 +66,11 @@ class _Incarnation:
 
 @dataclass(slots=True)
 class Peers:
-    """The table of connected ranks. A process has one seat, which goes to a newer one at once, and to an older one when
-    whoever had it was lost and not heard for `linger_s`, or is known to be dead (`vacate`).
+    """The table of connected ranks. A rank id is held by one process. A newer process takes it at once, an older one
+    when the holder was lost and silent for `linger_s`, or is known to be dead (`vacate`).
 
-    A fleet is a value of an engine's generation: a process of another fleet that gets a seat takes those of all that
-    stand in the old one.
+    A fleet belongs to an engine's generation: an admitted process of another fleet takes the rank ids of all processes
+    in the old one.
     """
 
     _by_name: dict[str, Peer] = field(default_factory=dict[str, Peer])
@@ -81,8 +81,8 @@ class Peers:
     )
 
     def rivals(self, place: Place, name: str) -> tuple[Sitter, ...]:
-        """Processes that `name` cannot take `place` from while they are there: newer ones, and as new ones of another
-        name; of an engine that stood in another fleet, at any rank.
+        """Returns processes from which `name` can't take `place`: newer ones, and those of equal generation under
+        another name; if the engine's fleet changes, at any rank.
         """
         seen = self._seen.get(place.engine)
         if seen is None:
@@ -95,8 +95,8 @@ class Peers:
         return (sitter,) if place.generation <= sitter.generation else ()
 
     def admit(self, card: Rank, name: str, now: float, linger_s: float) -> None:
-        """Raise PeerRefused where `name` may not sit at the place of `card`, or has another card but for what it has
-        registered since, and PeerReplaced where a newer process is there, or was less than `linger_s` ago.
+        """Raise PeerRefused if `name` has another rank id, or another card except for later registrations, and
+        PeerReplaced if a newer process holds the place, or did less than `linger_s` ago.
         """
         place, known = card.place, self._by_name.get(name)
         if known is not None and known.card.place != place:
@@ -115,8 +115,8 @@ class Peers:
         raise PeerReplaced(f"{name}, {place.text()}, was replaced by {by}{empty}")
 
     def add(self, peer: Peer, now: float, process: HostProcess | None = None) -> tuple[str, ...]:
-        """Seat a peer that was admitted, and return the names of those whose seats it took: processes that are over.
-        `process`: that of the peer, where this host knows of it.
+        """Add a peer that was admitted. Returns the names of peers whose rank ids it took, whose processes are over.
+        `process`: the peer's, if this host knows it.
         """
         place = peer.card.place
         seen = self._seen.pop(place.engine, None)
@@ -140,7 +140,7 @@ class Peers:
         return over
 
     def _trim(self) -> None:
-        """Forget the engine that was seen longest ago, of those that nobody is connected of."""
+        """Forget the engine without connected ranks that was seen longest ago."""
         if len(self._seen) > MAX_ENGINES:
             connected = {engine for engine, _ in self._by_place}
             oldest = next((engine for engine in self._seen if engine not in connected), None)
@@ -148,13 +148,13 @@ class Peers:
                 del self._seen[oldest]
 
     def check(self) -> None:
-        """Raise AssertionError where somebody sits twice, or ranks of one engine stand in two fleets. O(peers)."""
+        """Check that each peer has one rank id, and each engine one fleet, in O(peers). Raises AssertionError."""
         assert len({*self._by_place.values()}) == len(self._by_place), f"a peer has several seats: {self._by_place}"
         fleets = {(engine, self._by_name[name].card.place.fleet) for (engine, _), name in self._by_place.items()}
         assert len(fleets) == len({engine for engine, _ in fleets}), f"engines in several fleets: {fleets}"
 
     def remove(self, name: str, now: float) -> None:
-        """Take a peer out, by name: it is lost. An unknown one is ignored."""
+        """Remove a lost peer. An unknown name is ignored."""
         peer = self._by_name.pop(name, None)
         if peer is None:
             return
@@ -166,26 +166,26 @@ class Peers:
                 sitter.left = now
 
     def is_back(self, name: str) -> None:
-        """A peer that was lost has its seat again, and was heard."""
+        """Note that a lost peer holds its rank id again, and was heard."""
         sitter = self._sitter(self._by_name[name].card.place)
         if sitter is not None and sitter.name == name:
             sitter.left = None
 
     def _sitter(self, place: Place) -> Sitter | None:
-        """Returns the process that was seen there; None where `vacate` was called since."""
+        """Returns the process seen at a place; None after `vacate`."""
         seen = self._seen.get(place.engine)
         return None if seen is None else seen.ranks.get(place.rank)
 
     def sits(self, peer: Peer) -> bool:
-        """Whether nobody has taken the peer's seat."""
+        """Returns True if the peer still holds its rank id."""
         return self._by_place.get(peer.card.place.seat) == peer.name
 
     def get(self, name: str) -> Peer | None:
-        """The peer of this name, or None."""
+        """Returns the peer of this name, or None."""
         return self._by_name.get(name)
 
     def names(self) -> tuple[str, ...]:
-        """Transport names of all connected peers."""
+        """Returns the transport names of all connected peers."""
         return tuple(self._by_name)
 
     def __len__(self) -> int:
@@ -195,14 +195,14 @@ class Peers:
         return self._by_name[name]
 
     def at(self, engine: str, rank: int) -> Peer:
-        """The peer at a place. Raises PeerUnknown when nobody was connected there."""
+        """Returns the peer at a rank id. Raises PeerUnknown if none is connected there."""
         name = self._by_place.get((engine, rank))
         if name is None:
             raise PeerUnknown(f"rank {rank} of {engine} is not connected")
         return self._by_name[name]
 
     def vacate(self, engine: str, ranks: Iterable[int]) -> None:
-        """Forget who was seen at some ranks of an engine: whoever comes may sit there, however old it is."""
+        """Forget the processes seen at some ranks of an engine: a process of any generation may take them."""
         seen = self._seen.get(engine)
         if seen is None:
             return
@@ -212,19 +212,19 @@ class Peers:
             del self._seen[engine]
 
     def seen(self, engine: str) -> frozenset[int]:
-        """Ranks of an engine at which somebody was seen, connected or not."""
+        """Returns the ranks of an engine at which a process was seen, connected or not."""
         seen = self._seen.get(engine)
         return frozenset() if seen is None else frozenset(seen.ranks)
 
     def bury(self, engine: str, rank: int) -> None:
-        """Whoever has sat there is dead, as this side was told."""
+        """Declare all processes that held a rank id dead."""
         obituary = self._obituaries.pop((engine, rank), None)
         if obituary is not None:
             obituary.is_told = True
         self.vacate(engine, (rank,))
 
     def processes(self, engine: str, machine: str) -> tuple[PeerProcess, ...]:
-        """What sits at the ranks of an engine now, in their order, as a process on `machine` sees it."""
+        """Returns the processes at the connected ranks of an engine, by rank, as seen from `machine`."""
         found = list[PeerProcess]()
         for rank in sorted(self.ranks(engine)):
             obituary = self._obituaries.setdefault((engine, rank), Obituary())
@@ -232,15 +232,15 @@ class Peers:
         return tuple(found)
 
     def seated(self, seat: tuple[str, int]) -> str | None:
-        """Who sits at a place, by name."""
+        """Returns the name of the peer at a rank id, or None."""
         return self._by_place.get(seat)
 
     def ranks(self, engine: str) -> frozenset[int]:
-        """Numbers of the ranks of an engine that are connected."""
+        """Returns the connected ranks of an engine."""
         return frozenset(rank for known, rank in self._by_place if known == engine)
 
     def fleet(self, engine: str) -> Fleet:
-        """The fleet of an engine any of whose ranks is connected."""
+        """Returns the fleet of an engine with a connected rank. Raises PeerUnknown."""
         for (known, _), name in self._by_place.items():
             if known == engine:
                 return self._by_name[name].card.place.fleet
