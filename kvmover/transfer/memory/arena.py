@@ -1,4 +1,4 @@
-"""Arena: who has which part of the staging memory, and how that is divided into slabs that are registered anew.
+"""The Arena leases regions of staging memory, which is divided into slabs that are registered anew one by one.
 
 Integers only; the memory itself belongs to the mover.
 """
@@ -14,19 +14,19 @@ from itertools import pairwise
 from kvmover.errors import LayoutError
 from kvmover.transport.base import Revocation
 
-#: Regions start at multiples of this, so that packed chunks keep the widest words and whole cache lines.
+#: Alignment of regions, so that packed chunks keep the widest words and whole cache lines.
 ALIGN_BYTES = 256
 
 
 @dataclass(slots=True)
 class Arena:
-    """First-fit leases over `nbytes` bytes, neighbours merged when they come back.
+    """First-fit leases over `nbytes` bytes; released neighbours merge.
 
-    No ring: a long-lived lease blocks nobody but itself. A quarantined region is one that a peer may still write; it
-    stays out of circulation until `release` is told that this is over.
+    It is no ring: a long lease blocks only its own region. A quarantined region is one that a peer may still write; it
+    stays leased until `release`.
 
-    No region straddles two slabs of `slab_bytes` bytes (0: the arena is one), each of which is registered by itself.
-    Slabs that are `shut` take no leases.
+    Each region lies within one slab of `slab_bytes` bytes (0: the arena is one slab), which is registered by itself.
+    Slabs in `shut` take no leases.
     """
 
     nbytes: int
@@ -48,21 +48,22 @@ class Arena:
 
     @property
     def slabs(self) -> int:
-        """How many; what is left behind them is of no use."""
+        """The number of slabs; bytes after the last one are unused."""
         return self.nbytes // self.slab_bytes
 
     def slab_of(self, offset: int) -> int:
-        """The number of the slab that a region is in."""
+        """Returns the number of the slab that a region is in."""
         return offset // self.slab_bytes
 
     def fits(self, nbytes: int) -> bool:
-        """Whether there is ever room for `nbytes` bytes: a region takes whole multiples of ALIGN_BYTES."""
+        """Returns True if `nbytes` bytes fit an empty slab. Regions are multiples of ALIGN_BYTES."""
         return region_bytes(nbytes) <= self.slab_bytes
 
     def lease(self, nbytes: int, owner: str = "") -> int | None:
-        """Offset of a region of at least `nbytes` bytes, or None while there is no room. Raises when there never is.
+        """Lease a region of at least `nbytes` bytes. Returns its offset, or None while it doesn't fit. Raises
+        LayoutError for more than a slab.
 
-        `owner`: for whose sake, which `leased_by` counts by.
+        `owner`: the account of `leased_by`.
         """
         size = region_bytes(nbytes)
         if size > self.slab_bytes:
@@ -78,7 +79,7 @@ class Arena:
         return None
 
     def release(self, offset: int) -> None:
-        """Give a region back; its neighbours in the slab merge with it."""
+        """Release a leased region; its free neighbours in the slab merge with it."""
         size = self._leased.pop(offset)
         owner = self._owners.pop(offset)
         self._held[owner] -= size
@@ -94,13 +95,17 @@ class Arena:
         insort(self._free, (offset, size))
 
     def quarantine(self, offset: int) -> None:
-        """Keep a leased region out of use: a one-sided write may still land in it."""
+        """Mark a leased region as one that a one-sided write may still reach. Raises LayoutError for an offset without
+        a lease.
+        """
         if offset not in self._leased:
             raise LayoutError(f"no region is leased at {offset}")
         self._quarantined.add(offset)
 
     def renew(self, slab: int) -> list[int]:
-        """The slab was registered anew: no peer reaches its regions. Returns their offsets, now free."""
+        """Release all regions of a slab that was registered anew, so that no peer reaches them. Returns their offsets.
+        Raises LayoutError if one is leased and not quarantined.
+        """
         freed = [offset for offset in self._leased if self.slab_of(offset) == slab]
         if healthy := [offset for offset in freed if offset not in self._quarantined]:
             raise LayoutError(f"slab {slab} is renewed under the regions at {healthy}, which are in use")
@@ -111,38 +116,38 @@ class Arena:
 
     @property
     def registration(self) -> int:
-        """How often slabs were renewed."""
+        """The number of renewals so far."""
         return max(self._registrations)
 
     def registration_of(self, offset: int) -> int:
-        """The renewal that a peer must know of to reach a region; 0: none."""
+        """Returns the renewal that a peer must know to reach a region; 0: none."""
         return self._registrations[self.slab_of(offset)]
 
     def leased(self) -> ItemsView[int, int]:
-        """Offset and bytes of each region."""
+        """Returns (offset, bytes) of each leased region."""
         return self._leased.items()
 
     def leased_by(self, owner: str) -> int:
-        """Bytes of its regions, the quarantined ones included."""
+        """Returns the bytes leased by an owner, quarantined ones included."""
         return self._held[owner]
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that nobody leases, in regions that may be too small."""
+        """The bytes without a lease, in regions that may be too small."""
         return self.nbytes - self.leased_bytes
 
     @property
     def leased_bytes(self) -> int:
-        """Bytes of all leases, those in quarantine too."""
+        """The bytes of all leases, quarantined ones included."""
         return self._held.total()
 
     @property
     def quarantined_bytes(self) -> int:
-        """Bytes that a peer may still write though their request is over."""
+        """The bytes that peers may still write after their request ended."""
         return sum(self._leased[offset] for offset in self._quarantined)
 
     def check(self) -> None:
-        """Raise AssertionError where regions overlap, straddle slabs or are forgotten. O(regions)."""
+        """Check that regions don't overlap, straddle slabs or leak, in O(regions). Raises AssertionError."""
         spans = sorted([*self._free, *self._leased.items()])
         assert all(offset + size <= after for (offset, size), (after, _) in pairwise(spans)), f"overlap: {spans}"
         assert sum(size for _, size in spans) == self.slabs * self.slab_bytes, f"a region is forgotten: {spans}"
@@ -152,16 +157,17 @@ class Arena:
 
 
 def region_bytes(nbytes: int) -> int:
-    """What a region of `nbytes` bytes takes."""
+    """Returns the size of a region for `nbytes` bytes."""
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-#: More slabs free less at a time, and each is one registration more in everybody's metadata.
+#: Most slabs of an arena. More slabs free less at a time, and each adds a registration to every peer's metadata.
 MAX_SLABS = 8
 
 
 def slab_bytes(arena_bytes: int, chunk_bytes: int, revocation: Revocation) -> int:
-    """Bytes of each slab: an eighth of the arena, but no less than a chunk; all of it where no slab is ever renewed.
+    """Returns the bytes of each slab: an eighth of the arena, but at least a chunk; the whole arena if slabs can't be
+    renewed.
 
     64 MiB with chunks of 8 MiB are 8 slabs of 8 MiB; with chunks of 32 MiB, 2 of 32 MiB.
     """
@@ -173,10 +179,10 @@ def slab_bytes(arena_bytes: int, chunk_bytes: int, revocation: Revocation) -> in
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """What to do with an arena of which peers that are lost may write some regions.
+    """The slabs to renew in an arena in which lost peers may write some regions.
 
-    `now`: slabs that nobody else has a region of: deregistered and registered anew, they are free. `next`: the slab
-    that gets there soonest if nobody is given more of it; None where none waits, or where there is no other slab.
+    `now`: slabs whose regions only lost peers may write: registered anew, they are free. `next`: the slab that gets
+    there soonest if it takes no more leases; None if none waits, or the arena is one slab.
     """
 
     now: tuple[int, ...] = ()
@@ -184,7 +190,7 @@ class Renewal:
 
 
 def renewal(arena: Arena, lost: Collection[int]) -> Renewal:
-    """`lost`: offsets of quarantined regions whose writers are lost. O(leased regions)."""
+    """Returns the slabs to renew. `lost`: offsets of quarantined regions whose writers are lost. O(leased regions)."""
     healthy = dict.fromkeys(map(arena.slab_of, lost), 0)
     for offset, nbytes in arena.leased():
         slab = arena.slab_of(offset)

@@ -1,4 +1,4 @@
-"""Copier: runs gathers and scatters on the pools' device and says when each is done, without waiting."""
+"""The Copier runs gathers and scatters on the pools' device, and reports the end of each without waiting."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Called with the digest of the rows, or None where none was asked for.
+#: Called with the digest of the rows, or None without one.
 Done = Callable[[int | None], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """The kernels of one way. `digest`: taken while gathering. `wire_digest`: of chunks of which anything is converted.
-    `rest_digest`: of pages where they lie, as after a scatter. None: unknown.
+    """The kernels of one direction. `digest`: fused with a gather. `wire_digest`: over chunks with converted rows.
+    `rest_digest`: over pages in place, as after a scatter. None: not compiled ahead.
     """
 
     move: Program | None = None
@@ -39,17 +39,17 @@ class Programs:
     rest_digest: Program | None = None
 
     def all(self) -> list[Program]:
-        """Those that are known."""
+        """Returns the kernels that are known."""
         each = self.move, self.digest, self.convert, self.wire_digest, self.rest_digest
         return [program for program in each if program is not None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """Regions to copy, or only to read where both their ends are one. `logicals`: where a digest of `end` is wanted.
+    """The regions to copy, or to read only if both ends are the same memory. `logicals`: for a digest of `end`.
 
-    `conversions`: what is not copied but brought into another form; their `logicals` come after those of the regions.
-    `programs`: kernels that were compiled for the copies of this peer; None: what suits the regions, compiled if new.
+    `conversions`: rows to convert instead of copy; their `logicals` follow those of the regions. `programs`: kernels
+    compiled for this peer; None: chosen by the regions, and compiled if new.
     """
 
     regions: Sequence[Region]
@@ -59,17 +59,17 @@ class Work:
     programs: Programs | None = None
 
     def using(self, programs: Programs | None) -> Work:
-        """The same, by kernels that were compiled for it."""
+        """Returns the same work with compiled kernels."""
         return replace(self, programs=programs)
 
     @property
     def moves(self) -> bool:
-        """Whether any bytes are copied: a digest alone reads them where they lie."""
+        """True if bytes are copied; work for a digest alone reads them in place."""
         return any(region.src is not region.dst for region in self.regions)
 
     @property
     def digested(self) -> Sequence[Region]:
-        """What a digest reads, at `end`."""
+        """The regions that a digest reads, at `end`."""
         if not self.conversions:
             return self.regions
         return [*self.regions, *(each.at(self.end) for each in self.conversions)]
@@ -78,10 +78,10 @@ class Work:
 def launches(
     work: Work, sms: int | None, total: torch.Tensor | None, engine: CopyEngine = CopyEngine.AUTO
 ) -> Sequence[Prepared | PreparedBulk]:
-    """What a GPU runs for it, in this order, by kernels that are known for it. `total` int64 [1]: the digest is added.
-    `engine`: what copies; only the row mover's copy takes a digest of what it reads.
+    """Returns the kernel launches of some work on a GPU, in order. `total` int64 [1]: the digest is added to it.
+    `engine`: the copy engine; only the row mover digests while copying.
 
-    All is checked, and its tables are uploaded on the current stream, before any of it is launched.
+    All arguments are checked, and tables uploaded on the current stream, before the first launch runs.
     """
     from kvmover.kernels import bulk, convert, digest, rows
 
@@ -101,10 +101,11 @@ def launches(
 
 @dataclass(slots=True)
 class Copier:
-    """On a GPU: copies on a stream of its own, under an SM budget, an event a copy. On a CPU: at once.
+    """The copies of a mover. On a GPU they run on their own stream, under an SM budget, with an event each; on a CPU at
+    once.
 
-    `sms`: multiprocessors that a copy may take (None: no budget). `engine`: what copies; AUTO: the row mover.
-    `inline`: whether `run` copies before it returns. Raises EngineUnavailable for an engine that the device lacks.
+    `sms`: most multiprocessors of a copy (None: no limit). `engine`: the copy engine; AUTO: the row mover. `inline`:
+    `run` copies before it returns. Raises EngineUnavailable for an engine that the device lacks.
     """
 
     device: torch.device
@@ -122,7 +123,7 @@ class Copier:
         self.configure(self.sms, self.engine)
 
     def configure(self, sms: int | None, engine: CopyEngine) -> None:
-        """Copy so from now on. Raises EngineUnavailable, and nothing has changed."""
+        """Change the settings of later copies. Raises EngineUnavailable, and changes none."""
         if engine is not CopyEngine.AUTO:
             from kvmover.kernels import bulk
 
@@ -132,7 +133,9 @@ class Copier:
         self.sms, self.engine = sms, engine
 
     def run(self, work: Work, done: Done) -> None:
-        """Do it and have `poll` call `done` when the bytes are in place. When it raises, nothing of it is under way."""
+        """Start a copy; `poll` calls `done` once the bytes are in place (inline: `run` does). If it raises, no copy is
+        under way.
+        """
         if self.inline:
             from kvmover.kernels import cpu
 
@@ -150,7 +153,9 @@ class Copier:
         self._running.append((event, totals[0], done))
 
     def _launch(self, work: Work) -> torch.Tensor | None:
-        """On the current stream: the digest on the host, readable after the event, where one is wanted."""
+        """Launch on the current stream. Returns the digest in host memory, readable after the event, or None without
+        one.
+        """
         import torch
 
         wanted = work.logicals is not None
@@ -175,5 +180,5 @@ class Copier:
 
     @property
     def busy(self) -> bool:
-        """Whether a copy has not passed its event."""
+        """True if a copy has not passed its event."""
         return bool(self._running)

@@ -1,4 +1,4 @@
-"""Boxes with memory of the mover at both ends: regions for kernels, descriptors for the wire, and those in flight."""
+"""The binding of boxes to memory: regions for kernels, descriptors for the transport, and operations in flight."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion(Generic[T]):
-    """An operation ended: well, or for `reason`. `quiescent`: it cannot touch memory any more."""
+    """The end of an operation: success, or failure for `reason`. `quiescent`: it can't touch memory any more."""
 
     what: T
     seconds: float
@@ -40,18 +40,18 @@ class Completion(Generic[T]):
 
 @dataclass(slots=True, eq=False)
 class InFlight(Generic[T]):
-    """Operations by ticket, with what the caller knows them by."""
+    """The operations in flight by ticket, each with the caller's object."""
 
     transport: Transport
     _posted: dict[int, tuple[T, float]] = field(default_factory=dict[int, "tuple[T, float]"])
     _unsettled: dict[int, T] = field(default_factory=dict[int, "T"])
 
     def add(self, ticket: int, what: T, now: float) -> None:
-        """Note what was posted under `ticket`, and when."""
+        """Record an operation posted under `ticket` at `now`."""
         self._posted[ticket] = what, now
 
     def end(self, event: Completed | Failed, now: float) -> Completion[T] | None:
-        """What ended, or None for an operation of somebody else."""
+        """Returns the completion of an operation, or None if its ticket is unknown here."""
         found = self._posted.pop(event.ticket, None)
         if found is None:
             return None
@@ -63,14 +63,14 @@ class InFlight(Generic[T]):
         return Completion(what, now - since, str(event.error), event.quiescent)
 
     def settled(self) -> list[T]:
-        """Operations that failed earlier and can touch memory no longer."""
+        """Returns operations that failed earlier and can't touch memory any more."""
         if not self._unsettled:
             return []
         still = self.transport.unsettled()
         return [self._unsettled.pop(ticket) for ticket in list(self._unsettled) if ticket not in still]
 
     def under_way(self) -> list[T]:
-        """All that may still touch memory."""
+        """Returns all operations that may still touch memory."""
         return [*(what for what, _ in self._posted.values()), *self._unsettled.values()]
 
     def __len__(self) -> int:
@@ -85,18 +85,18 @@ def between(
     src: Sequence[BoundMemory],
     dst: Sequence[BoundMemory],
 ) -> list[Region]:
-    """Boxes from pool to pool [component] with the memory of both."""
+    """Returns regions of boxes from pool to pool [component]."""
     return [bound(b, src[component], dst[component]) for component, b in boxes]
 
 
-#: A box with the memory of both its ends.
+#: A box with the memory of both ends.
 Placed = tuple[Box, BoundMemory, BoundMemory]
 
 
 def packing(boxes: Sequence[Placed], marks: Sequence[Marks] | None, end: End) -> Work:
-    """The copies and conversions of a chunk between pools and staging memory, whose pools are at `end`.
+    """Returns the copies and conversions of a chunk between staging memory and pools, which are at `end`.
 
-    `marks`: where a digest is wanted. It is of the rows in the pools; where any are converted, of those on the wire.
+    `marks`: for a digest; None: without. It is over the rows in the pools, or in the chunk if any are converted.
     """
     regions = [bound(*each) for each in boxes if each[0].recode is None]
     if len(regions) == len(boxes):
@@ -112,20 +112,20 @@ def packing(boxes: Sequence[Placed], marks: Sequence[Marks] | None, end: End) ->
 
 
 def logical(marks: Marks, of: Region | Conversion) -> Logical:
-    """The coordinates of a region's rows: heads that lie side by side at both ends are one row."""
+    """Returns the coordinates of a region's rows. Heads side by side at both ends are one row."""
     from kvmover.kernels.digest_reference import Logical
 
     return Logical(marks.planes, marks.positions, marks.heads.start, marks.heads.step, marks.heads.count // of.heads)
 
 
 def at_rest(work: Work) -> Work:
-    """The rows at the end of which a digest is wanted, which nothing moves."""
+    """Returns work that only digests the rows at the digested end, without copying."""
     return replace(work, regions=[at_end(region, work.end) for region in work.regions])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ends:
-    """Base addresses of the two pools that a direct operation joins [allocation], and the devices they lie on."""
+    """The base addresses of the two pools of a direct operation [allocation], and their devices."""
 
     src: Bases
     src_device: int
@@ -134,7 +134,7 @@ class Ends:
 
     @classmethod
     def of(cls, src: Sequence[Memory], dst: Sequence[Memory]) -> Ends:
-        """From the allocations of both pools."""
+        """Returns the ends of a pair of pools, from their allocations."""
         return cls(_bases(src), src[0].device, _bases(dst), dst[0].device)
 
 
@@ -143,7 +143,7 @@ def _bases(memories: Sequence[Memory]) -> Bases:
 
 
 def descriptors(b: Box, ends: Ends) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Tables [n, 5] of the source and the destination of a box, row by row alike."""
+    """Returns the tables [n, 5] of a box's source and destination, with matching rows."""
     s = strided(b)
     sides = (
         (s.src, s.src_stride, ends.src, ends.src_device),
@@ -159,15 +159,15 @@ def descriptors(b: Box, ends: Ends) -> tuple[npt.NDArray[np.int64], npt.NDArray[
 
 
 def join(memory: Memory, tables: Sequence[npt.NDArray[np.int64]]) -> Descriptors:
-    """Tables of runs in one memory, one after the other, as one list of descriptors."""
+    """Returns tables of runs in one memory as one list of descriptors."""
     return Descriptors(memory.kind, np.concatenate(tables))
 
 
 def part(arena: Memory, offset: int, nbytes: int) -> Descriptors:
-    """One run of an arena."""
+    """Returns the descriptors of one run of an arena."""
     return Descriptors.run(arena.kind, arena.address + offset, nbytes, arena.device)
 
 
 def allocations(pool: Pool) -> tuple[Memory, ...]:
-    """The memory of each tensor of a pool, in its order."""
+    """Returns the memory of each tensor of a pool, in order."""
     return tuple(memory_of(tensor) for tensor in pool.tensors)

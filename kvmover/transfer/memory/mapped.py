@@ -1,6 +1,6 @@
-"""Mappings: pools of peers, mapped into this process, so that a copy reaches them without a transport.
+"""The mappings of peers' pools into this process, so that a copy reaches them without a transport.
 
-On the CPU those in shared memory of this host; on a GPU those that their owner exports, to the host or to the fabric.
+On the CPU: pools in shared memory of this host; on a GPU: pools that their owner exports, to the host or to the fabric.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: A peer's pools as memory of ours [component].
+#: A peer's pools, mapped here [component].
 Mapped = tuple[BoundMemory, ...]
 
 
 def shares(allocations: Sequence[Sequence[Memory]]) -> tuple[tuple[SharedRange, ...], ...]:
-    """What a card says of pools that all lie in shared memory of this host; empty where some do not."""
+    """Returns the `shares` of a card, if all pools lie in shared memory of this host; else ()."""
     every = [memory for pool in allocations for memory in pool]
     if any(memory.kind is not MemoryKind.HOST for memory in every):
         return ()
@@ -40,9 +40,9 @@ def shares(allocations: Sequence[Sequence[Memory]]) -> tuple[tuple[SharedRange, 
 
 
 def exports(allocations: Sequence[Sequence[Memory]], device: torch.device) -> tuple[tuple[Export, ...], ...]:
-    """What a card says of pools on a GPU that other processes may map; empty where the driver exports not all.
+    """Returns the `exports` of a card, if the driver exports all pools on a GPU; else ().
 
-    Pools on the CPU are no concern of it: they are shared or not by how they were allocated.
+    Pools on the CPU are not exported: they are shared or not by their allocation.
     """
     if any(memory.kind is not MemoryKind.DEVICE for pool in allocations for memory in pool):
         return ()
@@ -58,10 +58,10 @@ def exports(allocations: Sequence[Sequence[Memory]], device: torch.device) -> tu
 
 @dataclass(slots=True, eq=False)
 class Mappings:
-    """Pools of peers, mapped when they are first asked for. `ours`: whether this rank's pools can be mapped.
+    """The pools of peers, mapped at first use. `ours`: this rank's pools can be mapped by peers.
 
-    Pools of a peer are mapped where they are in memory of the same `kind` as ours, for copies by `device`. A mapping
-    stays valid when its peer dies, and goes with the last region that uses it once the peer is forgotten.
+    A peer's pools are mapped if they are in memory of the same `kind`, for copies by `device`. A mapping stays valid
+    when its peer dies, and is unmapped with the last region that uses it once the peer is forgotten.
     """
 
     ours: bool
@@ -74,17 +74,18 @@ class Mappings:
     _makers: dict[str, Maker | None] = field(default_factory=dict[str, "Maker | None"])
 
     def reach(self, peer: Peer, verb: Verb) -> bool:
-        """Whether a copy gets from the peer's pools to ours without a transport: its own in a push, ours in a pull.
+        """Returns True if a copy can go from the peer's pools to this side's without a transport: the peer copies in a
+        push, this side in a pull.
 
-        In a push the peer is taken to be allowed what we are, it may write since we may read, and its end must be known
-        before pages are used again that it may write: so it is a process of this host.
+        For a push the peer is assumed to have this side's permissions: it may write, since this side may read. It must
+        be a process of this host, whose end is known before pages that it may write are reused.
         """
         if self.pools(peer, MapMode.READ) is None:
             return False
         return verb is Verb.PULL or (self.ours and self.maker(peer) is not None)
 
     def maker(self, peer: Peer) -> Maker | None:
-        """The process that copies into our pools once the peer has mapped them; None where it cannot be watched."""
+        """Returns the process of a peer that may map and write this side's pools; None if it can't be watched."""
         if peer.name not in self._makers:
             self._makers[peer.name] = self._watch(peer)
         return self._makers[peer.name]
@@ -101,7 +102,7 @@ class Mappings:
         return bool(self.machine) and peer.card.machine == self.machine
 
     def pools(self, peer: Peer, access: MapMode) -> Mapped | None:
-        """The peer's pools, or None where it is elsewhere, does not share them, or the kernel does not let us."""
+        """Returns the peer's pools; None if it is on another host, does not share them, or the kernel denies access."""
         key = peer.name, access
         if key not in self._mapped:
             self._mapped[key] = self._map(peer, access)
@@ -128,7 +129,7 @@ class Mappings:
         )
 
     def _of_exports(self, peer: Peer) -> Mapped | None:
-        """A GPU maps for reading and writing alike."""
+        """Map exported pools. A GPU maps for both reading and writing."""
         from kvmover.kernels.cuda_driver import CudaError
         from kvmover.kernels.cuda_exports import HandleKind, imported
 
@@ -150,7 +151,7 @@ class Mappings:
             raise NotShared(str(error)) from error
 
     def forget(self, peer: str) -> None:
-        """The peer is gone. Copies under way keep what they need."""
+        """Forget a lost peer's mappings. Copies under way keep theirs."""
         for access in MapMode:
             self._mapped.pop((peer, access), None)
         self._makers.pop(peer, None)
@@ -163,5 +164,5 @@ def _tensor(file: memoryview, share: SharedRange, memory: Memory) -> torch.Tenso
     if share.offset < 0 or len(part) != memory.nbytes:
         raise NotShared(f"{memory.nbytes} bytes from {share.offset} on of a file of {len(file)}")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of a tensor that must not be written: nobody does
+        warnings.simplefilter("ignore", UserWarning)  # about read-only memory: the tensor is only read
         return torch.frombuffer(part, dtype=torch.uint8)

@@ -1,7 +1,7 @@
-"""Programs: the kernels that the copies between this rank and a peer can need, compiled in a thread once it is seated.
+"""The programs of a peer: the kernels that copies for it can need, compiled in a thread once it is connected.
 
-A kernel takes most of a second to compile, in which a poll would answer nobody. Which ones it will be follows from the
-pools and page sizes of both sides; whatever requests come, their chunks are moved by these.
+A kernel takes most of a second to compile, for which `poll` must not stop. The kernels follow from the pools and page
+sizes of both sides, and serve the chunks of any request.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
     from kvmover.kernels.launch import Program
 
-#: One a component.
+#: One page table a component.
 PageTables = list[npt.NDArray[np.int64]]
 
-#: Pages of each rank in the request that programs are made for, so that whole pages are nearly all of its bytes.
+#: Pages of each rank in the sample request, so that whole pages are nearly all of its bytes.
 SAMPLE_PAGES = 16
 
-#: More than that request has: how it is cut does not change its rows.
+#: More bytes than the sample request has: the cut into chunks does not change its rows.
 _ONE_CHUNK_BYTES = 1 << 50
 
 
 class Way(StrEnum):
-    """Which copies of a chunk: from pools to the arena, or from the arena to pools; or where a peer's pools are mapped,
-    from ours to those, or from those to ours.
+    """The direction of a chunk's copies: GATHER from pools to the arena, SCATTER from the arena to pools, WRITE from
+    this rank's pools to a peer's mapped pools, READ the other way.
     """
 
     GATHER = "gather"
@@ -52,8 +52,8 @@ class Way(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the programs between two ranks follow from, beside their pools. `digests`: whether chunks have digests.
-    `engine`: what copies.
+    """The settings, beside the pools, on which kernels between two ranks depend. `digests`: chunks have digests.
+    `engine`: the copy engine.
     """
 
     replicas: Replicas
@@ -64,9 +64,9 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class OwnMemory:
-    """Memory of the rank that copies: pools [component], and the arenas that it gathers into and scatters from.
+    """The memory of the copying rank: pools [component], and the arenas that it gathers into and scatters from.
 
-    `mapped`: the peer's pools [component], empty where copies do not reach them.
+    `mapped`: the peer's pools [component]; empty unless they are mapped here.
     """
 
     pools: tuple[BoundMemory, ...]
@@ -75,14 +75,14 @@ class OwnMemory:
     mapped: Mapped = ()
 
     def bound_anew(self) -> OwnMemory:
-        """The same for another thread: what is worked out of a BoundMemory is kept in it."""
+        """Returns a copy for another thread: a BoundMemory caches results and is not shared."""
         pools, mapped = (tuple(BoundMemory(each.tensors) for each in part) for part in (self.pools, self.mapped))
         return OwnMemory(pools, BoundMemory(self.outgoing.tensors), BoundMemory(self.incoming.tensors), mapped)
 
 
 def programs_between(way: Way, src: End, dst: End, memory: OwnMemory, rules: Rules) -> Programs | None:
-    """The kernels for chunks of any request from `src` to `dst`, at the source in a gather or a write, else at the
-    destination; None where nothing goes that way.
+    """Returns the kernels for chunks of any request from `src` to `dst`: those of the source for GATHER and WRITE, else
+    of the destination. None if no chunk goes that way.
     """
     from kvmover.kernels import convert, rows
     from kvmover.kernels.table import EVEN, LISTED
@@ -103,9 +103,7 @@ def programs_between(way: Way, src: End, dst: End, memory: OwnMemory, rules: Rul
 
 
 def _with_digests(found: Programs, way: Way, work: Work, kinds: tuple[int, int], rules: Rules) -> Programs:
-    """The same, and what takes digests: by whoever has read a peer's pages, of the pages that it wrote, as after a
-    scatter.
-    """
+    """Returns the kernels with those that digest: fused with the copy, over rows at rest, or over converted chunks."""
     from kvmover.kernels import digest
     from kvmover.kernels.table import EVEN, LISTED
 
@@ -124,8 +122,8 @@ def _with_digests(found: Programs, way: Way, work: Work, kinds: tuple[int, int],
 
 
 def _sample(way: Way, src: End, dst: End, memory: OwnMemory, replicas: Replicas) -> Work:
-    """What is done for a request of whole pages and one token more: nearly all bytes are in whole pages, and the tail
-    has rows aligned as badly as any.
+    """Returns the work for a sample request of whole pages and one token: nearly all bytes are in whole pages, and the
+    tail has rows of the worst alignment.
     """
     page_tokens = max(src.fleet.page_tokens, dst.fleet.page_tokens)
     tokens = SAMPLE_PAGES * max(src.fleet.size, dst.fleet.size) * page_tokens + 1
@@ -150,7 +148,7 @@ def _sample(way: Way, src: End, dst: End, memory: OwnMemory, replicas: Replicas)
 
 
 def _mapped_sample(way: Way, lane: Lane, tables: tuple[PageTables, PageTables], memory: OwnMemory) -> Work:
-    """Of a peer whose pools are mapped. Nothing where bytes change on the way: what converts is packed."""
+    """Returns the sample work for mapped pools; empty without them, or if bytes are converted, which needs packing."""
     if lane.converts or not memory.mapped:
         return Work(())
     ends = (memory.pools, memory.mapped) if way is Way.WRITE else (memory.mapped, memory.pools)
@@ -162,13 +160,13 @@ def _mapped_sample(way: Way, lane: Lane, tables: tuple[PageTables, PageTables], 
 
 
 def _pages(reads: Sequence[int], end: End) -> PageTables:
-    """Page tables that are long enough, of pages that the pools have."""
+    """Returns page tables that are long enough, of ids within the pools."""
     return [np.arange(count, dtype=np.int64) % spec.pages for count, spec in zip(reads, end.pools, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Seat:
-    """What the programs of a peer were last made from."""
+    """The inputs from which a peer's programs were last compiled."""
 
     own: End
     theirs: End
@@ -178,9 +176,9 @@ class _Seat:
 
 @dataclass(slots=True, eq=False)
 class Compiler:
-    """Programs by peer, compiled in one thread, each once. On a CPU there are none.
+    """The programs by peer, compiled in one thread, each once. On a CPU none are needed.
 
-    `_before`: what copies go on with while programs of a peer are compiled anew.
+    `_before`: programs in use while a peer's are compiled anew.
     """
 
     device: torch.device
@@ -196,11 +194,11 @@ class Compiler:
 
     @property
     def compiles(self) -> bool:
-        """Whether copies here run kernels at all."""
+        """True if copies run kernels on this device."""
         return self.device.type != "cpu"
 
     def seated(self, peer: str, own: End, theirs: End, memory: OwnMemory, rules: Rules) -> None:
-        """A peer is connected, or connected again: begin to compile what is copied for it. Returns at once."""
+        """Start compiling a connected peer's programs, if their inputs changed. Returns at once."""
         if not self.compiles:
             return
         known = self._seats.get(peer)
@@ -218,8 +216,7 @@ class Compiler:
             self._begun[peer, way] = self._thread.submit(self._compile, way, *ends, memory, seat.rules)
 
     def digested(self, peer: str) -> None:
-        """Chunks have digests, which is the destination's to choose: begin to compile these where nobody has. Returns
-        at once."""
+        """Start compiling kernels with digests for a peer whose chunks have them. Returns at once."""
         seat = self._seats.get(peer)
         if seat is not None and not seat.rules.digests:
             self.seated(peer, seat.own, seat.theirs, seat.memory, _digesting(seat.rules))
@@ -233,12 +230,12 @@ class Compiler:
         return programs
 
     def is_ready(self, peer: str, *ways: Way) -> bool:
-        """Whether copies for a peer, by all these ways, need wait for no compiler."""
+        """Returns True if copies for a peer in all these directions have their programs compiled."""
         return all(begun.done() for way in ways if (begun := self._begun.get((peer, way))) is not None)
 
     def programs(self, peer: str, way: Way) -> Programs | None:
-        """What copies for a peer run, the newest that are compiled. Raises what the compiler did. Waits for it where
-        nobody has asked before whether it `is_ready`.
+        """Returns the newest compiled programs of a peer and direction. Waits for the first ones unless `is_ready`.
+        Raises what the compiler raised.
         """
         begun = self._begun.get((peer, way))
         if begun is not None and not begun.done():
@@ -246,14 +243,14 @@ class Compiler:
         return None if begun is None else begun.result()
 
     def parted(self, peer: str) -> None:
-        """A peer is gone. What is compiled stays."""
+        """Forget a peer. Compiled kernels stay."""
         self._seats.pop(peer, None)
         for way in Way:
             self._begun.pop((peer, way), None)
             self._before.pop((peer, way), None)
 
     def close(self) -> None:
-        """Begin with nothing more."""
+        """Cancel queued compilations."""
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
 

@@ -1,7 +1,8 @@
-"""Memory registered anew: a destination renews slabs that only lost peers may write, and a source loads the new keys.
+"""The renewal of registrations: a destination registers anew slabs that only lost peers may write; a source loads new
+keys.
 
-A peer whose writes cannot be waited for is shut out: what it posted, or will post, is for a registration that is over,
-and the transport proves that nothing of it lands. So its regions are free at once, and not `linger_s` after its lease.
+Writes of a lost peer can't be waited for. They are posted for the old registration, and the transport proves that none
+of them lands under the new one. So its regions are free at once, instead of `linger_s` after its lease.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Renewals:
-    """The registrations of the incoming arena. `_known` [source]: the newest that it knows, or was just told."""
+    """The registrations of the incoming arena. `_known` [source]: the newest that it knows or was sent."""
 
     core: Core
     quarantine: Quarantine
@@ -32,8 +33,8 @@ class Renewals:
     _broken: frozenset[int] = frozenset()
 
     def renew(self) -> list[int]:
-        """Renew what can be: offsets of regions that are free by it. Of the slabs that others still use, one takes no
-        leases until they have given it back.
+        """Register anew all slabs that only lost peers may write. Returns the freed offsets. Of slabs still in use by
+        others, one takes no leases until it can be renewed.
         """
         core, arena = self.core, self.core.incoming.arena
         if core.revocation is Revocation.UNPROVEN:
@@ -63,15 +64,17 @@ class Renewals:
         return freed
 
     def offered(self, source: str, registration: int) -> None:
-        """A source says what it knows; it may have missed what it was told since."""
+        """Record the registration that a source knows; it may have missed later Registered messages."""
         self._known[source] = registration
 
     def lost(self, source: str) -> None:
-        """Forget what a source that is gone knew of our registrations."""
+        """Forget the registration that a lost source knew."""
         self._known.pop(source, None)
 
     def granted(self, source: str, granted: wire.Granted) -> wire.Granted:
-        """A grant of regions that `source` writes, which it has been told how to reach."""
+        """Returns a grant stamped with the registration that `source` needs, after sending Registered if it doesn't
+        know it.
+        """
         arena = self.core.incoming.arena
         needed = max((arena.registration_of(grant.offset) for grant in granted.grants), default=0)
         if needed > self._known.get(source, 0):
@@ -82,27 +85,29 @@ class Renewals:
 
 @dataclass(slots=True, eq=False)
 class Registrations:
-    """By destination: the newest registration that was `_loaded`, and one that waits for operations under way."""
+    """The newest registration `_loaded` by destination, and one that waits until operations under way have ended."""
 
     core: Core
     _loaded: dict[str, int] = field(default_factory=dict[str, int])
     _waiting: dict[str, wire.Registered] = field(default_factory=dict[str, wire.Registered])
 
     def known(self, peer: str) -> int:
-        """The newest registration that writes to a destination are posted for."""
+        """Returns the newest registration to which writes to a destination are posted."""
         seated = self.core.peers.get(peer)
         return max(self._loaded.get(peer, 0), seated.card.registration if seated is not None else 0)
 
     def stamped(self, peer: str, offer: wire.Offered) -> wire.Offered:
-        """An offer as it is said now: with this side's clock, for a lease, and what is known of the destination."""
+        """Returns an offer with this side's clock, for a lease, and the destination's registration known here."""
         return replace(offer, stamp_us=self.core.stamp_us(), registration=self.known(peer))
 
     def waits(self, peer: str) -> bool:
-        """Whether nothing may be posted to a destination until what is under way there has ended."""
+        """Returns True if no write may be posted to a destination until those under way have ended."""
         return peer in self._waiting
 
     def heard(self, peer: str, message: wire.Registered) -> None:
-        """Load it now, or as soon as the transport can. What is not the peer's own, or not whole, is dropped."""
+        """Load a newer registration, now or once the transport can. Malformed ones, and those of another peer, are
+        dropped.
+        """
         waiting = self._waiting.get(peer)
         if message.registration > max(self.known(peer), waiting.registration if waiting is not None else 0):
             self._waiting[peer] = message
@@ -120,15 +125,15 @@ class Registrations:
             self.core.meter.add(Count.MALFORMED_MESSAGES)
             log.warning("dropped a Registered from %s: %s", peer, error)
         except TransportError:
-            return  # operations to it are in flight, which would go on under the old keys
+            return  # operations under way still use the old keys
         del self._waiting[peer]
 
     def poll(self) -> None:
-        """Try again what had to wait."""
+        """Retry registrations that had to wait."""
         for peer in list(self._waiting):
             self._load(peer)
 
     def lost(self, peer: str) -> None:
-        """The transport forgets what it knew of a destination."""
+        """Forget the registrations of a lost destination."""
         self._loaded.pop(peer, None)
         self._waiting.pop(peer, None)

@@ -1,8 +1,8 @@
-"""Staging: an arena with its memory, which on a GPU the driver gives, and not torch, whose segments may expand.
+"""Staging is an arena with its memory, allocated on a GPU by the driver instead of torch, whose segments may expand.
 
-Expandable segments are made without a handle that others open: UCX then copies what it could have mapped, 200 times
-slower in a report (TensorRT-LLM#17241). Memory of the NVLink fabric has a handle even for other hosts: with arenas of
-it packed chunks cross hosts over NVLink, whatever the engine's pools are made of (vllm#51377).
+Expandable segments have no handle that other processes can open: UCX then copies instead of mapping, 200 times slower
+in a report (TensorRT-LLM#17241). Memory of the NVLink fabric has a handle even for other hosts: with such arenas packed
+chunks cross hosts over NVLink, for any kind of pool (vllm#51377).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Staging:
-    """An arena with its memory, which lives as long as `tensor` itself: a view of it does not keep it on a GPU."""
+    """An arena with its memory, which lives as long as `tensor` itself: on a GPU a view does not keep it alive."""
 
     tensor: torch.Tensor
     memory: Memory
@@ -36,7 +36,7 @@ class Staging:
 
     @classmethod
     def of(cls, nbytes: int, slab_bytes: int, device: torch.device, exports: Exports) -> Staging:
-        """Memory for an arena of slabs. Raises RuntimeError where the device has no room."""
+        """Allocate memory for an arena of slabs. Raises RuntimeError if the device is out of memory."""
         import torch
 
         on_host = device.type == "cpu"
@@ -44,17 +44,19 @@ class Staging:
         return cls(tensor, memory_of(tensor), Arena(nbytes, slab_bytes))
 
     def emptied(self) -> Staging:
-        """Returns the same memory with nothing leased, for an owner whose operations are over."""
+        """Returns the same memory without leases, for an owner whose operations have ended."""
         return Staging(self.tensor, self.memory, Arena(self.arena.nbytes, self.arena.slab_bytes))
 
     def slab(self, number: int) -> Memory:
-        """What is registered of a slab."""
+        """Returns the memory of one slab, as registered."""
         nbytes = self.arena.slab_bytes
         return replace(self.memory, address=self.memory.address + number * nbytes, nbytes=nbytes)
 
 
 def of_driver(nbytes: int, device: torch.device, exports: Exports) -> torch.Tensor:
-    """uint8 [nbytes] of a GPU: of the NVLink fabric where that is asked for and to be had, else a plain allocation."""
+    """Returns a uint8 tensor [nbytes] on a GPU, in NVLink fabric memory if it is configured and available, else a plain
+    allocation.
+    """
     from kvmover.kernels import cuda_virtual
     from kvmover.kernels.cuda_driver import CudaError
     from kvmover.kernels.device_tensor import DeviceMemory
@@ -62,7 +64,7 @@ def of_driver(nbytes: int, device: torch.device, exports: Exports) -> torch.Tens
     if exports is not Exports.NONE and cuda_virtual.supports(cuda_virtual.FABRIC_SUPPORTED, device):
         try:
             found = DeviceMemory.of(device, nbytes, lambda: cuda_virtual.made(nbytes, device))
-        except CudaError as error:  # the device could, and this host is not set up for it: as if it could not
+        except CudaError as error:  # this host is not set up for it: continue as without it
             log.warning("arenas on %s are not of the NVLink fabric: %s; other hosts reach them by NIC", device, error)
         else:
             return found.tensor(0, nbytes)
