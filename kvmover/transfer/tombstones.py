@@ -1,8 +1,8 @@
-"""Tombstones: what is remembered of attempts and requests that are over, for a while and within a budget a peer.
+"""The tombstones of ended attempts and requests, kept for a while and within a budget a peer.
 
-A Want that its Abort overtook, or that is repeated, must not open an attempt again: its pages are given back. A
-destination that missed how its attempt ended is told when it asks. And a request that was served, given up or refused
-is not one that is still to come: whoever asks for it late computes at once instead of waiting for it.
+A Want that its Abort overtook, or that is resent, must not reopen an attempt whose pages were returned. A destination
+that missed the end of its attempt is told when it asks. A destination that asks late for a request that was served,
+aborted or refused is told at once, and computes instead of waiting.
 """
 
 from __future__ import annotations
@@ -12,25 +12,24 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-#: Bytes that are kept for one peer at most: what it asked for before it was offered, what it said about that since, and
-#: how its attempts ended. 1,000 early Wants of 2,048 pages each, 8 KiB a page table, are 9.2 MB of it; 64 peers that
-#: fill theirs take 1 GiB.
+#: Most bytes kept for one peer: its early Wants, the messages after them, and how its attempts ended. 1,000 early Wants
+#: of 2,048 pages each, 8 KiB a page table, are 9.2 MB of it; 64 peers that fill theirs take 1 GiB.
 PEER_BYTES = 16 << 20
 
-#: What an entry takes beside its bytes: keys, objects, their places in tables, and a timer.
+#: Bytes of an entry beside its content: keys, objects, their places in tables, and a timer.
 ENTRY_BYTES = 1024
 
 
 @dataclass(slots=True)
 class Budget:
-    """Bytes kept by peer. Who keeps something takes its bytes here first, and gives them back when it is dropped."""
+    """The bytes kept by peer: they are taken before an entry is kept, and given back when it is dropped."""
 
     _kept: Counter[str] = field(default_factory=Counter[str])
 
     def take(self, peer: str, nbytes: int, leaving: int = 1) -> bool:
-        """Whether an entry of `nbytes` bytes may be kept for `peer`; if so, they are its own until given back.
+        """Reserve an entry of `nbytes` bytes for `peer`. Returns False if that exceeds the budget.
 
-        `leaving`: the entry is kept only if no more than one part in so many of the budget is kept with it.
+        `leaving`: divisor of the budget that this entry may fill it to.
         """
         if self._kept[peer] + nbytes + ENTRY_BYTES > PEER_BYTES // leaving:
             return False
@@ -38,13 +37,13 @@ class Budget:
         return True
 
     def give(self, peer: str, nbytes: int) -> None:
-        """An entry of `nbytes` bytes is dropped."""
+        """Return the bytes of a dropped entry."""
         self._kept[peer] -= nbytes + ENTRY_BYTES
         if self._kept[peer] <= 0:
             del self._kept[peer]
 
     def kept_bytes(self, peer: str) -> int:
-        """What is kept for a peer now."""
+        """Returns the bytes kept for a peer now, with ENTRY_BYTES an entry."""
         return self._kept.get(peer, 0)
 
 
@@ -54,8 +53,8 @@ Value = TypeVar("Value")
 
 @dataclass(slots=True)
 class TtlMap(Generic[Key, Value]):
-    """A map of at most `most` entries, each with a time `until` in seconds at which it expires. `dropped` hears of each
-    that goes.
+    """A map of at most `most` entries, each with a time `until` in seconds at which it expires. `dropped` is called
+    with each entry that goes.
 
     Entries expire in the order in which they were kept: one whose time comes before an earlier entry's waits for that.
     """
@@ -67,14 +66,14 @@ class TtlMap(Generic[Key, Value]):
     )
 
     def keep(self, key: Key, value: Value, until: float) -> None:
-        """Set the entry of `key`, which expires at `until`."""
+        """Set the entry of `key`, which expires at `until`. The oldest entry goes if there are `most`."""
         self.forget(key)
         if len(self._entries) >= self.most:
             self.forget(next(iter(self._entries)))
         self._entries[key] = value, until
 
     def get(self, key: Key) -> Value | None:
-        """The value of a key, or None. What is past its time stays until `expire`."""
+        """Returns the value of a key, or None. An entry past its time stays until `expire`."""
         entry = self._entries.get(key)
         return entry[0] if entry is not None else None
 
@@ -85,7 +84,7 @@ class TtlMap(Generic[Key, Value]):
             self.dropped(key, entry[0])
 
     def expire(self, now: float) -> None:
-        """Delete the entries whose time has come."""
+        """Drop the entries whose time has come."""
         while self._entries:
             key, (_, until) = next(iter(self._entries.items()))
             if now < until:
@@ -99,23 +98,23 @@ class TtlMap(Generic[Key, Value]):
         return len(self._entries)
 
 
-#: Attempts and requests that are remembered, the latest ones: a minute of a thousand requests a second.
+#: Most attempts and most requests remembered, the latest: a minute of a thousand requests a second.
 MAX_TOMBSTONES = 65536
 
-#: How long requests that are over are remembered, in seconds: longer than a destination's queue may be.
+#: Retention of ended requests, s. Must exceed a destination's queueing time.
 MEMORY_S = 3600.0
 
-#: Of a peer's budget, what is remembered of the past leaves the other half to what the peer still asks for: at 50
-#: requests a second and a deadline of 300 s the past alone would fill it, and each new Want would be refused.
+#: Divisor of a peer's budget for ended attempts, so that early Wants have the other half: at 50 requests a second and a
+#: deadline of 300 s ended ones alone would fill it, and each new Want would be refused.
 HALF = 2
 
-#: How a request ended that nothing was wrong with.
+#: The ending of a request that succeeded.
 SERVED = "it was served already"
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How an attempt ended: None is well."""
+    """The end of an attempt: `reason` None is success."""
 
     generation: int
     reason: str | None
@@ -123,10 +122,10 @@ class Outcome:
 
 @dataclass(slots=True)
 class Tombstones:
-    """Attempts by (request, peer), of which the newest counts, and requests by name.
+    """The ended attempts by (request, peer), the newest of each, and ended requests by name.
 
-    An attempt is kept of its peer's `budget`, of half of it at most: of one that says too much nothing more is
-    remembered, which harms no other.
+    An attempt counts against half of its peer's `budget`: one that exceeds it is not remembered, and other peers are
+    unaffected.
     """
 
     budget: Budget = field(default_factory=Budget)
@@ -137,7 +136,7 @@ class Tombstones:
         self._attempts = TtlMap(MAX_TOMBSTONES, lambda key, how: self.budget.give(key[1], _bytes(key, how)))
 
     def close(self, key: tuple[str, str], generation: int, reason: str | None, until: float) -> None:
-        """Note how an attempt ended, by (request, peer), until `until`. An older generation changes nothing."""
+        """Record how an attempt ended, by (request, peer), until `until`. An older generation is ignored."""
         before = self._attempts.get(key)
         if before is not None and before.generation > generation:
             return
@@ -147,32 +146,32 @@ class Tombstones:
             self._attempts.keep(key, outcome, until)
 
     def of(self, request: str, peer: str, generation: int) -> Outcome | None:
-        """How an attempt of this generation or of an earlier one ended, if it has."""
+        """Returns how an attempt of this or a later generation ended, or None."""
         outcome = self._attempts.get((request, peer))
         return outcome if outcome is not None and generation <= outcome.generation else None
 
     def end(self, request: str, how: str, until: float) -> None:
-        """Whoever asks for this request from now on is told how it ended, until it is reopened."""
+        """Record how a request ended, until it is reopened or `until` passes."""
         self._requests.keep(request, how, until)
 
     def ending(self, request: str) -> str | None:
-        """Why a request ended, or None for one that is not known to have."""
+        """Returns how a request ended, or None if that is unknown."""
         return self._requests.get(request)
 
     def go_on_from(self, before: Tombstones) -> None:
-        """Know how requests ended that ended `before`."""
+        """Take over the ended requests of `before`."""
         self._requests = before._requests
 
     def reopen(self, request: str) -> None:
-        """Forget how a request ended: it comes again."""
+        """Forget how a request ended: it will be sent again."""
         self._requests.forget(request)
 
     def expire(self, now: float) -> None:
-        """Drop what is past its time. O(entries that go)."""
+        """Drop entries past their time. O(entries dropped)."""
         self._attempts.expire(now)
         self._requests.expire(now)
 
 
 def _bytes(key: tuple[str, str], how: Outcome) -> int:
-    """What its texts take, four bytes a character at most."""
+    """Returns the most bytes of an entry's texts: four a character."""
     return 4 * (len(key[0]) + len(how.reason or ""))
