@@ -1,8 +1,7 @@
 """A Transport registers memory, writes or reads strided descriptors, notifies, and is polled for events.
 
-A transport is driven by one caller at a time and owns no thread of its own. Nothing here blocks for longer than the
-call to the backend takes: completion, failure and notes from peers all come out of `poll`. Tensors become addresses by
-`memory_of`, without importing torch.
+One caller at a time drives it; it has no thread of its own. A call blocks only for its call to the backend:
+completions, failures and notes come from `poll`. `memory_of` turns tensors into addresses, without importing torch.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ ADDRESS, NBYTES, DEVICE, STRIDE, COUNT = range(5)
 
 
 class MemoryKind(StrEnum):
-    """Where bytes lie, by the names NIXL gives its memory segments."""
+    """A memory's kind, by NIXL's names of its segments."""
 
     HOST = "DRAM"
     DEVICE = "VRAM"
 
 
 class Revocation(StrEnum):
-    """Whether nothing that a peer posted before a deregistration lands after it: known of the transport, or not."""
+    """A transport's guarantee that a peer's earlier operations never land after a deregistration: proven or not."""
 
     PROVEN = "proven"
     UNPROVEN = "unproven"
@@ -55,10 +54,11 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Descriptors:
-    """Strided byte runs in one kind of memory: what a one-sided operation reads or writes.
+    """Strided byte runs in one kind of memory: the operands of a one-sided operation.
 
     `table` [n, 5] int64: address, nbytes, device, stride, count. `Descriptors.runs(HOST, [4096], [256])` is one dense
-    run; a stride of 1024 and a count of 64 in one row are 64 rows of a head slice.
+    run; a stride of 1024 and a count of 64 in one row are 64 rows of a head slice. Raises DescriptorError for an empty
+    or malformed table.
     """
 
     kind: MemoryKind
@@ -80,12 +80,12 @@ class Descriptors:
 
     @classmethod
     def run(cls, kind: MemoryKind, address: int, nbytes: int, device: int = 0) -> Descriptors:
-        """One dense run, as a packed chunk is."""
+        """Returns one dense run, such as a packed chunk."""
         return cls(kind, np.array([[address, nbytes, device, nbytes, 1]], np.int64))
 
     @classmethod
     def runs(cls, kind: MemoryKind, address: npt.ArrayLike, nbytes: npt.ArrayLike, device: int = 0) -> Descriptors:
-        """Dense runs, one a row: `address` [n] and `nbytes` [n] (or one number for all)."""
+        """Returns dense runs, one a row: `address` [n] and `nbytes` [n] (or one number for all)."""
         start = np.asarray(address, np.int64).reshape(-1)
         length = np.broadcast_to(np.asarray(nbytes, np.int64), start.shape)
         ones = np.ones_like(start)
@@ -93,12 +93,12 @@ class Descriptors:
 
     @property
     def count(self) -> int:
-        """Number of byte runs, which is what a NIC or a copy loop pays for."""
+        """The number of byte runs, which decides the cost at a NIC or in a copy loop."""
         return int(self.table[0, COUNT] if len(self.table) == 1 else self.table[:, COUNT].sum())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all runs together."""
+        """The bytes of all runs together."""
         return int((self.table[:, NBYTES] * self.table[:, COUNT]).sum())
 
 
@@ -112,7 +112,9 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What an operation took: in the call that posted it, and from before that call until `poll` saw its end."""
+    """An operation's time in microseconds: in the call that posted it, and from before that call until `poll` saw its
+    end.
+    """
 
     post_us: float
     total_us: float
@@ -120,10 +122,10 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """The operation behind `ticket` is done on this side: its local memory may be reused.
+    """The operation `ticket` is done on this side: its local memory may be reused.
 
-    It says nothing about the peer being alive: a copy into a stopped process completes too. `timing` is None from a
-    transport that has no wire.
+    The peer may be dead all the same: a copy into a stopped process completes too. `timing` is None from a transport
+    without a wire.
     """
 
     ticket: int
@@ -132,7 +134,7 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The operation behind `ticket` ended without success; its target bytes are garbage.
+    """The operation `ticket` failed; its target bytes are garbage.
 
     `quiescent` is False while the backend may still read the local or write the remote memory.
     """
@@ -147,42 +149,45 @@ Event = Note | Completed | Failed
 
 
 class Transport(Protocol):
-    """What the mover needs of a wire. NIXL is the real one; loopback serves tests and one-process examples."""
+    """A wire as the mover needs it. NIXL is the real one; loopback serves tests and one-process examples."""
 
     @property
     def name(self) -> str:
-        """Unique for ever: a restarted process gets another name, so stale metadata can never be taken for it."""
+        """The transport's name, unique for ever: a restarted process gets another, so stale metadata is recognised."""
         ...
 
     @property
     def revocation(self) -> Revocation:
-        """Whether `deregister` ends what peers may do, even if they do not know: the same for all memory, for ever."""
+        """The guarantee of `deregister` against peers that still hold old metadata: the same for
+        all memory, for ever.
+        """
         ...
 
     def register(self, memory: Memory) -> None:
-        """Make `memory` reachable by one-sided operations. Registering the same range twice is an error.
+        """Make `memory` reachable by one-sided operations. Raises DescriptorError for a range that overlaps a
+        registered one.
 
-        A range that was deregistered and is registered again is another to peers: they need new metadata for it.
+        A range that is registered again after `deregister` is new to peers: they need new metadata for it.
         """
         ...
 
     def deregister(self, memory: Memory) -> None:
-        """Peers reach `memory` no more, and its owner may free it.
+        """End peers' access to `memory`; its owner may then free it.
 
         Raises DescriptorError for a range that is not registered, or one that an operation from here still uses.
         """
         ...
 
     def metadata(self) -> bytes:
-        """What a peer needs to connect; taken after all registrations."""
+        """Returns the bytes that a peer needs to connect; call it after all registrations."""
         ...
 
     def identify(self, metadata: bytes) -> str:
-        """The name of the peer behind `metadata`, of which nothing is loaded. Raises PeerRefused as `connect` does."""
+        """Returns the name of the peer behind `metadata`, without loading it. Raises PeerRefused as `connect` does."""
         ...
 
     def connect(self, metadata: bytes) -> str:
-        """Load a peer's metadata and return the peer's name. Raises PeerRefused on bytes that are not whole."""
+        """Load a peer's metadata and return the peer's name. Raises PeerRefused for damaged metadata."""
         ...
 
     def disconnect(self, peer: str) -> None:
@@ -200,16 +205,15 @@ class Transport(Protocol):
     ) -> int:
         """Post a one-sided write and return its ticket; `note` reaches the peer after the bytes.
 
-        `until`: a time of the transport's clock (`time.monotonic` unless it was given another) from which on nothing is
-        posted any more. It is looked at last of all, so that a process that was stopped before does no harm.
+        `deadline_s`: seconds from now. `until`: time of the transport's clock (by default `time.monotonic`) from which
+        posting is refused. It is checked last, so that a process that was suspended in between does no harm.
 
-        Raises DescriptorError, PeerUnknown or LeaseOver before anything is posted. Whatever goes wrong later is a
-        `Failed` event.
+        Raises DescriptorError, PeerUnknown or LeaseOver before anything is posted. Later failures are `Failed` events.
         """
         ...
 
     def read(self, peer: str, local: Descriptors, remote: Descriptors, note: bytes, deadline_s: float) -> int:
-        """As `write`, in the other direction; `note` reaches the peer after its bytes were read."""
+        """Post a one-sided read, as `write` does; `note` reaches the peer after its bytes were read."""
         ...
 
     def notify(self, peer: str, note: bytes) -> None:
@@ -217,11 +221,11 @@ class Transport(Protocol):
         ...
 
     def poll(self) -> list[Event]:
-        """All that happened since the last call, in order for each peer. Never blocks."""
+        """Returns all events since the last call, in order for each peer. Never blocks."""
         ...
 
     def unsettled(self) -> frozenset[int]:
-        """Tickets of failed operations that may still touch memory. One that has left this set never will again."""
+        """Returns tickets of failed operations that may still touch memory; a ticket leaves this set for good."""
         ...
 
     def close(self) -> None:
@@ -233,46 +237,48 @@ _KINDS = {"cpu": MemoryKind.HOST, "cuda": MemoryKind.DEVICE}
 
 
 class DeviceLike(Protocol):
-    """The part of `torch.device` that says which memory it is."""
+    """The part of `torch.device` that identifies its memory."""
 
     @property
     def type(self) -> str:
-        """`cpu` or `cuda`; others cannot be registered."""
+        """The device's type, `cpu` or `cuda`; other types cannot be registered."""
         ...
 
     @property
     def index(self) -> int | None:
-        """The CUDA ordinal; None of a CPU."""
+        """The CUDA ordinal; None for a CPU."""
         ...
 
 
 class TensorLike(Protocol):
-    """The part of `torch.Tensor` that says where its bytes are."""
+    """The part of `torch.Tensor` that locates its bytes."""
 
     @property
     def device(self) -> DeviceLike:
-        """Whose memory they are in."""
+        """The device of its memory."""
         ...
 
     def data_ptr(self) -> int:
-        """Address of the first element."""
+        """Returns the address of the first element."""
         ...
 
     def numel(self) -> int:
-        """Number of elements."""
+        """Returns the number of elements."""
         ...
 
     def element_size(self) -> int:
-        """Bytes of an element."""
+        """Returns the bytes of an element."""
         ...
 
     def is_contiguous(self) -> bool:
-        """Whether its elements are one dense range, in order."""
+        """Returns True if its elements are one dense range, in order."""
         ...
 
 
 def memory_of(tensor: TensorLike) -> Memory:
-    """The bytes of a contiguous CPU or CUDA tensor, which must outlive their registration."""
+    """Returns the bytes of a contiguous CPU or CUDA tensor, which must outlive their registration. Raises
+    DescriptorError for any other tensor.
+    """
     device = tensor.device
     if device.type not in _KINDS:
         raise DescriptorError(f"memory of a tensor on {device} cannot be registered, only of one on cpu or cuda")
@@ -285,10 +291,10 @@ def memory_of(tensor: TensorLike) -> Memory:
 
 
 def union(memories: Iterable[Memory]) -> list[Memory]:
-    """What to register for `memories`, of which some may overlap, as views of one allocation do: no byte twice.
+    """Returns ranges to register for `memories`: overlapping ones, as views of one allocation are, are merged.
 
-    Neighbours stay apart, since an allocation of CUDA is registered by itself: of [0, 8) [4, 12) [12, 16) the first two
-    are one.
+    Neighbours stay apart, since each CUDA allocation is registered by itself: of [0, 8) [4, 12) [12, 16) the first two
+    are merged.
     """
     found: list[Memory] = []
     for memory in sorted(set(memories), key=lambda one: (one.kind, one.device, one.address)):
@@ -301,10 +307,10 @@ def union(memories: Iterable[Memory]) -> list[Memory]:
 
 
 def end(memory: Memory) -> int:
-    """The first address behind it."""
+    """Returns the first address behind `memory`."""
     return memory.address + memory.nbytes
 
 
 def whole(memory: Memory) -> Descriptors:
-    """All of `memory` as one run."""
+    """Returns all of `memory` as one run."""
     return Descriptors.runs(memory.kind, memory.address, memory.nbytes, memory.device)

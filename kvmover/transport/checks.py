@@ -1,7 +1,7 @@
 """Checks refuse a bad call before a backend sees it: unregistered ranges, lists that do not pair, notes too long.
 
-NIXL finds some of these late and some never: it accepts a length of zero, a second registration of the same range and a
-descriptor whose negative stride leaves the registered memory (measured with 1.5.1: state DONE, bytes moved).
+NIXL finds some of these late and misses some: it accepts a length of zero, a second registration of the same range and
+a descriptor whose negative stride leaves the registered memory (measured with 1.5.1: state DONE, bytes moved).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from kvmover.transport.base import ADDRESS, COUNT, DEVICE, NBYTES, STRIDE, Descr
 #: NIXL carries larger notes in order too, but 4 MiB takes 95 ms on loopback TCP where 1 MiB takes 1 ms.
 MAX_NOTE_BYTES = 1 << 20
 
-#: Linux maps nothing below this (vm.mmap_min_addr), so a smaller address is an offset that somebody forgot to add to.
+#: Linux maps pages from here on (vm.mmap_min_addr), so a smaller address is an offset without its base.
 _LOWEST_ADDRESS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Sorted:
-    """The ranges of one kind of memory on one device by address, as arrays [range] and as a list of the first.
+    """The ranges of one kind of memory on one device by address, as arrays [range], and their starts as a list.
 
-    The first is none: it lies below all memory, so that there is something to look up where nothing is registered.
+    Entry 0 is a sentinel below all memory, so that a lookup always finds an entry.
     """
 
     starts: npt.NDArray[np.int64]
@@ -38,14 +38,14 @@ class _Sorted:
     ordered: list[int]
 
     def at(self, address: int) -> int:
-        """Number of the last range that begins at or before an address; 0 or less where none does."""
+        """Returns the number of the last range that begins at or before an address; 0 or less if there is none."""
         return bisect_right(self.ordered, address) - 1
 
 
 class Ranges:
-    """Registered ranges of one process, none overlapping another, each with the serial number it was registered under.
+    """The registered ranges of one process, disjoint, each with its serial number.
 
-    The serial tells a range that was dropped and registered again from one that stayed: its remote keys differ.
+    A range that is dropped and registered again gets another serial: its remote keys differ.
     """
 
     def __init__(self, entries: Iterable[tuple[Memory, int]] = ()) -> None:
@@ -63,11 +63,13 @@ class Ranges:
         return iter(self._serials)
 
     def items(self) -> ItemsView[Memory, int]:
-        """Every range with its serial number."""
+        """Returns every range with its serial number."""
         return self._serials.items()
 
     def add(self, memory: Memory) -> None:
-        """Raise DescriptorError for a range that is empty, below every mapping, or overlaps one of the same device."""
+        """Add a range under a new serial. Raises DescriptorError if it is empty, below every mapping, or overlaps one
+        of the same device.
+        """
         end = memory.address + memory.nbytes
         if memory.nbytes <= 0 or memory.address < _LOWEST_ADDRESS or end >= 1 << 63 or memory.device < 0:
             raise DescriptorError(f"{memory} is not memory that can be registered")
@@ -81,7 +83,7 @@ class Ranges:
         self._tables.clear()
 
     def remove(self, memory: Memory) -> None:
-        """Raise DescriptorError for a range that is not registered."""
+        """Remove a range. Raises DescriptorError if it is not registered."""
         if memory not in self._serials:
             raise DescriptorError(f"{memory} is not registered")
         self.revision += 1
@@ -101,7 +103,7 @@ class Ranges:
             self._check_rows(descriptors.kind, device, table[devices == device], owner)
 
     def serials(self, descriptors: Descriptors) -> frozenset[int]:
-        """The serial numbers of the registered ranges that the runs of checked descriptors lie in."""
+        """Returns the serial numbers of the ranges that checked descriptors lie in."""
         table = descriptors.table
         if len(table) == 1:
             found = self._table(descriptors.kind, int(table[0, DEVICE]))
@@ -114,10 +116,10 @@ class Ranges:
         return frozenset(serials)
 
     def _holds(self, kind: MemoryKind, address: int, nbytes: int, device: int, stride: int, count: int) -> bool:
-        """Whether one row lies in one registered range; the arithmetic of arrays is for many."""
+        """Returns True if one row lies in one registered range; array arithmetic is slower for a single row."""
         found = self._table(kind, device)
         at = found.at(address)
-        room = int(found.ends[at]) - address if at > 0 else -1  # the first is no range
+        room = int(found.ends[at]) - address if at > 0 else -1  # entry 0 is the sentinel
         return nbytes <= room and (count == 1 or nbytes <= stride <= (room - nbytes) // (count - 1))
 
     def _check_rows(self, kind: MemoryKind, device: int, rows: npt.NDArray[np.int64], owner: str) -> None:
@@ -148,7 +150,7 @@ class Ranges:
 
 
 def touches(descriptors: Descriptors, memory: Memory) -> bool:
-    """Whether a row of checked `descriptors` lies in `memory`."""
+    """Returns True if a row of checked `descriptors` lies in `memory`."""
     if descriptors.kind != memory.kind:
         return False
     table = descriptors.table
@@ -161,7 +163,7 @@ def check_runs(local: Descriptors, remote: Descriptors) -> None:
 
     The rows may differ: one strided row on this side pairs with many dense rows on the other.
     """
-    if len(local.table) == len(remote.table) == 1:  # as of a packed chunk
+    if len(local.table) == len(remote.table) == 1:  # the case of a packed chunk
         here, there = local.table[0].tolist(), remote.table[0].tolist()
         if (here[NBYTES], here[COUNT]) == (there[NBYTES], there[COUNT]):
             return
@@ -178,7 +180,7 @@ def check_runs(local: Descriptors, remote: Descriptors) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation:
-    """An operation that a caller asks for: the arguments of `Transport.write` or `Transport.read`."""
+    """The arguments of `Transport.write` or `Transport.read`."""
 
     verb: Literal["WRITE", "READ"]
     peer: str
@@ -189,7 +191,7 @@ class Operation:
     until: float = math.inf
 
     def check(self, ours: Ranges, theirs: Ranges) -> None:
-        """Raise ProtocolError for a note that is too long, DescriptorError for a deadline that is not in the future,
+        """Raise ProtocolError for a note that is too long; DescriptorError for a deadline that is not in the future,
         memory outside the registered ranges of either side, or runs that do not pair.
         """
         check_note(self.note)
@@ -206,6 +208,6 @@ class Operation:
 
 
 def check_note(note: bytes) -> None:
-    """Raise ProtocolError for more than MAX_NOTE_BYTES."""
+    """Raise ProtocolError for a note above MAX_NOTE_BYTES."""
     if len(note) > MAX_NOTE_BYTES:
         raise ProtocolError(f"note of {len(note)} bytes is longer than {MAX_NOTE_BYTES}")

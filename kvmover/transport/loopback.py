@@ -1,4 +1,4 @@
-"""LoopbackTransport has no wire: for tests and examples in one process, with NIXL's rules and failures on request."""
+"""A LoopbackTransport has no wire: for tests and examples in one process, with NIXL's rules and failures on request."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from kvmover.transport.envelope import TransportCard, seal, unseal
 
 @dataclass(slots=True)
 class _Flight:
-    """A posted operation. `landed` once the bytes are copied or never will be, `told` once its event is out.
+    """A posted operation. `landed`: its bytes are copied or never will be. `told`: its event is out.
 
-    `registrations`: the serial numbers of the peer's ranges that it is for, as this side knows them.
+    `registrations`: serial numbers of the peer's target ranges, as this side knows them.
     """
 
     ticket: int
@@ -53,7 +53,9 @@ class _Flight:
 
 
 class LoopbackNetwork:
-    """Where loopback transports meet. It delivers at once, unless it is told to hold back or to cut somebody off."""
+    """A network of loopback transports. It delivers at once, except while `hold` is on or to
+    members that were `cut`.
+    """
 
     def __init__(self) -> None:
         self._members: dict[str, LoopbackTransport] = {}
@@ -61,30 +63,30 @@ class LoopbackNetwork:
         self._held: list[tuple[LoopbackTransport, _Flight]] | None = None
 
     def hold(self) -> None:
-        """Keep whatever is posted from now on in flight: nothing is copied and no note arrives, until `deliver`."""
+        """Keep operations posted from now on in flight: bytes and notes wait for `deliver`."""
         if self._held is None:
             self._held = []
 
     def deliver(self) -> None:
-        """Land what was held, in order, even where its deadline has passed since, and hold no longer."""
+        """Land the held operations in order, even past their deadlines, and end `hold`."""
         held, self._held = self._held or [], None
         for sender, flight in held:
             self._land(sender, flight)
 
     def cut(self, name: str) -> None:
-        """Let `name` be dead to all others, and they to it, for ever. What it posted before still lands."""
+        """Isolate `name` from all others, for ever. Operations that it posted before still land."""
         self._cut.add(name)
 
     def join(self, transport: LoopbackTransport) -> None:
-        """Let others reach `transport` by its name."""
+        """Make `transport` reachable by its name."""
         self._members[transport.name] = transport
 
     def leave(self, name: str) -> None:
-        """The transport closed: it is lost to others."""
+        """Remove a closed transport: peers then lose it."""
         self._members.pop(name, None)
 
     def carry(self, sender: LoopbackTransport, flight: _Flight) -> None:
-        """Land an operation now, or hold it back; of one that was cut off nothing moves."""
+        """Land an operation now, or hold it back; an operation of a cut-off sender fails without moving a byte."""
         if sender.name in self._cut:
             flight.landed, flight.error = True, _lost(flight.peer)
         elif self._held is None:
@@ -93,15 +95,16 @@ class LoopbackNetwork:
             self._held.append((sender, flight))
 
     def tell(self, sender: str, peer: str, note: bytes) -> None:
-        """Raises PeerLost if either end is cut off, or the peer closed."""
+        """Deliver a note at once. Raises PeerLost if either end is cut off, or the peer closed."""
         if peer not in self._members or {sender, peer} & self._cut:
             raise _lost(peer)
         self._members[peer].inbox.append(Note(sender, note))
 
     def refusal(self, flight: _Flight) -> DescriptorError | None:
-        """Why an operation may not touch the peer's memory: it was deregistered since, or registered anew.
+        """Returns the error of an operation on memory that the peer deregistered or registered anew since; None:
+        allowed.
 
-        A NIC refuses as much. UCX over TCP or between processes writes what is still mapped.
+        A NIC refuses as much. UCX over TCP or between processes writes to memory that is still mapped.
         """
         peer = self._members[flight.peer]
         try:
@@ -132,7 +135,7 @@ class LoopbackNetwork:
 
 
 class LoopbackTransport(Transport):
-    """As NixlTransport, for host memory of this process."""
+    """A NixlTransport's double for host memory of this process."""
 
     def __init__(self, network: LoopbackNetwork, name_hint: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._network = network
@@ -154,11 +157,11 @@ class LoopbackTransport(Transport):
 
     @property
     def revocation(self) -> Revocation:
-        """The network compares registrations when an operation lands."""
+        """PROVEN: the network compares registrations when an operation lands."""
         return Revocation.PROVEN
 
     def unsettled(self) -> frozenset[int]:
-        """Tickets that failed and may still touch memory; `poll` takes out those that have ended since."""
+        """Returns failed tickets that may still touch memory; `poll` removes those that have ended since."""
         return frozenset(flight.ticket for flight in self._flights.values() if flight.told)
 
     def register(self, memory: Memory) -> None:
@@ -296,7 +299,7 @@ def _lost(peer: str) -> PeerLost:
 
 def _starts(descriptors: Descriptors) -> list[int]:
     table = descriptors.table
-    if len(table) == descriptors.count:  # no row is a row of runs
+    if len(table) == descriptors.count:  # every row is one run
         return table[:, ADDRESS].tolist()
     row = np.repeat(np.arange(len(table)), table[:, COUNT])
     first = np.cumsum(table[:, COUNT]) - table[:, COUNT]

@@ -1,4 +1,4 @@
-"""NixlTransport is NIXL as the transport: peers, operations and their ends, guarded against every measured trap."""
+"""A NixlTransport is NIXL as the transport: peers, operations and their ends, guarded against every measured trap."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Peer:
 
 @dataclass(slots=True)
 class _Flight:
-    """A posted operation. `handle` is None once its state cannot be asked any more, `told` once its event is out."""
+    """A posted operation. `handle`: None once its state can no longer be asked for. `told`: its event is out."""
 
     ticket: int
     peer: str
@@ -95,15 +95,15 @@ class NixlTransport(Transport):
 
     @property
     def revocation(self) -> Revocation:
-        """NIXL promises nothing. Over UCX's tcp and cma a write by old metadata lands in memory that its owner has
-        deregistered, and over tcp so does what was under way (1.5.1, measured).
+        """UNPROVEN: over UCX's tcp and cma a write by old metadata lands in memory that its owner has deregistered, and
+        over tcp an operation in flight does too (1.5.1, measured).
         """
         return Revocation.UNPROVEN
 
     def unsettled(self) -> frozenset[int]:
-        """Tickets that failed and may still touch memory. `poll` takes one out when NIXL has let go of its memory.
+        """Returns failed tickets that may still touch memory. `poll` removes one once NIXL has released its memory.
 
-        Some never leave before `close`, which ends them all: with the agent gone nothing reads or writes local memory.
+        Some stay until `close`, which ends them all: without the agent, local memory is no longer read or written.
         """
         return frozenset(flight.ticket for flight in self._flights.values() if flight.told)
 
@@ -119,7 +119,9 @@ class NixlTransport(Transport):
             raise TransportUnavailable(f"NIXL cannot register {memory}: {error}{cause}") from error
 
     def deregister(self, memory: Memory) -> None:
-        """Raises DescriptorError while an operation, even a failed one that is unsettled, uses `memory`."""
+        """End peers' access to `memory`. Raises DescriptorError while an operation, even a failed, unsettled one, uses
+        it.
+        """
         agent = self._ready()
         busy = [flight.ticket for flight in self._flights.values() if touches(flight.local, memory)]
         if busy and memory in self._ranges:
@@ -134,7 +136,8 @@ class NixlTransport(Transport):
         return unseal(metadata, "nixl").name
 
     def connect(self, metadata: bytes) -> str:
-        """Also takes newer metadata of a connected peer; older or the same changes nothing.
+        """Load a peer's metadata and return its name; newer metadata of a connected peer replaces it, older or equal is
+        ignored.
 
         Raises PeerRefused; PeerLost for a name that was lost; TransportError where operations in flight forbid it.
         """
@@ -152,8 +155,8 @@ class NixlTransport(Transport):
             return card.name
         ranges = card.ranges()
         if known is not None and not known.ranges.items() <= ranges.items():
-            # Loading adds to what is there, even with operations in flight, but a range that went away and came back
-            # would keep its old remote key.
+            # Loading adds to the ranges that NIXL has, even with operations in flight, but a range that was registered
+            # anew would keep its old remote key.
             if any(flight.peer == card.name for flight in self._flights.values()):
                 raise TransportError(f"{card.name} deregistered memory while operations to it are in flight")
             agent.nixl.remove_remote_agent(card.name)
@@ -165,10 +168,10 @@ class NixlTransport(Transport):
         try:
             held: bytes = agent.nixl.add_remote_agent(card.agent)
             loaded = held.decode(errors="replace")
-            if held != card.name.encode():  # of any bytes: NIXL's names are not text
+            if held != card.name.encode():  # bytes, for NIXL's names may be any
                 agent.nixl.remove_remote_agent(held)
                 raise PeerRefused(f"metadata of {card.name} holds the agent {loaded}")
-            # The first transfer would wait 0.1-0.5 s for this. It returns at once and connects in the background.
+            # Else the first transfer waits 0.1-0.5 s. This returns at once and connects in the background.
             agent.nixl.make_connection(loaded)
         except agent.errors as error:
             agent.nixl.remove_remote_agent(card.name)
@@ -194,7 +197,9 @@ class NixlTransport(Transport):
         deadline_s: float,
         until: float = math.inf,
     ) -> int:
-        """`deadline_s` counts from now. An empty note is not sent. A write that failed may still land, and its note."""
+        """Post a write. `deadline_s` counts from now. An empty note is not sent. A failed write and its note may still
+        land.
+        """
         return self._post(Operation("WRITE", peer, local, remote, note, deadline_s, until))
 
     def read(self, peer: str, local: Descriptors, remote: Descriptors, note: bytes, deadline_s: float) -> int:
@@ -210,7 +215,7 @@ class NixlTransport(Transport):
         except agent.errors as error:
             raise DescriptorError(f"NIXL refuses {post.verb} of {post.local.count} runs to {peer}: {error}") from error
         begun = self._clock()
-        try:  # preparing takes its time
+        try:  # preparing took time
             post.check_until(begun)
         except LeaseOver:
             handle.release()
@@ -223,7 +228,7 @@ class NixlTransport(Transport):
         return flight.ticket
 
     def notify(self, peer: str, note: bytes) -> None:
-        """Overtakes writes in flight to `peer`, which carry their own notes."""
+        """Send `note` without data. It overtakes writes in flight to `peer`, which carry their own notes."""
         agent = self._ready()
         self._peer(peer)
         check_note(note)
@@ -233,7 +238,9 @@ class NixlTransport(Transport):
             raise self._lose(peer, error) from error
 
     def poll(self) -> list[Event]:
-        """Notes come in order for each sender, also from senders that this side never connected to."""
+        """Returns events since the last call. Notes are in order for each sender, which may be one that this side never
+        connected to.
+        """
         agent = self._ready()
         for flight in list(self._flights.values()):
             self._advance(agent, flight, agent.nixl.check_xfer_state)
@@ -247,11 +254,11 @@ class NixlTransport(Transport):
         return events
 
     def close(self) -> None:
-        """Takes 10-20 ms, also with a stopped peer. Operations in flight end without an event."""
+        """Release everything in 10-20 ms, also with a stopped peer. Operations in flight end without an event."""
         agent, self._agent = self._agent, None
         if agent is None:
             return
-        # What NIXL refuses to release here goes with the agent, which ends with the last reference to it below.
+        # Handles that NIXL refuses to release end with the agent, whose last reference goes below.
         refused = contextlib.suppress(*agent.errors)
         for flight in self._flights.values():
             if flight.handle is not None:
@@ -286,9 +293,9 @@ class NixlTransport(Transport):
         try:
             state = step(flight.handle)
         except agent.gone as error:
-            # UCX has failed the endpoint and dropped what it had queued: nothing touches local memory for it any more
-            # (tcp and cma measured). Where one operation spans several rails NIXL may answer at the first that fails;
-            # `_sweep` closes the endpoint by force before `poll` hands out the event.
+            # UCX has failed the endpoint and dropped its queue, so it no longer touches local memory (tcp and cma
+            # measured). Where one operation spans several rails NIXL may answer at the first that fails; `_sweep`
+            # closes the endpoint by force before `poll` hands out the event.
             self._settle(flight, flight.handle, self._lose(flight.peer, error))
             return
         except agent.errors as error:
@@ -296,7 +303,7 @@ class NixlTransport(Transport):
         if state == "DONE":
             self._settle(flight, flight.handle, None)
         elif state != "PROC":
-            # Not a disconnect, so nothing is known of the memory, and NIXL answers the same from now on.
+            # Not a disconnect, so the memory may still be in use, and NIXL answers the same from now on.
             self._tell(flight, self._lose(flight.peer, state))
             flight.handle.release()
             flight.handle = None
@@ -322,7 +329,7 @@ class NixlTransport(Transport):
             self._events.append(Failed(flight.ticket, flight.peer, error, quiescent=True))
 
     def _timing(self, flight: _Flight, handle: Handle) -> Timing:
-        """By NIXL's telemetry where it is on, else by our clock."""
+        """Returns the time by NIXL's telemetry where it is on, else by our clock."""
         agent = self._ready()
         if self._telemetry:
             try:
@@ -334,14 +341,16 @@ class NixlTransport(Transport):
         return Timing((min(flight.posted, now) - flight.begun) * 1e6, (now - flight.begun) * 1e6)
 
     def _lose(self, peer: str, cause: object) -> PeerLost:
-        """Nothing that was sent may be taken up again: the endpoint is dead even if the link comes back."""
+        """Mark a peer lost for good: the endpoint is dead even if the link comes back."""
         if self._peers.pop(peer, None) is not None:
             self._lost[peer] = f"{peer} is lost: {cause}"
             self._retired.add(peer)
         return PeerLost(self._lost.get(peer, f"{peer} is lost: {cause}"))
 
     def _sweep(self, agent: NixlAgent) -> None:
-        """Unload peers that are gone, once no operation needs them: NIXL forgets the state of those in flight."""
+        """Unload lost and disconnected peers once their operations are over: NIXL forgets the state
+        of those in flight.
+        """
         if not self._retired:
             return
         for peer in self._retired - {flight.peer for flight in self._flights.values() if flight.handle is not None}:

@@ -39,19 +39,19 @@ _ENVIRONMENT = {
 
 
 class Handle(Protocol):
-    """A transfer that NIXL knows. Releasing it while it runs stops nothing."""
+    """A NIXL transfer. Releasing it while it runs does not stop it."""
 
     def release(self) -> None:
-        """Let NIXL forget it. Raises one of `NixlAgent.errors`."""
+        """Release NIXL's state of the transfer. Raises one of `NixlAgent.errors`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class NixlAgent:
-    """An agent, and what its owner must know of the wheel that it is from.
+    """An agent with the particulars of its wheel.
 
     `name`: unique for ever. `nixl`: NIXL's own object. `errors`: all of NIXL's exceptions, which share no base but
-    Exception. `gone`: the one for a dead peer. `telemetry`: whether its environment told NIXL to time operations.
+    Exception. `gone`: the one for a dead peer. `telemetry`: True if the environment turned NIXL's timing on.
     """
 
     name: str
@@ -63,9 +63,10 @@ class NixlAgent:
     def prepare(
         self, verb: Literal["WRITE", "READ"], local: Descriptors, peer: str, remote: Descriptors, note: bytes
     ) -> Handle:
-        """An operation that `nixl.transfer` posts; `note` reaches `peer` after the bytes. Raises one of `errors`.
+        """Prepare an operation for `nixl.transfer` to post; `note` reaches `peer` after the bytes. Raises one of
+        `errors`.
 
-        A strided list costs no more than a dense one, next to a post, and its rows need not match the other side's.
+        Next to a post, a strided list costs no more than a dense one, and its rows need not match the other side's.
 
         16384 runs: 0.3-1.8 ms in 64 rows a side, 1.4 ms in 16384 rows, 0.7-4 ms as dense [n, 3]; the post takes 60 ms.
         Indices count runs, not rows: NIXL takes row numbers too, and then silently moves the first runs only.
@@ -81,15 +82,15 @@ class NixlAgent:
                 prepared.release()
 
     def timing(self, handle: Handle) -> Timing:
-        """What NIXL's telemetry says of an operation that is done, to the microsecond. Raises one of `errors`."""
+        """Returns the telemetry of a finished operation, to the microsecond. Raises one of `errors`."""
         found = self.nixl.get_xfer_telemetry(handle)
         return Timing(float(found.postDuration), float(found.xferDuration))
 
 
 def start_agent(name_hint: str, backends: Sequence[str], num_threads: int) -> NixlAgent:
-    """An agent whose name no other ever has. Raises TransportUnavailable.
+    """Start an agent with a name that is unique for ever. Raises TransportUnavailable.
 
-    Sets the environment variables that UCX and NIXL read, where they are unset.
+    Sets the environment variables that UCX and NIXL read, unless they are set.
     """
     for variable, value in _ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
@@ -113,7 +114,7 @@ def start_agent(name_hint: str, backends: Sequence[str], num_threads: int) -> Ni
 
 @contextmanager
 def _sleeping(bindings: Any) -> Generator[None, None, None]:
-    """Agents made in here have a progress thread that sleeps until something happens, or for PROGRESS_US.
+    """Make agents inside this context sleep between events, for up to PROGRESS_US.
 
     NIXL's Python layer sets the pause to 0 and offers no way to change it: each idle agent then takes a whole core, and
     the agents of two processes both cores of a small machine. With any pause it takes 2 % of one.
@@ -139,20 +140,22 @@ def _sleeping(bindings: Any) -> Generator[None, None, None]:
 
 
 def _telemetry() -> bool:
-    """Not switched on by us: it takes a thread an agent, and says what a clock around the calls does (within 1 us)."""
+    """Returns True if the user turned telemetry on: it takes a thread an agent, and agrees with our
+    clock within 1 us.
+    """
     return os.environ.get("NIXL_TELEMETRY_ENABLE", "n").lower() not in {"n", "no", "0", "false", "off", "disable"}
 
 
 def _strided(descriptors: Descriptors) -> npt.NDArray[np.uint64]:
     table = descriptors.table.astype(np.uint64, order="C")
     one = table[:, COUNT] == 1
-    # NIXL refuses a stride below the length even where no second run uses it.
+    # NIXL refuses a stride below the length even of a single run.
     table[one, STRIDE] = table[one, NBYTES]
     return table
 
 
 def _load() -> ModuleType:
-    """NIXL's API from the wheel that is installed: `import nixl` would import torch to choose, 2.4 s and not 0.3."""
+    """Returns NIXL's API from the installed wheel: `import nixl` imports torch to choose, 2.4 s instead of 0.3 s."""
     for major in (13, 12):
         try:
             api = import_module(f"nixl_cu{major}._api")
@@ -172,16 +175,18 @@ def _load() -> ModuleType:
 
 
 def nixl_version() -> str:
-    """Release of the wheel in use. Raises TransportUnavailable."""
+    """Returns the release of the installed wheel. Raises TransportUnavailable."""
     return version(_load().__name__.partition(".")[0].replace("_", "-"))
 
 
-#: Owners of agents in this process.
+#: The owners of agents in this process.
 _living: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def spare_forks(owner: object) -> None:
-    """Let no forked child destroy the agent of `owner`: a child that leaves by sys.exit hangs in the destructor."""
+    """Keep forked children from destroying the agent of `owner`: a child that leaves by sys.exit hangs in the
+    destructor.
+    """
     _living.add(owner)
 
 
