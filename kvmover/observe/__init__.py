@@ -1,1 +1,1 @@
-"""An operator sees a mover through this: metrics, the run log, spans and lines of a log."""
+"""A mover's observers for operators: metrics, the run log, spans and log lines."""

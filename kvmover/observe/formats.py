@@ -1,10 +1,10 @@
-"""Writes bytes, seconds and text from elsewhere as people read them."""
+"""Formats bytes, seconds and foreign text for people."""
 
 from __future__ import annotations
 
 
 def bytes_in_words(nbytes: int) -> str:
-    """Three figures and a binary unit.
+    """Returns three figures and a binary unit.
 
     >>> bytes_in_words(2684354560), bytes_in_words(512)
     ('2.5 GiB', '512 B')
@@ -18,7 +18,7 @@ def bytes_in_words(nbytes: int) -> str:
 
 
 def seconds_in_words(seconds: float) -> str:
-    """Three figures and a unit, from milliseconds to hours.
+    """Returns three figures and a unit, from milliseconds to hours.
 
     >>> [seconds_in_words(each) for each in (0, 0.0042, 0.25, 12, 90, 5400, 200000)]
     ['0 s', '4.2 ms', '250 ms', '12 s', '1.5 min', '1.5 h', '55.6 h']

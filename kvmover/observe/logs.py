@@ -1,4 +1,4 @@
-"""kvmover's loggers write text, JSON or into an engine's log, and a line for each transfer that ends."""
+"""The loggers of kvmover write text, JSON or into an engine's log, and a line for each transfer that ends."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from kvmover.transfer.result import Ending
 
 log = logging.getLogger("kvmover.transfers")
 
-#: What a LogRecord has anyway: anything else was handed over by `extra`, and is part of what is said.
+#: Attributes of every LogRecord: any other was passed by `extra`, and is written too.
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class JsonFormatter(logging.Formatter):
-    """A JSON object a line: `time` (UTC), `level`, `logger`, `message`, `error` if one was caught, and what was handed
-    over by `extra`, for instance `request`, `engine` and `rank`. What JSON does not have is written as text.
+    """A formatter of one JSON object a line: `time` (UTC), `level`, `logger`, `message`, `error` for an exception, and
+    the fields of `extra`, such as `request`, `engine` and `rank`. Values that JSON lacks are written as text.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line of JSON, without a line break inside it."""
+        """Returns one line of JSON, without a line break inside it."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
             "level": record.levelname.lower(),
@@ -41,23 +41,23 @@ class JsonFormatter(logging.Formatter):
 
 
 class Guest(logging.Handler):
-    """Has an engine's logger, the `host`, say what kvmover's loggers do: in its form, with who speaks before it."""
+    """A handler that passes kvmover's records to an engine's logger, `host`, in its format, prefixed with `speaker`."""
 
     def __init__(self, host: logging.Logger, speaker: str) -> None:
         super().__init__()
         self.host, self._speaker = host, speaker
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Hand a record to the host's handlers. For `logging`."""
+        """Pass a record to the host's handlers. Called by `logging`."""
         said = copy(record)
         said.msg, said.args = f"{self._speaker}: {record.getMessage()}", None
         self.host.handle(said)
 
 
 def configure(level: str, formatter: logging.Formatter, file: Path | None = None) -> logging.Handler:
-    """Have kvmover's loggers write from `level` on to `file`, or to standard error, and nowhere else.
+    """Send kvmover's logs from `level` on to `file`, or to standard error, and only there. Returns the handler.
 
-    The handler that an earlier call made is replaced. Raises KvmoverError for a file that cannot be appended to.
+    It replaces an earlier call's handler. Raises KvmoverError for a file that cannot be appended to.
     """
     try:
         handler = logging.FileHandler(file, encoding="utf-8") if file else logging.StreamHandler()
@@ -69,10 +69,9 @@ def configure(level: str, formatter: logging.Formatter, file: Path | None = None
 
 
 def speak_through(guest: Guest) -> bool:
-    """Have kvmover's loggers heard in an engine's log, from that one's level on; whether they are now.
+    """Send kvmover's logs to an engine's log, at that logger's level. Returns False if logging is configured already.
 
-    An engine that configures its own logger alone would leave them to Python's last resort: a bare sentence from
-    warnings on. Where somebody has configured them, or the root logger that they fall back to, nothing changes.
+    An engine that configures only its own logger leaves kvmover's to Python's last resort: bare text from warnings on.
     """
     own, root = logging.getLogger("kvmover"), logging.getLogger()
     configured = any(handler.get_name() != __name__ for handler in own.handlers)
@@ -92,7 +91,7 @@ def _hand_over(handler: logging.Handler, level: int | str) -> None:
 
 
 def release() -> None:
-    """Give kvmover's loggers back to whoever configures the root logger."""
+    """Give kvmover's loggers back to the root logger's configuration."""
     own = logging.getLogger("kvmover")
     for handler in [each for each in own.handlers if each.get_name() == __name__]:
         own.removeHandler(handler)
@@ -102,12 +101,12 @@ def release() -> None:
 
 
 def text_formatter() -> logging.Formatter:
-    """`time level logger: message`, one line a record."""
+    """Returns a formatter of `time level logger: message`, one line a record."""
     return logging.Formatter(_TEXT)
 
 
 def transfer(ending: Ending) -> None:
-    """For `Mover.watch`: a line for each transfer, a warning where it failed."""
+    """Log a line for an ended transfer, a warning if it failed. Pass it to `Mover.watch`."""
     result = ending.result
     said: dict[str, object] = {
         "request": ending.request,

@@ -1,4 +1,6 @@
-"""MoverCollector shows movers as Prometheus metrics, read from a snapshot when scraped, so no event pays for them."""
+"""A MoverCollector exports movers as Prometheus metrics, read from a snapshot at each scrape, so
+events cost no more.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from kvmover.transfer.result import Cause
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
 
-#: What a scrape says of a mover, by what its meter calls it.
+#: The metrics of a mover, by their names in its meter.
 METRICS: Mapping[StrEnum, Metric] = {
     **named(
         "",
@@ -81,30 +83,33 @@ METRICS: Mapping[StrEnum, Metric] = {
 }
 
 _VERBS = ("send", "receive")
-#: A fault ends transfers when their mover, and with it the counting, is over.
+#: Without FAULT: it ends the mover, and its counting, with the transfers.
 _ENDS = ("landed", *(cause for cause in Cause if cause is not Cause.FAULT), UNBEGUN)
 
 
 class Metered(Protocol):
-    """A mover, by whatever class it is held."""
+    """A mover of any class."""
 
     def snapshot(self) -> Snapshot:
-        """Counts, times and gauges as a copy; called for each scrape, from the exporter's thread."""
+        """Returns a copy of counts, times and gauges; called for each scrape, from the exporter's thread."""
         ...
 
 
 class MoverCollector:
-    """For `prometheus_client`, one for all movers of a process: `REGISTRY.register(MoverCollector([mover]))`.
+    """A collector for `prometheus_client`, one for all movers of a process:
+    `REGISTRY.register(MoverCollector([mover]))`.
 
-    A SharedMover or a Progress is read in its own thread between two polls, whoever scrapes. A Mover is read at once:
-    scrape it from the loop that polls it, or hand in what returns the snapshot that the loop took last.
+    A SharedMover or a Progress is read in its own thread between two polls. A Mover is read at once: scrape it from the
+    loop that polls it, or pass an object that returns the loop's last snapshot.
     """
 
     def __init__(self, movers: Iterable[Metered]) -> None:
         self._movers = tuple(movers)
 
     def collect(self) -> Iterator[Family]:
-        """The metric families of docs/metrics.md, from one snapshot of each mover. For prometheus_client."""
+        """Yields the metric families of docs/metrics.md, from one snapshot of each mover. Called by
+        prometheus_client.
+        """
         taken = [mover.snapshot() for mover in self._movers]
         yield from families(METRICS, taken)
         yield from _by_how(taken)
@@ -130,7 +135,7 @@ _REFUSED = Metric(
 
 
 def _by_how(taken: list[Snapshot]) -> Iterator[Family]:
-    """Counts with a label more. Those that did not happen are there too, so that a first failure is a step from 0."""
+    """Yields counts with one more label. Zeros are exported too, so that a first failure is a step from 0."""
     found = _ENDED, _POSTED, _UNOPENED, _REFUSED
     ended, posted, unopened, refused = (cast(Any, metric.family()) for metric in found)
     for at in taken:

@@ -1,4 +1,4 @@
-"""Observers begin and end together what a configuration asks to be kept and shown of a process."""
+"""The observers of a process, started and closed together as its configuration asks."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 
 
 class Spans:
-    """For `Mover.watch(Spans().transfer)`. Raises KvmoverError without OpenTelemetry's API.
+    """An OpenTelemetry span for each transfer: `Mover.watch(Spans().transfer)`. Raises KvmoverError without its API.
 
-    `parent(request)`: the context that the engine's own span of a request is in, if there is one.
+    `parent(request)`: the context of the engine's own span of a request, or None.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Spans:
         self._parent, self._clock = parent, clock
 
     def transfer(self, ending: Ending) -> None:
-        """For `Mover.watch`: record a span from the transfer's start to its end."""
+        """Record a span from the transfer's start to its end. Pass it to `Mover.watch`."""
         result, now_ns = ending.result, self._clock()
         attributes: dict[str, str | int | bool | tuple[str, ...]] = {
             "kvmover.request": ending.request,
@@ -69,7 +69,7 @@ class Spans:
 
 
 def begin_logs(settings: LoggingSettings, guest: logs.Guest | None) -> Callable[[], None]:
-    """Have kvmover's loggers speak as they are configured, else in an engine's log; what ends that."""
+    """Send kvmover's logs as configured, else to an engine's log. Returns the call that ends that."""
     if settings.level is not None:
         formatter = logs.JsonFormatter() if settings.format is LogFormat.JSON else logs.text_formatter()
         logs.configure(settings.level, formatter, settings.file)
@@ -80,9 +80,9 @@ def begin_logs(settings: LoggingSettings, guest: logs.Guest | None) -> Callable[
 
 
 class Observers:
-    """Logs, metrics endpoint, run log and spans of one rank, as its settings say. Close it after the movers.
+    """The logs, metrics endpoint, run log and spans of one rank, by its settings. Close it after the movers.
 
-    `guest`: how an engine's own log says what happens, where no log of ours is configured.
+    `guest`: the way into an engine's log, used if kvmover's logging is not configured.
 
     >>> with Observers(Settings(), "decode", 0) as observers:  # doctest: +SKIP
     ...     observers.watch(mover)
@@ -113,21 +113,19 @@ class Observers:
             self._watchers.append(Spans().transfer)
 
     def watch(self, mover: Mover) -> None:
-        """Before the mover goes to a Progress, or from the thread that polls it."""
+        """Watch a mover. Call it before the mover goes to a Progress, or in the thread that polls it."""
         for watcher in self._watchers:
             mover.watch(watcher)
 
     def account(self, account: Account) -> None:
-        """For `Ledger(sink=...)`."""
+        """Append an ended request to the run log. Pass it as `Ledger(sink=...)`."""
         if self._run_log is not None:
             self._run_log.account(account)
 
     def serve(self, *collectors: Any) -> int | None:
-        """Serve these collectors to Prometheus; the port, or None where no port is configured. Rank r has the r-th port
-        behind the configured one, unless that is 0.
-
-        A port that cannot be had is a warning, and None: nothing stops for what watches it. Raises MissingLibrary
-        without prometheus-client.
+        """Serve these collectors to Prometheus. Returns the port, or None if no port is configured or it cannot be had,
+        which is logged as a warning. Rank r takes the configured port plus r, or any free one if it is 0. Raises
+        MissingLibrary without prometheus-client.
         """
         metrics = self._settings.metrics
         if metrics.port is None:
@@ -152,7 +150,7 @@ class Observers:
         return server.server_port
 
     def close(self) -> None:
-        """End the endpoint, flush and close the run log, and give the loggers back. Safe to call twice."""
+        """Close the endpoint, flush and close the run log, and release the loggers. Safe to call twice."""
         self._open.close()
 
     def __enter__(self) -> Observers:

@@ -1,6 +1,6 @@
-"""The run log has a JSON line for how each transfer and each request's tokens ended, for `kvmover report`.
+"""The run log has a JSON line for each transfer and each request that ended, for `kvmover report`.
 
-A line has a `type`: `run` says which process wrote what follows, `transfer` is one rank's end of one transfer, and
+A line has a `type`: `run` names the process of the lines after it, `transfer` is one rank's end of one transfer, and
 `account` is the ledger's account of one attempt. Times are of the wall clock (Unix, seconds), so that files of several
 ranks can be read together; a transfer that ended at `time_s` began `seconds` before.
 """
@@ -32,13 +32,13 @@ log = logging.getLogger(__name__)
 
 
 class Line(msgspec.Struct, frozen=True, tag_field="type", omit_defaults=True):
-    """Base of all lines."""
+    """The base of all lines. `time_s`: seconds since 1970."""
 
     time_s: float
 
 
 class Run(Line, frozen=True, tag="run"):
-    """A rank begins to write."""
+    """The first line of a rank's process."""
 
     engine: str
     rank: int
@@ -46,12 +46,12 @@ class Run(Line, frozen=True, tag="run"):
 
 
 class Moved(Line, frozen=True, tag="transfer"):
-    """A transfer that ended. `cause` and `reason` are absent where it landed; the rest is of its Result.
+    """A transfer that ended. `cause` and `reason` are absent if it landed; the rest is from its Result.
 
-    `time_s`: when it ended, by the wall clock. `seconds`: from its call until then. `nbytes`: payload of this
-    rank's legs, whether or not they landed. `runs`: runs of bytes, the descriptors of the direct route.
-    `writes`: chunks, each of them one write or read. `peers`: ranks that had chunks of it. `resent`: chunks that
-    did not match their digest at first. `spent_s`: seconds of chunks in each part of their way on this rank.
+    `time_s`: its end, by the wall clock. `seconds`: from its call until then. `nbytes`: payload of this rank's legs,
+    landed or not. `runs`: runs of bytes, the descriptors of the direct route. `writes`: chunks, each of them one write
+    or read. `peers`: ranks that had chunks of it. `resent`: chunks whose digest did not match at first. `spent_s`:
+    seconds of chunks in each stage on this rank.
     """
 
     seconds: float
@@ -72,17 +72,17 @@ class Moved(Line, frozen=True, tag="transfer"):
 
     @property
     def landed(self) -> bool:
-        """Whether every byte is where it belongs."""
+        """True if every byte landed."""
         return self.reason is None
 
     @property
     def began_s(self) -> float:
-        """When it began, in seconds of the wall clock."""
+        """The time it began, in seconds of the wall clock."""
         return self.time_s - self.seconds
 
 
 class Accounted(Line, frozen=True, tag="account"):
-    """An attempt at a request that ended."""
+    """An attempt at a request that ended, with its account."""
 
     account: Account
 
@@ -91,11 +91,11 @@ AnyLine = Run | Moved | Accounted
 
 
 class RunLog:
-    """Appends lines to a file, for a mover and a ledger: `mover.watch(log.transfer)`, `Ledger(sink=log.account)`.
+    """A writer of lines to a file, for a mover and a ledger: `mover.watch(log.transfer)`, `Ledger(sink=log.account)`.
 
-    Any thread may write, and none waits for the disk: a thread of its own writes lines as they come, so that who is
-    killed has lost milliseconds. Where that fails the log ends, with a warning. Close it, or use it as a context; the
-    end of the process closes it too.
+    Any thread may call it, and never waits for the disk: a thread of its own writes lines as they come, so a killed
+    process loses milliseconds. A failed write ends the log, with a warning. Close it, or use it as a context; the end
+    of the process closes it too. Raises KvmoverError if the file cannot be opened.
     """
 
     def __init__(self, path: Path, engine: str, rank: int, clock: Callable[[], float] = time.time) -> None:
@@ -115,7 +115,7 @@ class RunLog:
         atexit.register(self.close)
 
     def transfer(self, ending: Ending) -> None:
-        """For `Mover.watch`: append a line for a transfer that ended."""
+        """Append a line for a transfer that ended. Pass it to `Mover.watch`."""
         result = ending.result
         self._write(
             Moved(
@@ -139,7 +139,7 @@ class RunLog:
         )
 
     def account(self, account: Account) -> None:
-        """For `Ledger(sink=...)`: append a line for a request that ended."""
+        """Append a line for a request that ended. Pass it as `Ledger(sink=...)`."""
         self._write(Accounted(self._clock(), account))
 
     def _write(self, line: AnyLine) -> None:
@@ -156,7 +156,7 @@ class RunLog:
             self.flush()
 
     def flush(self) -> None:
-        """Return when all that was told before is in the file."""
+        """Write all pending lines to the file before returning."""
         with self._writing:
             with self._lock:
                 lines, self._lines = self._lines, bytearray()
@@ -189,7 +189,9 @@ class RunLog:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """What some files hold, in order of time. `cut`: lines that a crash left unfinished, or that are being written."""
+    """The lines of some files, in order of time. `cut`: lines that a crash left unfinished, or that
+    are being written.
+    """
 
     runs: tuple[Run, ...] = ()
     transfers: tuple[Moved, ...] = ()
@@ -204,8 +206,8 @@ _decoder = msgspec.json.Decoder(AnyLine)
 class LineReader:
     """The lines of some run logs in order of time, read as they are iterated: one line of each file is in memory.
 
-    `cut`: lines left out so far: a crash left them unfinished, or they are being written. Iterating raises KvmoverError
-    with the file and the number of a line that no run log has.
+    `cut`: lines skipped so far: unfinished by a crash, or being written. Iterating raises KvmoverError with the file
+    and the number of an invalid line.
     """
 
     paths: Sequence[Path]
@@ -215,7 +217,7 @@ class LineReader:
         return merge(*map(self._lines_of, self.paths), key=lambda line: line.time_s)
 
     def _lines_of(self, path: Path) -> Iterator[AnyLine]:
-        """Decode one file. A line before a process's first may be what another left unfinished; any other is whole."""
+        """Yields the lines of one file. Only a line before a process's first may be unfinished."""
         error: KvmoverError | None = None
         for number, text in enumerate(self._texts_of(path), start=1):
             try:
@@ -246,7 +248,7 @@ class LineReader:
 
 
 def read_lines(paths: Iterable[Path]) -> Lines:
-    """All lines of some run logs. Raises KvmoverError with the file and the number of a line that is none."""
+    """Read all lines of some run logs. Raises KvmoverError with the file and the number of an invalid line."""
     reader = LineReader(tuple(paths))
     found = sorted(reader, key=lambda line: line.time_s)
     return Lines(
@@ -258,7 +260,7 @@ def read_lines(paths: Iterable[Path]) -> Lines:
 
 
 def _ends_whole(path: Path) -> bool:
-    """Whether whoever wrote here last came to the end of a line."""
+    """Returns True if the file is empty or ends with a whole line."""
     with path.open("rb") as file:
         if not file.seek(0, SEEK_END):
             return True
