@@ -1,6 +1,6 @@
-"""Live migration: a running request moves to another engine while it decodes, and exactly one of the two goes on.
+"""Live migration: a running request moves to another engine while it decodes, and exactly one of the two continues it.
 
-Stands on a Mover's calls alone: pages, announcements and the hand-over are transfers of it.
+It uses a Mover's public calls alone: pages, announcements and the hand-over are transfers.
 """
 
 from __future__ import annotations

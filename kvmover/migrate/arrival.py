@@ -1,10 +1,9 @@
-"""The side that is to get the request, as a pure state machine: `step(state, event)`.
+"""The target side of a migration, as a pure state machine: `step(state, event)`.
 
-It lands what is announced, round by round. When the last round is here whole, with the hand-over beside it, the request
-is this side's, and it says so until the source has heard. Whatever fails before, it declines: it says so, and goes on
-listening. For as long as the source has not confirmed that it heard, the source may be dead; and if that is known, the
-request is this side's after all, with as many tokens in its pages as have landed. So one side has it while one lives,
-and never both.
+It lands announced rounds one by one. Once the last round and its hand-over have landed, the request is the target's,
+and it resends that decision until the source has heard it. A failure before makes it decline: it sends that decision,
+and keeps listening. Until the source confirms the decision, the source may be dead; if that becomes known, the target
+takes the request after all, with as many tokens as have landed. So exactly one side has it while one lives.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from kvmover.transfer.events import Cancel
 
 
 class ArrivalPhase(StrEnum):
-    """How far a migration is at the target."""
+    """The progress of a migration at the target."""
 
     COPYING = "copying"
     DECLINING = "declining"
@@ -31,33 +30,33 @@ class ArrivalPhase(StrEnum):
 
 
 class Announced(msgspec.Struct, frozen=True):
-    """The source has said which tokens come next."""
+    """The source has announced the next round's tokens."""
 
     round: Round
 
 
 class Acknowledged(msgspec.Struct, frozen=True):
-    """Every rank of the source has our answer."""
+    """Every rank of the source has the target's decision."""
 
 
 class PatienceOver(msgspec.Struct, frozen=True):
-    """The source has not confirmed our answer for too long, and is not known to be dead."""
+    """The source has not confirmed the decision for `patience_s`, and is not known to be dead."""
 
 
 class AskRound(msgspec.Struct, frozen=True):
-    """Ask for a round's tokens."""
+    """An order to ask for a round's tokens."""
 
     round: Round
 
 
 class ListenFor(msgspec.Struct, frozen=True):
-    """Ask for the announcement of a round."""
+    """An order to ask for the announcement of a round."""
 
     number: int
 
 
 class SayDecision(msgspec.Struct, frozen=True):
-    """Decision the source, until it has heard."""
+    """An order to send the decision to the source, until it has heard it."""
 
     decision: Decision
 
@@ -67,7 +66,9 @@ ArrivalAction = AskRound | ListenFor | SayDecision | Withdraw
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """The first `landed_tokens` tokens are in the pages. `round` was asked for last. `reason`: why it is declined."""
+    """A target's state: `landed_tokens` tokens are in the pages, `round` was asked for last.
+    `reason`: why it declines.
+    """
 
     round: Round
     landed_tokens: int = 0
@@ -76,11 +77,13 @@ class Arrival(msgspec.Struct, frozen=True):
 
     @property
     def ended(self) -> bool:
-        """Whether it is known whose the request is."""
+        """True if it is known which side has the request."""
         return self.phase in (ArrivalPhase.HERE, ArrivalPhase.DECLINED)
 
     def check(self) -> None:
-        """Raise AssertionError where rounds leave a hole, or a request that is to be given up has no reason for it."""
+        """Raise AssertionError if rounds leave a hole, a declined request lacks a reason, or a
+        whole one is not taken.
+        """
         self.round.check()
         assert self.landed_tokens in (self.round.start, self.round.stop), "a round does not begin where one ended"
         declines = self.phase in (ArrivalPhase.DECLINING, ArrivalPhase.DECLINED)
@@ -93,12 +96,12 @@ Arrived = tuple[Arrival, list[ArrivalAction]]
 
 
 def begin(first: Round) -> Arrived:
-    """Ask for the first round, and to be told of the next."""
+    """Returns the first state, and orders to ask for the first round and the next announcement."""
     return Arrival(first), [ListenFor(first.number + 1), AskRound(first)]
 
 
 def step(state: Arrival, event: ArrivalEvent) -> Arrived:
-    """Advance by one event. What comes after the end changes nothing."""
+    """Advance by one event. Returns the state and its orders. Events after the end are ignored."""
     match event:
         case _ if state.ended:
             return state, []
@@ -123,7 +126,7 @@ def _landed(state: Arrival, number: int) -> Arrived:
 
 
 def _announced(state: Arrival, following: Round) -> Arrived:
-    """One that does not begin where the last one ended was announced by nobody who knows what is here."""
+    """Ask for the announced round. One that does not begin where the last ended does not fit the pages: decline."""
     if state.phase is not ArrivalPhase.COPYING:
         return state, []
     done = state.round

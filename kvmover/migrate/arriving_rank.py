@@ -1,4 +1,4 @@
-"""ArrivingRank: a rank of the engine that is to get a running request, and its Mover, land it and take it."""
+"""An ArrivingRank and its Mover land a running request at one rank of the target, and take it."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from kvmover.transfer.mover import Mover
 from kvmover.transfer.protocol.content import Content
 from kvmover.transfer.result import Cause, Transfer
 
-#: Characters of a reason that are told to the source.
+#: Longest reason sent to the source, in characters.
 MAX_REASON_CHARACTERS = 1000
 
 
 class ArrivingRank:
-    """A migration at one rank of the target. All ranks make the same calls in the same order; `agree` is theirs.
+    """A migration at one rank of the target. All ranks make the same calls in the same order, and agree by `agree`.
 
-    `pages`: one table a component for the `migration.tokens` first tokens. Poll the mover as ever, and then this, once
-    a step, until it is `settled`. Whenever `pages_for` is above 0, name pages for so many tokens or more (`allocated`).
-    When `phase` is HERE the request is this engine's: rows of its first `landed_tokens` tokens are in the pages, and
-    `payload` is the engines' own, as of `payload_tokens` tokens. The two numbers differ only where the source died:
-    what lies between is computed here. When it is DECLINED, for `reason`, the source has the request, and the pages are
-    free unless `holds_pages`. Raises PeerUnknown where a rank of the source is not connected.
+    `pages`: one table a component for the first `migration.tokens` tokens. Each step poll the mover, then this, until
+    it is `settled`. Whenever `pages_for` is above 0, call `allocated` with pages for so many tokens or more. If `phase`
+    is HERE the request is this engine's: rows of its first `landed_tokens` tokens are in the pages, and `payload` is
+    the source's, as of `payload_tokens` tokens. The two numbers differ only if the source died: compute the tokens in
+    between here. If it is DECLINED, for `reason`, the source has the request, and the pages are free unless
+    `holds_pages`. Raises PeerUnknown if a rank of the source is not connected.
     """
 
     def __init__(
@@ -77,18 +77,18 @@ class ArrivingRank:
 
     @property
     def phase(self) -> ArrivalPhase:
-        """Whose the request is, and how far its copy."""
+        """The progress of the copy, and at the end the side that has the request."""
         return self._state.phase
 
     @property
     def reason(self) -> str | None:
-        """Why it was declined."""
+        """The reason for declining, or None."""
         return self._state.reason
 
     @property
     def landed_tokens(self) -> int:
-        """Tokens from the request's beginning whose rows are in the pages. States are those of the last round alone:
-        of a model that has some, nothing counts before that.
+        """The number of leading tokens whose rows are in the pages. Recurrent states travel with the last round only:
+        for a model with states it is 0 before that.
         """
         state = self._state
         whole = state.round.last and state.landed_tokens == state.round.stop
@@ -96,21 +96,21 @@ class ArrivingRank:
 
     @property
     def pages_for(self) -> int:
-        """For how many tokens pages are missing; 0 where none are."""
+        """The number of tokens that need pages, from the request's beginning; 0 if enough are named."""
         return self._pending.stop if self._pending is not None else 0
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
-        """Of the rounds that were asked for so far, in order."""
+        """The transfers of the rounds asked for so far, in order."""
         return tuple(self._rounds)
 
     @property
     def holds_pages(self) -> bool:
-        """Whether a transfer may still write the pages that were named."""
+        """True if a transfer may still write the named pages."""
         return any(not transfer.ended or transfer.held for transfer in self._rounds)
 
     def allocated(self, tokens: int, pages: Sequence[npt.ArrayLike]) -> None:
-        """Tables from the request's beginning for its first `tokens` tokens. Raises PlanError as Mover.receive."""
+        """Name pages for the request's first `tokens` tokens. Raises PlanError as Mover.receive does."""
         before = self._pages, self._room_tokens
         self._pages, self._room_tokens = pages, tokens
         try:
@@ -120,11 +120,11 @@ class ArrivingRank:
             raise
 
     def decline(self, reason: str) -> None:
-        """This engine will not take the request, unless its source is dead."""
+        """Decline the request, unless all of it is here. If the source turns out to be dead it is taken after all."""
         self._step(Cancel(reason))
 
     def poll(self) -> ArrivalPhase:
-        """Look at what has come of it, and go on. One round of `agree`."""
+        """Advance by the transfers' results, and return the phase. One round of `agree`."""
         if self.settled:
             return self.phase
         agreed = self._agree.minimum(self._votes())
@@ -132,7 +132,7 @@ class ArrivingRank:
             return self.phase
         number, other = self._state.round.number, -int(agreed[1])
         landed, sound, announced, lives, quiet, heard, patient, asked = map(bool, agreed[2:].tolist())
-        if int(agreed[0]) == other == number:  # not of a round that is over, where ranks agree late
+        if int(agreed[0]) == other == number:  # skipped where ranks agree late, after the round is over
             self._look_at_round(landed, sound, announced)
         if not lives and not self._state.ended:
             self._abort(f"{self.migration.source.engine} is dead")
@@ -147,7 +147,9 @@ class ArrivingRank:
         return self.phase
 
     def _votes(self) -> npt.NDArray[np.int64]:
-        """What the least of over all ranks is true of all of them, behind the round that it is of."""
+        """Returns this rank's row; the minimum over all ranks is true of all of them. It begins with the round's
+        number.
+        """
         current, announcement, answer = (
             None if each is None else each.result for each in (self._current, self._announcement, self._answer)
         )
@@ -163,7 +165,7 @@ class ArrivingRank:
         return np.array(row, np.int64)
 
     def _look_at_round(self, landed: bool, sound: bool, announced: bool) -> None:
-        """What became of the round on all ranks, and whether all have heard of the next one."""
+        """Advance by the result of the round on all ranks, and by the next announcement if all have it."""
         if landed:
             self._landed()
         if not sound:
@@ -178,7 +180,7 @@ class ArrivingRank:
         return self._fault or "a round failed on another rank"
 
     def _landed(self) -> None:
-        """With the last round comes what the source hands over."""
+        """Advance by a landed round. The last one brings the source's hand-over."""
         landed = self._state.round
         if landed.last and self.phase is ArrivalPhase.COPYING:
             assert self._current is not None
@@ -218,7 +220,7 @@ class ArrivingRank:
                     self._abort(reason)
 
     def _ask(self) -> None:
-        """Ask for the round that waits for pages, if it has them."""
+        """Ask for the pending round, if its pages are named."""
         wanted = self._pending
         if wanted is None or wanted.stop > self._room_tokens:
             return
@@ -231,7 +233,7 @@ class ArrivingRank:
     def _receive(
         self, name: str, positions: range, pages: Sequence[npt.ArrayLike] | None, content: Content | None
     ) -> Transfer | None:
-        """A source that was lost since cannot be asked: the migration fails for it, and the engine hears in `poll`."""
+        """Begin a transfer; None if the source is lost: the migration then fails in `poll`."""
         source, patience_s = self.migration.source, self._config.patience_s
         try:
             return self._mover.receive(
@@ -247,8 +249,8 @@ class ArrivingRank:
                 self._mover.abort(transfer, reason)
 
     def _speak(self) -> None:
-        """Say the decision until the source has heard it. One that can be reached, and does not ask, knows it: who has
-        handed a request over asks on and on.
+        """Send the decision until the source has heard it. A reachable source that does not ask for it has it already:
+        a source keeps asking after a hand-over.
         """
         if self._answer is not None and not has_failed(self._answer):
             return

@@ -1,4 +1,4 @@
-"""DepartingRank: a rank of the engine that has a running request, and its Mover, move it to another engine."""
+"""A DepartingRank and its Mover move a running request from one rank of the source to another engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from kvmover.transfer.result import Gate, Passed, Transfer
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
     """A running request between two steps: rows of its first `tokens` tokens are in `pages`, one table a component from
-    the request's beginning, once `event` has passed (None: it has). `payload`: what another engine needs to go on.
+    the request's beginning, once `event` has passed (None: now). `payload`: the engine's data for continuing elsewhere.
     """
 
     tokens: int
@@ -46,13 +46,12 @@ class Checkpoint:
 
 
 class DepartingRank:
-    """A migration at one rank of the source. All ranks make the same calls in the same order; `agree` is theirs.
+    """A migration at one rank of the source. All ranks make the same calls in the same order, and agree by `agree`.
 
-    Poll the mover as ever, and then this, once a step, until it is `settled`. Between two steps say what was written
-    (`wrote`), and compute no more tokens than `may_write`. When `phase` is GONE the request is the target's; when it is
-    BACK, for `reason`, it is this engine's again, or still, and nothing was lost. The request's pages are read while
-    `holds_pages`: a page that is given up for another meanwhile, as windows do, must not be reused before.
-    Raises PeerUnknown where a rank of the target is not connected.
+    Each step poll the mover, then this, until it is `settled`. Between two steps report the written tokens (`wrote`),
+    and compute at most `may_write` more. If `phase` is GONE the request is the target's; if it is BACK, for `reason`,
+    it is still this engine's, and lost nothing. The request's pages are read while `holds_pages`: until then a page
+    that leaves a window must not be reused. Raises PeerUnknown if a rank of the target is not connected.
     """
 
     def __init__(
@@ -81,31 +80,31 @@ class DepartingRank:
 
     @property
     def phase(self) -> DeparturePhase:
-        """Whose the request is, and how far its copy."""
+        """The progress of the copy, and at the end the side that has the request."""
         return self._state.phase
 
     @property
     def reason(self) -> str | None:
-        """Why the request came back."""
+        """The reason why the request came back, or None."""
         return self._state.reason
 
     @property
     def may_write(self) -> int:
-        """How many tokens more may be computed here now."""
+        """The number of further tokens that may be computed here now."""
         return self._state.may_write
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
-        """Of the rounds so far, in order."""
+        """The transfers of the rounds so far, in order."""
         return tuple(self._rounds)
 
     @property
     def holds_pages(self) -> bool:
-        """Whether a transfer may still read the request's pages."""
+        """True if a transfer may still read the request's pages."""
         return any(not transfer.ended or transfer.held for transfer in self._rounds)
 
     def wrote(self, now: Checkpoint) -> None:
-        """A step ended. Raises PlanError for more tokens than may be written, and for fewer than were."""
+        """Report the end of a step. Raises PlanError for more tokens than `may_write`, or fewer than before."""
         check_payload(now.payload)
         before, self._now = self._now, now
         self._step(Wrote(now.tokens))
@@ -114,13 +113,13 @@ class DepartingRank:
             self._mover.produced(self._rounds[-1], Gate(now.event, tokens=now.tokens), more)
 
     def keep(self, reason: str) -> None:
-        """The engine wants the request back, or it has ended: nothing more is copied. Once it was handed over the
-        target's decision stands.
+        """Take the request back, or report its end: copying stops. After the hand-over the target's decision stands
+        instead.
         """
         self._step(Cancel(reason))
 
     def poll(self) -> DeparturePhase:
-        """Look at what has come of it, and go on. One round of `agree`."""
+        """Advance by the transfers' results, and return the phase. One round of `agree`."""
         if self.settled:
             return self.phase
         agreed = self._agree.minimum(self._votes())
@@ -129,7 +128,7 @@ class DepartingRank:
         number, other = self._state.round.number, -int(agreed[1])
         landed, sound, decided, lives, patient = map(bool, agreed[2:].tolist())
         if not int(agreed[0]) == other == number:
-            pass  # of a round that is over: ranks agree late
+            pass  # ranks agreed late: the round is over
         elif landed:
             self._step(RoundLanded(number))
         elif not sound:
@@ -147,7 +146,9 @@ class DepartingRank:
         return self.phase
 
     def _votes(self) -> npt.NDArray[np.int64]:
-        """What the least of over all ranks is true of all of them, behind the round that it is of."""
+        """Returns this rank's row; the minimum over all ranks is true of all of them. It begins with the round's
+        number.
+        """
         current, decision = self._rounds[-1].result, self._decision.result if self._decision else None
         lives = self._partners.live(self._clock())
         patient = self._clock() < self._back_at + self._config.patience_s
@@ -189,7 +190,7 @@ class DepartingRank:
         self._rounds.append(self._mover.send(name, now.pages, [gate], aux, content=content))
 
     def _listen(self) -> None:
-        """Ask for the decision, again where that failed: who has handed a request over has to know."""
+        """Ask for the decision, and again after a failure: after a hand-over it must become known."""
         asked, now = self._decision, self._clock()
         if self.settled:
             if asked is not None and not asked.ended:
@@ -207,7 +208,7 @@ class DepartingRank:
         )
 
     def _decision_in(self, said: bytes) -> Decision:
-        """Who takes another request, or says what is no decision, cannot take this one."""
+        """Decode the decision. An invalid one, or one on other content, counts as declined."""
         try:
             decision = Decision.decode(said)
         except ProtocolError as error:

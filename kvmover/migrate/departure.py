@@ -1,9 +1,9 @@
-"""The side that has the request, as a pure state machine: `step(config, state, event)`.
+"""The source side of a migration, as a pure state machine: `step(config, state, event)`.
 
-It copies what is written, round by round, while the request goes on. The last round ends at a token that is announced
-before it is computed. When the request has come to it, it stops, and the hand-over goes out beside the last rows: from
-then on the target decides, and this side waits for its answer, or to know that it is dead. Before that this side may
-take the request back by itself at any moment, since nobody has what the hand-over says.
+It copies written tokens round by round, while the request goes on. The last round ends at a token that is announced
+before it is computed. When the request reaches it, it stops, and the hand-over goes out beside the last rows: from then
+on the target decides, and the source waits for its answer, or for its death. Until then the source may take the request
+back at any moment, since only the hand-over lets the target continue.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kvmover.migrate.migration import Decision
 from kvmover.migrate.rounds import MigrationConfig, Round, next_round
 from kvmover.transfer.events import Cancel
 
-#: A request that nothing holds back may write so many tokens more.
+#: Further tokens that an unlimited request may write.
 UNBOUNDED = 1 << 62
 
 
 class DeparturePhase(StrEnum):
-    """How far a migration is at the source."""
+    """The progress of a migration at the source."""
 
     COPYING = "copying"
     STOPPING = "stopping"
@@ -40,29 +40,29 @@ class Wrote(msgspec.Struct, frozen=True):
 
 
 class Decided(msgspec.Struct, frozen=True):
-    """The target has said whose the request is."""
+    """The target has decided which side has the request."""
 
     decision: Decision
 
 
 class CopyRound(msgspec.Struct, frozen=True):
-    """Offer a round's tokens, those that are written now and the others as they are."""
+    """An order to offer a round's tokens: those written now, and the rest as they are written."""
 
     round: Round
 
 
 class AnnounceRound(msgspec.Struct, frozen=True):
-    """Tell the target which tokens the round has that was offered just now."""
+    """An order to announce the tokens of the round that was just offered."""
 
     round: Round
 
 
 class HandOver(msgspec.Struct, frozen=True):
-    """Give the target what it needs to go on. There is no way back from here but by its answer or its death."""
+    """An order to send the payload for continuing. From here only the target's answer or death gives it back."""
 
 
 class Withdraw(msgspec.Struct, frozen=True):
-    """Abort what is under way."""
+    """An order to abort all transfers under way."""
 
     reason: str
 
@@ -72,8 +72,8 @@ DepartureAction = CopyRound | AnnounceRound | HandOver | Withdraw
 
 
 class Departure(msgspec.Struct, frozen=True):
-    """`tokens` are written. `round` is under way, and everything before its start is in the target's pages. `reason`:
-    why the request came back, or is to.
+    """A source's state: `tokens` are written, `round` is under way, and all tokens before it are in the target's pages.
+    `reason`: why the request came back, or is to.
     """
 
     tokens: int
@@ -83,7 +83,7 @@ class Departure(msgspec.Struct, frozen=True):
 
     @property
     def may_write(self) -> int:
-        """How many tokens more may be computed here now."""
+        """The number of further tokens that may be computed here now."""
         match self.phase:
             case DeparturePhase.COPYING | DeparturePhase.BACK:
                 return UNBOUNDED
@@ -94,11 +94,11 @@ class Departure(msgspec.Struct, frozen=True):
 
     @property
     def ended(self) -> bool:
-        """Whether it is known whose the request is."""
+        """True if it is known which side has the request."""
         return self.phase in (DeparturePhase.GONE, DeparturePhase.BACK)
 
     def check(self) -> None:
-        """Raise AssertionError where this side would write what it has given away, or has given away what is not."""
+        """Raise AssertionError if the phase contradicts the round and the tokens written."""
         self.round.check()
         phase, stopped = self.phase, self.tokens == self.round.stop
         assert phase is not DeparturePhase.COPYING or not self.round.last, "the last round is copied while it grows"
@@ -116,13 +116,13 @@ Departed = tuple[Departure, list[DepartureAction]]
 
 
 def begin(tokens: int) -> Departed:
-    """`tokens` are written: copy them."""
+    """Returns the first state, and the order to copy the `tokens` written so far."""
     first = Round(0, 0, tokens)
     return Departure(tokens, first), [CopyRound(first)]
 
 
 def step(config: MigrationConfig, state: Departure, event: DepartureEvent) -> Departed:
-    """Advance by one event. Raises PlanError for tokens that were written where none may be."""
+    """Advance by one event. Returns the state and its orders. Raises PlanError for more tokens than may be written."""
     match event:
         case Wrote(tokens):
             return _wrote(state, tokens)
@@ -151,7 +151,7 @@ def _wrote(state: Departure, tokens: int) -> Departed:
 
 
 def _landed(config: MigrationConfig, state: Departure, number: int) -> Departed:
-    """That the last one has landed says what the target will answer, and its answer says more."""
+    """Copy the next round. A landed last round changes no state: the target's answer will say more."""
     if state.phase is not DeparturePhase.COPYING or number != state.round.number:
         return state, []
     following = next_round(config, state.round, state.tokens)
@@ -160,7 +160,7 @@ def _landed(config: MigrationConfig, state: Departure, number: int) -> Departed:
 
 
 def _decided(state: Departure, decision: Decision) -> Departed:
-    """What the target says of itself counts before the hand-over too: it may have been told that we are dead."""
+    """Apply the target's decision, even before the hand-over: the target may have been told that the source is dead."""
     if state.phase is DeparturePhase.GONE or (state.phase is DeparturePhase.BACK and not decision.taken):
         return state, []
     if decision.taken:
@@ -169,7 +169,7 @@ def _decided(state: Departure, decision: Decision) -> Departed:
 
 
 def _retract(state: Departure, reason: str, actions: list[DepartureAction]) -> Departed:
-    """Until the hand-over the request is ours. After it a transfer that failed here may have landed there."""
+    """Take the request back; after the hand-over wait, since a transfer that failed here may have landed there."""
     if state.ended:
         return state, []
     if state.phase is DeparturePhase.HANDING_OVER:

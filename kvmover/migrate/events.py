@@ -1,4 +1,4 @@
-"""What happens to either side of a migration: a round lands or fails, the other side is known to have ended."""
+"""The events of both sides of a migration: a round landed or failed, the other side is known to have ended."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import msgspec
 
 
 class RoundLanded(msgspec.Struct, frozen=True):
-    """On all ranks of this side: the round's bytes are in the target's pages, with the last one's the hand-over."""
+    """The round's bytes are in the target's pages, on all ranks of this side; with the last one, the hand-over."""
 
     number: int
 
 
 class RoundFailed(msgspec.Struct, frozen=True):
-    """What was under way came to nothing on some rank of this side. The other side may not know, or know otherwise."""
+    """A transfer failed on some rank of this side. The other side may not know, or may see it landed."""
 
     reason: str
 
 
 class PartnerEnded(msgspec.Struct, frozen=True):
-    """A process of the other engine is known to be dead, by the kernel or because this side was told. Its engine
-    computes no step more of the request. Never said of who is only silent.
+    """A process of the other engine is known to be dead, from the kernel or by notice: it computes no further step of
+    the request. Silence alone never makes this event.
     """
 
     reason: str

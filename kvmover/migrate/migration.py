@@ -1,7 +1,7 @@
-"""A Migration names one move of a running request to another engine, and what its two sides tell each other of it.
+"""A Migration is one move of a running request to another engine, and defines the payloads that its two sides exchange.
 
-Nothing here is a message of the protocol: announcements, the hand-over and the answer are payloads (`aux`) of transfers
-whose names are made of the request's, and so arrive exactly once, or fail on both sides with a reason.
+It adds no protocol message: announcements, the hand-over and the answer are payloads (`aux`) of transfers named after
+the request, and so arrive exactly once, or fail on both sides with a reason.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from kvmover.transfer.arguments import request_name
 from kvmover.transfer.protocol.content import Content
 from kvmover.transfer.protocol.wire import MAX_AUX_BYTES, MAX_RANKS, Natural, Positive
 
-#: Of a payload beside what an announcement says itself.
+#: Longest payload: an announcement's own fields take the rest.
 MAX_PAYLOAD_BYTES = MAX_AUX_BYTES - 256
 
-#: No migration has more rounds: so many characters of a name are its number.
+#: Most rounds of a migration: it bounds the digits in a transfer's name.
 MAX_ROUNDS = 1000
 
 
 class Party(msgspec.Struct, frozen=True):
-    """One side of a migration: an engine, and how many ranks it has."""
+    """One side of a migration: an engine, and its number of ranks."""
 
     engine: str
     ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
@@ -38,12 +38,12 @@ class Party(msgspec.Struct, frozen=True):
 class Migration(msgspec.Struct, frozen=True):
     """One move of `request` from `source` to `target`, begun when `tokens` were in the source's pages.
 
-    `generation`: the source counts the moves of a request, so that nothing of one that failed is taken for a later one.
-    `payload`: what the target's engine needs to go on from there, as it is understood by both, at most 65,280 bytes.
-    `content`: the prompt and the answer so far, `tokens` tokens, each side's as it knows the request. A target whose
-    content is another's declines before a byte moves; None on both sides: the name alone counts, as in Mover.send.
-    All ranks of both sides are given an equal one; to the target it travels by the engine's own means.
-    Raises PlanError for a name that is too long, or a payload, and for content of another length.
+    `generation`: the source's count of moves of this request, so that a failed move is never taken for a later one.
+    `payload`: data by which the target's engine continues, in a form known to both, at most 65,280 bytes. `content`:
+    the prompt and the answer so far, `tokens` tokens, as each side knows them. A target with other content declines
+    before a byte moves; None on both sides: the name alone counts, as in Mover.send. All ranks of both sides are given
+    an equal Migration; it travels to the target by the engine's own means. Raises PlanError for a name or payload that
+    is too long, and for content of another length.
     """
 
     request: str
@@ -63,73 +63,73 @@ class Migration(msgspec.Struct, frozen=True):
             raise PlanError(f"{self.request} has {self.tokens} tokens, and its content is of {self.content.tokens}")
 
     def encode(self) -> bytes:
-        """For the target."""
+        """Returns the migration as bytes, for the target."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
     def decode(cls, encoded: bytes) -> Migration:
-        """Raises ProtocolError for what is none."""
+        """Decode a migration. Raises ProtocolError for malformed bytes."""
         return _decoded(encoded, cls)
 
     @property
     def first_round(self) -> Round:
-        """All that was written when it began."""
+        """The round of all tokens written when it began."""
         return Round(0, 0, self.tokens)
 
     def content_of(self, tokens: int) -> Content | None:
-        """Returns what the request is of at so many tokens: it is known by those that it began to move with."""
+        """Returns the content at `tokens` tokens: it is identified by the tokens that the move began with."""
         return None if self.content is None else msgspec.structs.replace(self.content, tokens=tokens)
 
     def round_name(self, number: int) -> str:
-        """The transfer of a round's tokens; of the last one, the hand-over comes beside them."""
+        """Returns the name of the transfer of a round's tokens; the last one carries the hand-over too."""
         return f"{self.request}/{self.generation}/round {number}"
 
     def announcement_name(self, number: int) -> str:
-        """The transfer that says which tokens a round has."""
+        """Returns the name of the transfer that announces a round's tokens."""
         return f"{self.request}/{self.generation}/next {number}"
 
     @property
     def decision_name(self) -> str:
-        """The transfer, back from the target, that says which side has the request."""
+        """The name of the transfer, back from the target, of its decision."""
         return f"{self.request}/{self.generation}/decision"
 
 
 class Announcement(msgspec.Struct, frozen=True):
-    """Source to target: the round that comes next, and `payload` as of `tokens` tokens."""
+    """A message from source to target: the next round, and `payload` as of `tokens` tokens."""
 
     round: Round
     tokens: Natural
     payload: bytes
 
     def encode(self) -> bytes:
-        """As `aux`."""
+        """Returns the announcement as `aux`."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
     def decode(cls, encoded: bytes) -> Announcement:
-        """Raises ProtocolError for what is none."""
+        """Decode an announcement. Raises ProtocolError for malformed bytes."""
         return _decoded(encoded, cls)
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Target to source: whether the request of this `content` is the target's. Where it is not, why."""
+    """A message from target to source: `taken` if the request of this `content` is the target's, else the reason."""
 
     taken: bool
     reason: str = ""
     content: Content | None = None
 
     def encode(self) -> bytes:
-        """As `aux`."""
+        """Returns the decision as `aux`."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
     def decode(cls, encoded: bytes) -> Decision:
-        """Raises ProtocolError for what is none."""
+        """Decode a decision. Raises ProtocolError for malformed bytes."""
         return _decoded(encoded, cls)
 
 
 def check_payload(payload: bytes) -> None:
-    """Raise PlanError for one that fits no announcement."""
+    """Raise PlanError for a payload above MAX_PAYLOAD_BYTES."""
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise PlanError(f"a payload of {len(payload)} bytes is over the limit of {MAX_PAYLOAD_BYTES}")
 

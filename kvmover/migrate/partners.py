@@ -1,4 +1,4 @@
-"""What either rank of a migration knows of the other side: its processes, and what all of them have said."""
+"""The other side of a migration, as one rank knows it: its processes, and the payload that they all sent."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvmover.transfer.mover import Mover
 from kvmover.transfer.peers.processes import PeerProcess
 from kvmover.transfer.result import Transfer
 
-#: From an attempt to tell, or to hear, that failed until the next: names come again only after a poll.
+#: Seconds from a failed attempt to send or receive until the next: a name is free again only after a poll.
 AGAIN_S = 0.5
 
 
-#: To ask the kernel of a process takes some 20 us: so seldom it is asked again.
+#: Seconds between looks at a process: each asks the kernel, which takes some 20 us.
 LOOK_S = 0.02
 
 
@@ -29,7 +29,7 @@ class Partners:
 
     @classmethod
     def of(cls, mover: Mover, party: Party) -> Partners:
-        """Raises PeerUnknown where not all of them are connected."""
+        """Look up all ranks of `party`. Raises PeerUnknown unless all of them are connected."""
         processes = mover.processes(party.engine)
         ranks = [process.rank for process in processes]
         if ranks != [*party.everyone]:
@@ -38,11 +38,11 @@ class Partners:
 
     @property
     def has_states(self) -> bool:
-        """Whether what they cache has some that every token changes."""
+        """True if their caches have recurrent states, which every token changes."""
         return any(component.states for component in self.processes[0].components)
 
     def live(self, now: float) -> bool:
-        """Whether none of them is known to be dead."""
+        """Returns False once one of them is known to be dead. `now`: seconds."""
         if self._live and now >= self._look_at:
             self._look_at = now + LOOK_S
             self._live = not any(process.has_ended() for process in self.processes)
@@ -50,11 +50,11 @@ class Partners:
 
 
 def said_in(transfer: Transfer) -> bytes:
-    """What every rank of the other side has handed over beside a transfer that landed: each the same."""
+    """Returns the payload that every rank of the other side sent with a landed transfer, equal on all."""
     payloads = transfer.landed().aux
     return payloads[min(payloads)]
 
 
 def has_failed(transfer: Transfer) -> bool:
-    """Whether it ended without landing."""
+    """Returns True if the transfer ended without landing."""
     return transfer.result is not None and not transfer.result.landed

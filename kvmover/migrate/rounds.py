@@ -1,4 +1,6 @@
-"""Rounds: which tokens of a running request are copied next, while it writes more, and when the last ones are. Pure."""
+"""Rounds divide a running request's tokens while it writes more: which are copied next, and which
+are the last. Pure.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from kvmover.transfer.protocol.wire import Natural
 
 
 class Round(msgspec.Struct, frozen=True):
-    """Tokens [start, stop) of a request, copied at one time. The `last` round ends where the request stops to write:
+    """The tokens [start, stop) of a request, copied at one time. The `last` round ends where the request stops writing:
     it is announced before its last tokens are computed.
     """
 
@@ -22,17 +24,17 @@ class Round(msgspec.Struct, frozen=True):
     last: bool = False
 
     def check(self) -> None:
-        """Raise AssertionError for a round that copies nothing: not even states, which travel with any token."""
+        """Raise AssertionError for an empty round: even states travel only with a token."""
         assert 0 <= self.start < self.stop, f"{self} copies nothing"
 
 
 @dataclass(frozen=True, slots=True)
 class MigrationConfig:
-    """How a running request is copied. Raises PlanError for what cannot be.
+    """The settings of a migration. Raises PlanError for values out of range.
 
     The last round is announced when at most `tail_tokens` are left to copy, or after `most_rounds` less one. It ends
-    `ahead_tokens` behind what is written then, so that the other side has asked for it when the request gets there.
-    `patience_s`: how long one side waits for a word of the other that is not known to be dead.
+    `ahead_tokens` after the tokens written by then, so that the other side has asked for it when the request gets
+    there. `patience_s`: seconds that one side waits for an answer of the other that is not known to be dead.
     """
 
     tail_tokens: int = 8
@@ -46,7 +48,7 @@ class MigrationConfig:
 
 
 def next_round(config: MigrationConfig, done: Round, tokens: int) -> Round:
-    """What is copied when `done` has landed and `tokens` are written.
+    """Returns the round after `done` has landed, when `tokens` are written.
 
     >>> next_round(MigrationConfig(), Round(0, 0, 100), 140)
     Round(number=1, start=100, stop=140, last=False)
