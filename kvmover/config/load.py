@@ -1,6 +1,7 @@
-"""`load` makes Settings of defaults, a TOML file, the environment and an engine's options. Nothing ill-typed passes.
+"""The loader makes Settings of defaults, a TOML file, the environment and an engine's options, each checked by its
+type.
 
-And back: Settings as TOML, which `load` reads, and as data for JSON.
+It also writes Settings as TOML, which `load` reads, and as data for JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from kvmover.errors import KvmoverError, StoreError
 from kvmover.fields import nearest
 from kvmover.store import store_location
 
-#: The file that is read where no path is given.
+#: The variable with the path of the default file.
 FILE_VARIABLE = "KVMOVER_CONFIG"
 
 _NONE = "none"
@@ -41,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Settings, and where each that is no default came from: by the key's name, the file or the variable."""
+    """Settings with the origin of each that differs from a default: by the key's name, the file or the variable."""
 
     settings: Settings
     origins: Mapping[str, str]
@@ -49,7 +50,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A value that an engine's own options have for a setting. `origin`: its name there, and where that is."""
+    """A setting's value from an engine's own options. `origin`: the option's name and place."""
 
     value: object
     origin: str
@@ -57,7 +58,9 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """A value as it was given, and where. `typed`: TOML and JSON say what is a number, the environment has text."""
+    """A value as given, and its origin. `typed`: from TOML or JSON, which have types, not the environment, which has
+    text.
+    """
 
     value: object
     origin: str
@@ -71,11 +74,10 @@ def load(
     defaults: Settings | None = None,
     options: Mapping[str, Option] | None = None,
 ) -> Loaded:
-    """The settings of the file at `path`, or else at $KVMOVER_CONFIG, or of none, and of the environment over it.
+    """Load the file at `path`, or at $KVMOVER_CONFIG if it is set, with the environment over it.
 
-    `defaults`: of an adapter whose engine wants others, under the file. `options`: by the names of keys, over the
-    environment. Raises ConfigError for a file that cannot be read, an unknown key, and a value that is not of its type
-    or its part of kvmover refuses.
+    `defaults`: an adapter's own, under the file. `options`: by the names of keys, over the environment. Raises
+    ConfigError for an unreadable file, an unknown key, a value of the wrong type, and a value out of its range.
     """
     environ = os.environ if environ is None else environ
     if path is None and environ.get(FILE_VARIABLE):
@@ -117,7 +119,7 @@ def _of_table(table: Mapping[str, object], section: str, origin: str) -> Iterato
 
 
 def _of_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, _Given]]:
-    """Variables with one word after the prefix are none of ours: settings have a section and a name."""
+    """Yields settings of the environment. Variables with one word after the prefix are skipped: settings have two."""
     for variable, value in environ.items():
         if not variable.startswith(PREFIX) or "_" not in variable.removeprefix(PREFIX):
             continue
@@ -154,8 +156,8 @@ def _converted(key: SettingKey, given: _Given) -> object:
 
 
 def _bare(hint: Any) -> Any:
-    """A type without its None, which only the word `none` stands for: msgspec would take null, too. Of a
-    location the path.
+    """Returns a type without its None, which only the word `none` sets: msgspec would accept null. For a location, its
+    path.
     """
     if get_origin(hint) is UnionType:
         hint, *_ = (part for part in get_args(hint) if part is not NoneType)
@@ -169,7 +171,7 @@ def _path(kind: type, value: object) -> Path:
 
 
 def bytes_in(text: str) -> int:
-    """Raises ValueError for what is no whole number of bytes.
+    """Parse a size. Raises ValueError unless it is a whole number of bytes.
 
     >>> bytes_in("64MiB"), bytes_in("1.5 KiB"), bytes_in("512"), bytes_in("10GB")
     (67108864, 1536, 512, 10000000000)
@@ -184,7 +186,7 @@ def bytes_in(text: str) -> int:
 
 
 def _overlaid(section: T, name: str, values: Mapping[str, object], origins: Mapping[str, str]) -> T:
-    """A section with what was given of it. Its own checks run again, inner tables first."""
+    """Returns a section with the given values. Its own checks run again, inner tables first. Raises ConfigError."""
     prefix = f"{name}." if name else ""
     changed: dict[str, object] = {}
     for each in fields(cast(Any, section)):
@@ -201,15 +203,15 @@ def _overlaid(section: T, name: str, values: Mapping[str, object], origins: Mapp
 
 
 def as_toml(loaded: Loaded) -> str:
-    """Every setting in its table: a default as a comment, and behind any other where it was given.
+    """Returns every setting in its table: a default as a comment, any other with its origin in a comment behind it.
 
-    So what is printed can be kept as a file, and pins no default of this release.
+    The output can be kept as a file: it pins no default of this release.
     """
     return "\n".join(_lines(loaded)) + "\n"
 
 
 def as_data(loaded: Loaded) -> dict[str, object]:
-    """By the names of keys: value and where it was given, None for a default."""
+    """Returns each setting by its name: value and origin, None for a default."""
     return {
         key.name: {"value": plain(value_of(loaded.settings, key)), "from": loaded.origins.get(key.name)}
         for key in keys()
@@ -230,7 +232,7 @@ def _lines(loaded: Loaded) -> Iterator[str]:
 
 
 def toml(value: object) -> str:
-    """A value as TOML writes it; None, which TOML does not have, is the word `none`."""
+    """Returns a value as TOML; None, which TOML lacks, is the word `none`."""
     flat = plain(value)
     if isinstance(flat, list):
         return f"[{', '.join(toml(each) for each in cast('list[object]', flat))}]"
@@ -241,7 +243,7 @@ def toml(value: object) -> str:
 
 
 def plain(value: object) -> object:
-    """For JSON: paths and choices as text."""
+    """Returns a value for JSON: paths and choices as text, tuples as lists, recursively; any other unchanged."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Path):

@@ -1,4 +1,6 @@
-"""Settings are the values of a configuration by section; a SettingKey is one: its name, type, default and text."""
+"""Settings are the values of a configuration by section; a SettingKey has one setting's name, type,
+default and text.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +23,19 @@ from kvmover.transfer.protocol.auth import Key, Keys
 
 
 class ConfigError(KvmoverError, ValueError):
-    """A key that does not exist, or a value that cannot be: the message names both, and where they were given."""
+    """An unknown key or an invalid value: the message names both, and their origin."""
 
 
-#: No key file is longer: a path that was mistaken for one is not read to its end.
+#: Longest key file: a wrong path may lead to a large one.
 _MOST_KEY_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeSettings:
-    """With whom KV is exchanged. `model`: what engines of any make call it; None: with those of one make only.
+    """The engines that exchange KV with this one. `model`: its name among engines of any make; None: only one make.
 
-    `weights` are the operator's word for which they are, in place of the digest of the checkpoint. `allow`: hosts that
-    a request may have a worker dial, as networks (CIDR), addresses and names; empty: any.
+    `weights`: the operator's name for the weights, in place of the digest of the checkpoint. `allow`: hosts that a
+    request may have a worker dial, as networks (CIDR), addresses and names; empty: any.
     """
 
     model: str | None = None
@@ -51,14 +53,14 @@ class ExchangeSettings:
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings(Policy):
-    """A page store's policy; where the stores are, the same on all ranks; and how often one is kept.
+    """A page store's policy, its location, the same on all ranks, and its periods in seconds.
 
-    `root`: a directory, as a path, or as text a prefix of an object store, `s3://bucket/prefix`, or a pool of memory,
+    `root`: a directory, as a path; or as text a prefix of an object store, `s3://bucket/prefix`, or a pool of memory,
     `mooncake://HOST:PORT`.
 
-    `namespace_ttl_s`: namespaces under `root` that nobody has used for so long are emptied, whoever's they were.
+    `namespace_ttl_s`: seconds without use after which any namespace under `root` is emptied.
 
-    `upkeep_s`: how often quota and TTL are. `flush_s`: how often pages are made safe from a power cut and visible to
+    `upkeep_s`: period of checking quota and TTL. `flush_s`: period of making pages safe from a power cut and visible to
     other machines.
     """
 
@@ -76,7 +78,7 @@ class StoreSettings(Policy):
             raise ConfigError(f"store has namespace_ttl_s = {self.namespace_ttl_s}; it must be positive")
 
     def location(self) -> Path | str:
-        """`root`, for those that cannot do without. Raises ConfigError."""
+        """Returns `root`. Raises ConfigError if it is unset."""
         if self.root is None:
             raise ConfigError("no directory of page stores is given, here or as store.root (KVMOVER_STORE_ROOT)")
         return self.root
@@ -84,10 +86,10 @@ class StoreSettings(Policy):
 
 @dataclass(frozen=True, slots=True)
 class PeerSettings:
-    """Whose host memory is read before storage is, and where this engine's own is offered.
+    """The engines whose host memory is read before storage, and the address that offers this engine's.
 
-    `address`: where the cards of this engine's ranks lie, and its name among `engines`, which are all that share, each
-    by its address. The list may be the same for all of them.
+    `address`: address of this engine's rank cards, and its name in `engines`, which lists all that share. The list may
+    be the same for all of them.
     """
 
     address: str | None = None
@@ -111,12 +113,12 @@ class PeerSettings:
             raise ConfigError(f"peers has engines = {list(self.engines)}, of which one is there twice")
 
     def others(self) -> tuple[str, ...]:
-        """Engines that are asked: all but this one."""
+        """Returns the engines to ask: all but this one."""
         return tuple(each for each in self.engines if each != self.address)
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Of `host:port`, or `[host]:port` where the host has colons. Raises ConfigError.
+    """Split `host:port`, or `[host]:port` for a host with colons. Raises ConfigError.
 
     >>> host_and_port("10.0.0.7:8400"), host_and_port("[fd00::7]:8400")
     (('10.0.0.7', 8400), ('fd00::7', 8400))
@@ -128,7 +130,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def is_host(text: str) -> bool:
-    """Returns whether a text can be an IP address or the name of a host (RFC 1123); no name is looked up.
+    """Returns True for an IP address or a valid host name (RFC 1123), without a lookup.
 
     >>> is_host("10.0.0.7"), is_host("fd00::7"), is_host("decode-0.svc"), is_host("not an address"), is_host("1.2.3")
     (True, True, True, False, False)
@@ -153,7 +155,7 @@ _HOST_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 
 
 class Level(StrEnum):
-    """The least that is logged."""
+    """The lowest level that is logged."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -162,7 +164,7 @@ class Level(StrEnum):
 
 
 class LogFormat(StrEnum):
-    """A line of text a record, or a JSON object a line."""
+    """A log's format: a line of text a record, or a JSON object a line."""
 
     TEXT = "text"
     JSON = "json"
@@ -170,7 +172,7 @@ class LogFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoggingSettings:
-    """What kvmover's own loggers say, and where. None leaves handlers and levels to the engine."""
+    """The level, format and file of kvmover's loggers. `level` None leaves handlers and levels to the engine."""
 
     level: Level | None = None
     format: LogFormat = LogFormat.TEXT
@@ -184,7 +186,7 @@ class LoggingSettings:
 
 @dataclass(frozen=True, slots=True)
 class MetricsSettings:
-    """Where Prometheus scrapes."""
+    """The port and address of the Prometheus endpoint."""
 
     port: int | None = None
     address: str = "127.0.0.1"
@@ -198,7 +200,7 @@ class MetricsSettings:
 
 @dataclass(frozen=True, slots=True)
 class HintSettings:
-    """What hints of an orchestrator may have."""
+    """The limits of an orchestrator's hints."""
 
     pin_share: float = 0.25
     longest_pin_s: float = 600.0
@@ -212,7 +214,7 @@ class HintSettings:
 
 @dataclass(frozen=True, slots=True)
 class RecordSettings:
-    """What is kept of a run beside its metrics: the run log that `kvmover report` reads, and spans."""
+    """The records of a run beside its metrics: the run log for `kvmover report`, and spans."""
 
     run_log: Path | None = None
     spans: bool = False
@@ -220,7 +222,7 @@ class RecordSettings:
 
 @dataclass(frozen=True, slots=True)
 class SecuritySettings:
-    """Files with the keys that control messages are sealed with. The keys themselves are in no configuration."""
+    """Files with the keys that seal control messages. The keys themselves are in no configuration."""
 
     shared_key_file: Path | None = None
     accepted_key_files: tuple[Path, ...] = ()
@@ -230,7 +232,7 @@ class SecuritySettings:
             raise ConfigError("accepted_key_files without shared_key_file: no message would be authenticated")
 
     def keys(self) -> Keys | None:
-        """What the files hold, without white space at either end; None where no key is configured."""
+        """Read the keys, without white space at either end; None without a key file. Raises ConfigError."""
         if self.shared_key_file is None:
             return None
         return Keys(_key(self.shared_key_file), tuple(_key(path) for path in self.accepted_key_files))
@@ -238,7 +240,7 @@ class SecuritySettings:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """All of it. `mover` has no keys yet: `mover_config` reads them."""
+    """All settings. `mover` has no keys yet: `mover_config` reads them."""
 
     mover: MoverConfig = field(default_factory=MoverConfig)
     progress: Pace = field(default_factory=Pace)
@@ -270,7 +272,9 @@ class Settings:
                 raise ConfigError(f"{name} = {str(path)!r}; there is no directory {path.parent}")
 
     def mover_config(self) -> MoverConfig:
-        """For `Mover`, with the keys. Raises ConfigError for a key file that cannot be read or is too short."""
+        """Returns the configuration for `Mover`, with the keys. Raises ConfigError for a key file that cannot be read
+        or is too short.
+        """
         return replace(self.mover, keys=self.security.keys())
 
 
@@ -287,10 +291,10 @@ def _key(path: Path) -> Key:
         raise ConfigError(f"key file {path}: {error}") from None
 
 
-#: How environment variables begin; those with one word behind it are no settings.
+#: Prefix of environment variables; settings have two words or more behind it.
 PREFIX = "KVMOVER_"
 
-#: Read from files that the configuration names, so that they are printed nowhere.
+#: Settings read from files that the configuration names, so that they are never printed.
 _ELSEWHERE = {("mover", "keys")}
 
 
@@ -304,7 +308,7 @@ class SettingKey:
 
     @property
     def name(self) -> str:
-        """As in messages and in TOML's dotted form: `mover.backoff.first_s`."""
+        """The name as in messages and in TOML's dotted form: `mover.backoff.first_s`."""
         return ".".join(self.path)
 
     @property
@@ -314,17 +318,17 @@ class SettingKey:
 
     @property
     def text(self) -> str:
-        """What the setting says, in a sentence with its unit."""
+        """The setting's meaning, in a sentence with its unit."""
         return TEXTS[self.name]
 
     @property
     def optional(self) -> bool:
-        """Whether it may be `none`."""
+        """True if it may be `none`."""
         return NoneType in get_args(self.hint)
 
     @property
     def kind(self) -> str:
-        """Its type in words: `integer`, `number or none`, `push or pull`."""
+        """The type in words: `integer`, `number or none`, `push or pull`."""
         parts = get_args(self.hint) if get_origin(self.hint) is UnionType else (self.hint,)
         return " or ".join(_word(part) for part in parts)
 
@@ -347,18 +351,18 @@ def _word(hint: Any) -> str:
 
 @cache
 def keys() -> tuple[SettingKey, ...]:
-    """All settings, in the order of their sections."""
+    """Returns all settings, in the order of their sections."""
     return tuple(_walk(Settings(), ()))
 
 
 @cache
 def sections() -> frozenset[str]:
-    """Names of all tables: `mover`, `mover.backoff`."""
+    """Returns the names of all tables: `mover`, `mover.backoff`."""
     return frozenset(".".join(key.path[:depth]) for key in keys() for depth in range(1, len(key.path)))
 
 
 def value_of(settings: Settings, key: SettingKey) -> object:
-    """The value of a setting, by its key."""
+    """Returns the value of a setting, by its key."""
     found: object = settings
     for name in key.path:
         found = getattr(found, name)
@@ -366,7 +370,7 @@ def value_of(settings: Settings, key: SettingKey) -> object:
 
 
 def _walk(section: Any, path: tuple[str, ...]) -> Iterator[SettingKey]:
-    """The values of a section first, so that they stand above its tables, as TOML wants them."""
+    """Yields the values of a section before its tables, as TOML requires."""
     hints = get_type_hints(section.__class__)
     inner: list[tuple[str, object]] = []
     for each in fields(section):
