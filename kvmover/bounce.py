@@ -1,4 +1,6 @@
-"""PageBounce: pages of a pool to and from the page store, where the pool's order of axes is not that of objects."""
+"""A PageBounce copies pages between a pool and the page store through packed memory, where their
+axes differ in order.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,11 @@ from kvmover.store import GotResult, PartView, PutResult
 
 @dataclass(frozen=True, slots=True)
 class PageBounce:
-    """One way through packed memory: `packed` has pages of `pool`'s heads, layers and tokens in the order of objects.
+    """A way through packed memory: `packed` has pages of `pool`'s heads, layers and tokens in the order of the store's
+    objects.
 
-    It is registered with the store behind `view`, and used by one thread at a time. `move` returns when all is copied.
-    Any number of pages go in turns of as many as `packed` has.
+    Register it with the store behind `view`; one thread at a time may use it. `move` must return when all is copied.
+    Any number of pages are moved, in batches of as many as `packed` has.
     """
 
     pool: Pool
@@ -24,7 +27,9 @@ class PageBounce:
     move: Move
 
     def put(self, pages: Sequence[bytes], ids: Sequence[int]) -> list[PutResult]:
-        """Pack pages `ids` [page] of the pool and write them under the hashes `pages`: see `PartView.put`."""
+        """Pack pages `ids` [page] of the pool and write them under the hashes `pages`. Returns results as
+        `PartView.put`.
+        """
         results: list[PutResult] = []
         for turn in self._turns(len(pages)):
             self.move([page_region(self.pool, ids[turn.start : turn.stop], self.packed, range(len(turn)))])
@@ -32,7 +37,9 @@ class PageBounce:
         return results
 
     def get(self, pages: Sequence[bytes], ids: Sequence[int]) -> list[GotResult]:
-        """Read pages into the pool's pages `ids` [page]; one that fails leaves its page as it was."""
+        """Read pages into the pool's pages `ids` [page]; a page that fails is left unchanged. Returns results as
+        `PartView.get`.
+        """
         results: list[GotResult] = []
         for turn in self._turns(len(pages)):
             got = self.view.get(pages[turn.start : turn.stop], self._addresses(len(turn)))

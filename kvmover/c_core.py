@@ -1,6 +1,6 @@
-"""Finds the C core: NATIVE is its module, or None where it was not built or `KVMOVER_CORE=python` forbids it.
+"""The C core's module is NATIVE; None if it was not built or `KVMOVER_CORE=python` forbids it.
 
-It has nothing that is not defined in Python: the prefix tree's steps, moves, reads and digests on the host.
+All of it is also defined in Python: the prefix tree's steps, moves, reads and digests on the host.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import ModuleType
 
 from kvmover.errors import KvmoverError
 
-#: The environment variable that says which core a process uses: `c` or `python`. Without it: C where there is one.
+#: The environment variable that selects the core: `c` or `python`. Unset: C if it was built.
 SETTING = "KVMOVER_CORE"
 
 

@@ -1,6 +1,6 @@
-"""kvmover raises these errors on purpose, so that a caller can catch by cause.
+"""The errors that kvmover raises on purpose, so that a caller can catch by cause.
 
-Bad input is refused with the values in the message before anything is sent or written.
+Bad input is refused, with the values in the message, before anything is sent or written.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import ClassVar
 
 
 class KvmoverError(Exception):
-    """Base of all errors raised by kvmover."""
+    """The base of all errors raised by kvmover."""
 
 
 class LayoutError(KvmoverError, ValueError):
@@ -20,15 +20,15 @@ class LayoutError(KvmoverError, ValueError):
 
 
 class PlanError(KvmoverError, ValueError):
-    """Two fleets or pools between which nothing can be planned, or a page table that does not fit the plan."""
+    """Two fleets or pools without a plan between them, or a page table that does not fit the plan."""
 
 
 class TransportError(KvmoverError):
-    """Base of what the wire can do to a caller."""
+    """The base of all errors of a transport."""
 
 
 class TransportUnavailable(TransportError):
-    """A backend that cannot run on this machine: the message names the library or plugin it misses."""
+    """A backend that cannot run on this machine: the message names the missing library or plugin."""
 
 
 class DescriptorError(TransportError, ValueError):
@@ -48,11 +48,11 @@ class DeadlineExceeded(TransportError):
 
 
 class LeaseOver(TransportError):
-    """A write that was not posted, because the permission for it ended before."""
+    """A write that was not posted, because its permission had ended."""
 
 
 class RefusedFor(StrEnum):
-    """A word for why a peer, or a request of one, was turned away, in metrics; the sentence beside it says it whole."""
+    """A reason for turning away a peer or its request, as a word for metrics; a sentence stands beside it."""
 
     IDENTITY = "identity"
     WEIGHTS = "weights"
@@ -68,19 +68,19 @@ class PeerRefused(KvmoverError):
 
 
 class OtherWeights(PeerRefused):
-    """A card of an engine that serves other weights, or does not say which: the message has both sides'."""
+    """A card of an engine that serves other or unnamed weights: the message has both sides'."""
 
     refused_for = RefusedFor.WEIGHTS
 
 
 class PeerReplaced(PeerRefused):
-    """A card of a process whose place a newer one has, or had until short ago: the message has both generations."""
+    """A card of a process whose place a newer one has or just had: the message has both generations."""
 
     refused_for = RefusedFor.SEAT
 
 
 class PeerAhead(PeerRefused):
-    """A card of a process whose generation is of a time that has yet to come: the message says how far it is."""
+    """A card of a process whose generation lies in the future: the message says by how much."""
 
     refused_for = RefusedFor.SEAT
 
@@ -94,31 +94,31 @@ class TransferFailed(KvmoverError):
 
 
 class StoreError(KvmoverError):
-    """A page store that cannot be opened, or a call to it that makes no sense. What befalls a page is a result."""
+    """A page store that cannot be opened, or an invalid call to it. Failures of single pages are results instead."""
 
 
 class TierError(KvmoverError, ValueError):
-    """Pools, policies or calls that make no sense together: the message names the values. Nothing was moved."""
+    """Pools, policies or calls that contradict each other: the message names the values. No page was moved."""
 
 
 class HintError(KvmoverError, ValueError):
-    """A hint that says nothing that could be met: the message names the value. Nothing was changed."""
+    """A hint that cannot be met: the message names the value. Nothing was changed."""
 
 
 class ConsensusBroken(KvmoverError):
-    """Ranks that must act alike did not: another one has other operations under way, or other page ids in them."""
+    """Ranks that must act alike did not: one has other operations under way, or other page ids in them."""
 
 
 class PrefixError(KvmoverError, ValueError):
-    """Arguments that the tree cannot take. No page changed hands: those given are still the caller's."""
+    """Arguments that the tree refuses. Every page given is still the caller's."""
 
 
 class StaleHandle(PrefixError):
-    """A node, handle or operation that is gone, or never was. Ids are never used again, so it aliases no other."""
+    """A node, handle or operation that is gone or never existed. Ids are never reused, so it cannot alias another."""
 
 
 class InvariantBroken(KvmoverError, AssertionError):
-    """A `check` found state that cannot be: the message has the invariant's sentence and the place."""
+    """A `check` found an impossible state: the message has the invariant's sentence and the place."""
 
 
 class MissingLibrary(KvmoverError, ImportError):
@@ -126,14 +126,14 @@ class MissingLibrary(KvmoverError, ImportError):
 
 
 def how_to_install(extra: str) -> str:
-    """Return how to install an extra of kvmover, which no index has: `pip install '.[s3]' in a checkout ...`."""
+    """Returns how to install an extra of kvmover, which is on no index: `pip install '.[s3]' in a checkout ...`."""
     return f"pip install '.[{extra}]' in a checkout of kvmover, or 'WHEEL[{extra}]' with the path of its wheel"
 
 
 def need(module: str, what: str, extra: str) -> None:
-    """Raise MissingLibrary where `module` cannot be imported: `the demo needs torch, which is not installed: ...`.
+    """Raise MissingLibrary if `module` cannot be imported: `the demo needs torch, which is not installed: ...`.
 
-    `extra`: the extra of kvmover that brings it; the message says how to install that.
+    `extra`: the extra of kvmover that installs it, named in the message.
     """
     if module not in sys.modules and find_spec(module) is None:
         name = module.replace("_", "-")

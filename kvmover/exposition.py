@@ -1,6 +1,6 @@
 """A Metric is a name, a kind and a help text; collectors make families of prometheus_client from tables of them.
 
-Values are read from snapshots when somebody scrapes. Times are in a DurationHistogram, whoever counts them.
+Values are read from snapshots at each scrape. Times are counted in a DurationHistogram.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
 
-#: Labels of what a rank says of itself.
+#: The labels of a rank's metrics.
 RANK = ("engine", "rank")
 
 
 class MetricKind(StrEnum):
-    """As Prometheus has them. Names of counters end in `_total`; histograms here are of seconds, and say so."""
+    """A kind of metric, as in Prometheus. Names of counters end in `_total`, those of histograms in `_seconds`."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -29,7 +29,7 @@ class MetricKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric. `name` without `kvmover_` and without what its kind appends: `sent_bytes`."""
+    """One metric. `name` is without `kvmover_` and its kind's suffix: `sent_bytes`."""
 
     name: str
     kind: MetricKind
@@ -37,7 +37,9 @@ class Metric:
     labels: tuple[str, ...] = RANK
 
     def family(self) -> Family:
-        """An empty family, for `add_metric(labels, value)`; of a histogram `add_metric(labels, buckets, sum_s)`."""
+        """Returns an empty family, for `add_metric(labels, value)`; a histogram's for `add_metric(labels, buckets,
+        sum_s)`.
+        """
         from prometheus_client import core
 
         if self.kind is MetricKind.HISTOGRAM:
@@ -47,18 +49,19 @@ class Metric:
 
 
 def named(prefix: str, kind: MetricKind, texts: Mapping[Any, str]) -> dict[StrEnum, Metric]:
-    """Metrics of one kind by the names that a meter has for them: `sent_bytes` is `kvmover_<prefix>sent_bytes`."""
+    """Returns metrics of one kind by their names in a meter: `sent_bytes` is `kvmover_<prefix>sent_bytes`."""
     return {name: Metric(f"{prefix}{name}", kind, text) for name, text in texts.items()}
 
 
-#: Upper bounds of what one operation takes, in seconds: 10 us to 84 s in powers of two.
+#: Upper bounds of one operation's time, in seconds: 10 us to 84 s in powers of two.
 OPERATION_BOUNDS_S = tuple(10e-6 * 2**power for power in range(24))
 
 
 class DurationHistogram:
-    """How often a time fell at or below each of `bounds_s` and above the one before, and the sum of all, in seconds.
+    """A histogram of times: for each of `bounds_s` the number at or below it and above the one before, and the sum in
+    seconds.
 
-    `counts` has one more at its end, of all above the last bound.
+    `counts` has one more at its end, for times above the last bound.
 
     >>> histogram = DurationHistogram((1.0, 2.0))
     >>> for seconds in (0.5, 2.0, 9.0): histogram.add(seconds)
@@ -82,7 +85,7 @@ class DurationHistogram:
 
     @property
     def count(self) -> int:
-        """Times that were added."""
+        """The number of times added."""
         return sum(self.counts)
 
     def add(self, seconds: float) -> None:
@@ -91,18 +94,18 @@ class DurationHistogram:
         self.sum_s += seconds
 
     def copy(self) -> DurationHistogram:
-        """A copy that does not change with this one."""
+        """Returns an independent copy."""
         copy = DurationHistogram(self.bounds_s)
         copy.counts, copy.sum_s = self.counts.copy(), self.sum_s
         return copy
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """(upper bound, how many times were at most that long), the last one open."""
+        """Returns (upper bound, number of times at most that long) for each bound, the last one open."""
         return list(zip((*map(str, self.bounds_s), "+Inf"), accumulate(self.counts), strict=True))
 
 
 class RankMeter(Protocol):
-    """What a meter counted and timed, by name."""
+    """A meter's counts and times, by name."""
 
     @property
     def counts(self) -> Mapping[Any, int]: ...
@@ -128,7 +131,9 @@ class RankSnapshot(Protocol):
 
 
 def families(metrics: Mapping[StrEnum, Metric], taken: Iterable[RankSnapshot]) -> Iterator[Family]:
-    """A family a metric, with a sample a rank. The keys are those of the snapshots' counts, gauges and stages."""
+    """Yields a family for each metric, with a sample for each rank. Its keys are those of the snapshots' counts, gauges
+    and stages.
+    """
     taken = list(taken)
     for key, metric in metrics.items():
         family: Any = metric.family()

@@ -1,4 +1,4 @@
-"""The face of a package imports a public name when it is first asked for, so that importing the package is cheap."""
+"""A package's face imports a public name on first use, so that importing the package is cheap."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from importlib import import_module
 
 
 def public(package: str, homes: Mapping[str, str], name: str) -> object:
-    """What `package` calls `name`, of the module below it that `homes` [name] has; for the `__getattr__` of a face.
+    """Returns the object `name` of `package`, from its module `homes` [name]; for the `__getattr__` of a face.
 
-    Raises AttributeError for a name that has no home.
+    Raises AttributeError for a name without a home.
 
     >>> public("kvmover.transfer", {"Pace": "config"}, "Pace").__name__
     'Pace'

@@ -1,6 +1,6 @@
 """Fields of values are checked here: members of enums, or their words; whole numbers of any type; positive times.
 
-`"digest" == Integrity.DIGEST` and `"digest" is not Integrity.DIGEST`: whoever compares with `is` must not meet a word.
+`"digest" == Integrity.DIGEST` and `"digest" is not Integrity.DIGEST`, so words become members before any `is`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ Kind = TypeVar("Kind", bound=Enum)
 
 
 def member(kind: type[Kind], given: object, what: str, refused: type[KvmoverError]) -> Kind:
-    """The member of `kind` that `given` is, or whose word it is. Raises `refused`, naming `what` and all the words.
+    """Returns `given` as a member of `kind`, from the member or its word. Raises `refused`, naming `what` and all the
+    words.
 
-    A word is a member's value where that is text, and its name in small letters where it is a number.
+    A word is a member's value if that is text, and its name in small letters if it is a number.
     """
     if isinstance(given, kind):
         return given
@@ -30,7 +31,7 @@ def member(kind: type[Kind], given: object, what: str, refused: type[KvmoverErro
 
 
 def nearest(given: object, known: list[str]) -> str:
-    """A question that ends a message about a name that is none of `known`; "" where none of them is like it.
+    """Returns a question that ends a message about an unknown name; "" if `known` has no similar one.
 
     >>> nearest("deadlines_s", ["deadline_s", "verb"]), nearest("x", ["deadline_s"])
     ('; did you mean deadline_s?', '')
@@ -40,7 +41,7 @@ def nearest(given: object, known: list[str]) -> str:
 
 
 def settle(frozen: object, what: str, refused: type[KvmoverError], **kinds: type[Enum]) -> None:
-    """For `__post_init__` of a frozen dataclass: have each field named in `kinds` be a member. Raises as `member`."""
+    """Turn each field named in `kinds` into a member, in `__post_init__` of a frozen dataclass. Raises as `member`."""
     for name, kind in kinds.items():
         given = getattr(frozen, name)
         if not isinstance(given, kind):
@@ -52,9 +53,10 @@ def _word(each: Enum) -> str:
 
 
 def whole(given: object, what: str, refused: type[KvmoverError], least: float = 0) -> int:
-    """`given` as an int. Raises `refused`, naming `what` and the value, for no whole number and for one below `least`.
+    """Returns `given` as an int. Raises `refused`, naming `what` and the value, unless it is a whole number of `least`
+    or more.
 
-    `5.0` and True are no whole numbers: whoever wrote them meant something else.
+    `5.0` and True are refused: their author meant something else.
     """
     try:
         number = None if isinstance(given, bool) else index(given)  # pyright: ignore[reportArgumentType]
@@ -68,13 +70,13 @@ def whole(given: object, what: str, refused: type[KvmoverError], least: float = 
 
 
 def settle_whole(frozen: object, what: str, refused: type[KvmoverError], **least: int) -> None:
-    """For `__post_init__` of a frozen dataclass: have each field named in `least` be an int. Raises as `whole`."""
+    """Turn each field named in `least` into an int, in `__post_init__` of a frozen dataclass. Raises as `whole`."""
     for name, lowest in least.items():
         object.__setattr__(frozen, name, whole(getattr(frozen, name), f"{what} has {name}", refused, lowest))
 
 
 def check_positive(frozen: object, what: str, refused: type[KvmoverError], *names: str) -> None:
-    """Raise `refused` for the first of these fields that is no finite number above 0."""
+    """Raise `refused` for the first of these fields that is not a finite number above 0."""
     for name in names:
         given = getattr(frozen, name)
         if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < math.inf:

@@ -1,6 +1,7 @@
-"""Regions from plans: boxes with the memory at both ends, pages from pool to pool, and the stream that moves them.
+"""Regions are made of plans: boxes with the memory at both ends, pages from pool to pool, and the stream that moves
+them.
 
-What is computed from integers alone is in `kvmover.plan`, and what touches a byte in `kvmover.kernels`.
+Integer arithmetic is in `kvmover.plan`, byte access in `kvmover.kernels`.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ if TYPE_CHECKING:
 Move = Callable[[Sequence[Region]], object]
 
 
-#: Tables of planes of one memory of which what was worked out is kept: a few a component, and one a length of a tail.
+#: Most tables of planes cached for one memory: a few for each component, and one for each length of a tail.
 MAX_TABLES = 1024
 
 
 @dataclass(slots=True, eq=False)
 class BoundMemory:
-    """Flat uint8 tensors [allocation] that boxes lie in, which the caller keeps: pools and arenas, which never move.
+    """Flat uint8 tensors [allocation] that boxes lie in, kept alive by the caller: pools and arenas, which never move.
 
-    What every copy needs to know of a table of planes, their addresses and the bytes behind them, is worked out for the
-    first box that has it. Tables are told apart as objects: those of `plan.lower` are kept and never written.
+    The addresses of a table of planes and the bytes behind them are computed for its first box and cached by the
+    table's identity: tables of `plan.lower` are cached and never written.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -39,11 +40,11 @@ class BoundMemory:
     _tables: dict[tuple[int, int], Planes] = field(default_factory=dict[tuple[int, int], Planes])
 
     def window(self, first: int, nbytes: int) -> BoundMemory:
-        """`nbytes` of the one tensor from `first` on: boxes are counted from there, and end there."""
+        """Returns `nbytes` of the single tensor from `first` on; boxes are relative to it, and end in it."""
         return BoundMemory(self.tensors, (first, nbytes), self._tables)
 
     def side(self, place: BoxSide) -> Side:
-        """One side of a box, here."""
+        """Returns one side of a box in this memory."""
         key = id(place.allocation), id(place.offset)  # both live as long as their entry
         planes = self._tables.get(key)
         if planes is None:
@@ -56,13 +57,13 @@ class BoundMemory:
 
 
 def bound(box: Box, src: BoundMemory, dst: BoundMemory) -> Region:
-    """A box with the memory at both ends. Not one to convert: see `converted`."""
+    """Returns a box with the memory at both ends. Its rows must have one form: see `converted`."""
     assert box.recode is None, "rows of another form at the other end are not copied"
     return Region(src.side(box.src), dst.side(box.dst), box.heads, box.tokens, box.row_bytes, box.filled)
 
 
 def converted(box: Box, src: BoundMemory, dst: BoundMemory) -> Conversion:
-    """As `bound`, of a box whose rows have other forms at the two ends."""
+    """Returns a box whose rows differ in form at the two ends, with the memory at both."""
     from kvmover.kernels.convert_reference import Conversion
 
     recode = box.recode
@@ -72,23 +73,25 @@ def converted(box: Box, src: BoundMemory, dst: BoundMemory) -> Conversion:
 
 
 def page_region(src: Pool, src_ids: Ids, dst: Pool, dst_ids: Ids, layers: Span | None = None) -> Region:
-    """Pages `src_ids` [page] of one pool to pages `dst_ids` [page] of another: see `plan.page_box`, which raises."""
+    """Returns the move of pages `src_ids` [page] to pages `dst_ids` [page] of another pool. Raises
+    as `plan.page_box`.
+    """
     box = page_box(src.spec, src_ids, dst.spec, dst_ids, layers)
     return bound(box, BoundMemory(src.tensors), BoundMemory(dst.tensors))
 
 
 @dataclass(slots=True)
 class CopyStream:
-    """Copies of one device in the order they were given: on a GPU on a stream of its own, on a CPU at once.
+    """Copies of one device in order: on a GPU on a stream of its own, on a CPU at once.
 
-    Of one thread. The memory of a copy stays allocated until its event has passed.
+    One thread uses it. Keep a copy's memory allocated until its event has passed.
     """
 
     device: torch.device
     _stream: torch.cuda.Stream | None = None
 
     def follow(self, *others: torch.cuda.Stream) -> None:
-        """What is launched from now on waits for all that the device's current stream and others were given so far."""
+        """Make later launches wait for the work given so far to the device's current stream and `others`."""
         if self.device.type != "cpu":
             import torch
 
@@ -96,9 +99,10 @@ class CopyStream:
                 self._own().wait_stream(stream)
 
     def launch(self, regions: Sequence[Region], move: Move | None = None) -> torch.cuda.Event | None:
-        """Begin a copy; the event that passes when its bytes are in place, or None where they are. Raises RegionError.
+        """Begin a copy. Returns the event that passes when its bytes are in place, or None if they are. Raises
+        RegionError.
 
-        When it raises, nothing of it is under way. `move`: None for `bulk.move`, which chooses by the length of runs.
+        After an error no part of it is under way. `move`: None for `bulk.move`, which chooses by the length of runs.
         """
         if move is None:
             from kvmover.kernels import bulk

@@ -1,4 +1,4 @@
-"""Repeats decides which of the warnings that say the same are written: one a key a minute, with the number left out."""
+"""Repeats limits equal warnings to one a key a minute, and counts those left out."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-#: Keys that are known at a time, and so lines a minute at most: whoever makes up names fills no log.
+#: Most keys at a time, and so lines a minute: invented names cannot fill a log.
 MAX_KEYS = 256
 
 _NAMED = re.compile(r"\S*\d\S*")
 
 
 def form_of(sentence: str) -> str:
-    """Returns a sentence without the words in it that have digits, which are names, sizes and times: what it has in
-    common with those that say the same of others.
+    """Returns a sentence with `#` for words with digits, which are names, sizes and times: equal for equal warnings.
 
     >>> form_of("request cmpl-7 was not landed in 30.0 s")
     'request # was not landed in # s'
@@ -25,7 +24,7 @@ def form_of(sentence: str) -> str:
 
 @dataclass(slots=True)
 class _Written:
-    """When a warning was written, and how many like it were left out since."""
+    """The time of a warning, and the number of equal ones left out since."""
 
     at_s: float
     left_out: int = 0
@@ -33,8 +32,7 @@ class _Written:
 
 @dataclass(slots=True)
 class Repeats:
-    """Warnings that were written, by key: who and why, as (peer, reason). Times in seconds, of which the caller has the
-    clock.
+    """A limit of written warnings, by key, as (peer, reason). Times in seconds of the caller's clock.
 
     >>> repeats = Repeats()
     >>> repeats.more("a", 0.0), repeats.more("a", 1.0), repeats.more("a", 2.0), repeats.more("b", 2.0)
@@ -47,9 +45,7 @@ class Repeats:
     _written: OrderedDict[Hashable, _Written] = field(default_factory=OrderedDict[Hashable, _Written])
 
     def more(self, key: Hashable, now_s: float) -> str | None:
-        """Returns the end of a warning that is to be written now, empty where none like it was left out; None for one
-        that is to be left out.
-        """
+        """Returns the end of a warning to be written now, empty if no equal one was left out; None to leave it out."""
         known = self._written.get(key)
         if known is not None and now_s - known.at_s < self.every_s:
             known.left_out += 1

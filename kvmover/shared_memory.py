@@ -1,9 +1,9 @@
 """Shared memory: bytes of one process that other processes of its host and user map, and copy to and from themselves.
 
-A share is an anonymous file in memory (memfd_create(2)): it has no name in any file system, is gone with the last
-process that maps it, and is sealed, so that nobody can shrink it under a reader. Another process opens it through
-/proc/PID/fd, which the kernel allows to processes of the same user, and knows it by its token, 128 random bits. So a
-number that is reused, or another container's, opens nothing.
+A share is an anonymous file in memory (memfd_create(2)): it has no name in any file system, is freed with the last
+process that maps it, and is sealed, so that it cannot shrink under a reader. Another process opens it through
+/proc/PID/fd, which the kernel allows to processes of the same user, and recognises it by its token, 128 random bits. So
+a reused process number, or another container's, opens nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PREFIX = "kvmover-"
 
 
 class MapMode(Enum):
-    """What another process's memory is mapped for."""
+    """The access of a mapping of another process's memory."""
 
     READ = "read"
     WRITE = "write"
@@ -37,7 +37,7 @@ class MapMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SharedRange:
-    """Where a memory lies in a shared file: `offset` bytes from the beginning of what `pid` has open as `fd`."""
+    """A memory's place in a shared file: `offset` bytes from the beginning of the file that `pid` has open as `fd`."""
 
     pid: Annotated[int, Meta(ge=0, lt=1 << 32)]
     fd: Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -51,21 +51,23 @@ class NotShared(LayoutError):
 
 @dataclass(frozen=True, slots=True)
 class HostProcess:
-    """A process of a machine: its number, and when it began, in the kernel's ticks since boot. No two are equal."""
+    """A process of a host: its number, and its start in the kernel's ticks since boot. No two are equal."""
 
     pid: int
     started: int
 
     @classmethod
     def own(cls) -> HostProcess | None:
-        """This process; None where the kernel does not say."""
+        """Returns this process; None if the kernel does not say."""
         state = _state_of(os.getpid())
         return cls(os.getpid(), state[1]) if state is not None else None
 
     def has_ended(self) -> bool:
-        """Whether it is known to have ended; asked on the machine that it ran on. What may not be looked at lives."""
+        """Returns True if it is known to have ended; call it on its own host. A process that cannot be seen counts as
+        alive.
+        """
         try:
-            os.kill(self.pid, 0)  # also of processes that /proc hides
+            os.kill(self.pid, 0)  # also finds processes that /proc hides
         except ProcessLookupError:
             return True
         except OSError:  # another user's
@@ -75,7 +77,9 @@ class HostProcess:
 
 
 def _state_of(pid: int) -> tuple[str, int] | None:
-    """The state and the start of a process, from proc_pid_stat(5): its name, in brackets, may hold anything."""
+    """Returns the state and the start of a process, from proc_pid_stat(5): its name, in brackets,
+    may hold any bytes.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         return fields[0].decode(), int(fields[19])
@@ -84,9 +88,9 @@ def _state_of(pid: int) -> tuple[str, int] | None:
 
 
 class Maker:
-    """A process of this host as the kernel knows it (pidfd_open(2)): no other that has its number later.
+    """A process of this host, held by pidfd_open(2), so that its number is never confused with a later process's.
 
-    Raises NotShared where it has ended, where another has its number by now, and where the kernel cannot say.
+    Raises NotShared if it has ended, another process has its number, or the kernel cannot say.
     """
 
     def __init__(self, process: HostProcess) -> None:
@@ -96,30 +100,32 @@ class Maker:
             raise NotShared(f"process {process.pid} cannot be watched: {error}") from error
         weakref.finalize(self, os.close, self._fd).atexit = False
         state = _state_of(process.pid)
-        if state is None or state[1] != process.started:  # it was there when its number was taken for it
+        if state is None or state[1] != process.started:  # another process got its number before the open
             raise NotShared(f"process {process.pid} is not the one that was announced")
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLIN)
 
     def lives(self) -> bool:
-        """Whether one of its threads may still run. False once all have ended, also while nobody has waited for it."""
+        """Returns True while one of its threads may run. False once all have ended, even before it is waited for."""
         return not self._poll.poll(0)
 
 
 class _Allocated(NamedTuple):
-    """Memory of this process that others may map: the descriptor that they open, and where it lies."""
+    """Memory of this process that others may map: the descriptor that they open, and its address."""
 
     fd: int
     address: int
     nbytes: int
 
 
-#: What this process allocated and still has, by token.
+#: Allocations of this process, by token.
 _ALLOCATED: dict[str, _Allocated] = {}
 
 
 def allocate(nbytes: int) -> mmap.mmap:
-    """Zeroed memory that others may map. It lives as long as the answer, or a view of it. Raises LayoutError."""
+    """Allocate zeroed memory that other processes may map. It lives as long as the result or a view of it. Raises
+    LayoutError.
+    """
     if not hasattr(os, "memfd_create"):
         raise LayoutError("memory that other processes map is to be had on Linux only")
     import fcntl
@@ -145,9 +151,9 @@ def _close(token: str) -> None:
 
 @cache
 def machine() -> str:
-    """Which host this is, since its last boot, and whose processes are seen: those of one answer can find each other.
+    """Returns this host's boot id and pid namespace: processes with the same result can find each other.
 
-    Empty where nothing can be mapped.
+    Empty where mapping is impossible.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -157,7 +163,7 @@ def machine() -> str:
 
 
 def shares_of(ranges: Sequence[tuple[int, int]]) -> list[SharedRange | None]:
-    """The share that each (address, bytes) of this process lies in as a whole; None for memory of its own."""
+    """Returns the share that each (address, bytes) of this process lies in as a whole; None for private memory."""
     return [_share(address, nbytes) for address, nbytes in ranges]
 
 
@@ -182,10 +188,9 @@ def _token(path: str) -> str | None:
 
 
 def map_file(share: SharedRange, access: MapMode) -> memoryview:
-    """The whole file that a share of another process lies in, until the last view of it is gone, whoever dies.
+    """Map the whole file of another process's share, until its last view is gone, even if that process dies.
 
-    Raises NotShared where the file is not the one that was announced, or could shrink, and where the kernel does not
-    let us.
+    Raises NotShared if it is not the announced file, could shrink, or the kernel refuses access.
     """
     import fcntl
 

@@ -159,7 +159,7 @@ Ledger: the account of every prompt token, `prompt = device + host + storage + p
 
 from __future__ import annotations
 
-#: The words that an order of axes is made of. `token` is a position inside a page, `kv` is 0 for K and 1 for V.
+#: The axes of an order. `token` is a position inside a page, `kv` is 0 for K and 1 for V.
 AXES = ("layer", "kv", "page", "head", "token", "dim")
 
 #: Names that the field uses for two of the 720 orders, outermost axis first.
@@ -182,7 +182,7 @@ NOUNS = {
     "kvmover.cache.ledger": ("Ledger",),
 }
 
-#: What it takes beside the nouns to move a request, by package.
+#: Companions of the nouns for moving a request, by package.
 COMPANIONS = {
     "kvmover.layout": ("CpOrder", "PoolSpec"),
     "kvmover.plan": ("Costs", "Replicas"),
