@@ -132,6 +132,7 @@ def test_a_master_that_hangs_is_a_miss_and_lets_nobody_in(mortal: PoolProcesses)
         rank = Rank(store, WHOLE)
         assert all(answer.ok for answer in rank.put(PAGES))
         mortal.master.send_signal(signal.SIGSTOP)
+        os.waitpid(mortal.master.pid, os.WUNTRACED)  # until all its threads have stopped
         try:
             for _ in range(50):
                 assert rank.exists(PAGES) == [False] * 12
