@@ -72,7 +72,7 @@ class SharedMover:
 
     @property
     def device(self) -> torch.device:
-        """Where the pools are."""
+        """The device of the pools."""
         return self._progress.device
 
     def connect(self, card: bytes) -> str:
@@ -80,27 +80,27 @@ class SharedMover:
         return self._progress.submit(lambda mover: mover.connect(card)).result()
 
     def disconnect(self, engine: str, rank: int | None = None) -> None:
-        """As Mover.disconnect: part from one rank of `engine`, or from all (None)."""
+        """Part from one rank of `engine`, or from all (None); see Mover.disconnect."""
         self._progress.submit(lambda mover: mover.disconnect(engine, rank)).result()
 
     def ranks(self, engine: str) -> frozenset[int]:
-        """As Mover.ranks: the ranks of an engine that are connected now."""
+        """Returns the ranks of an engine that are connected now; see Mover.ranks."""
         return self._progress.submit(lambda mover: mover.ranks(engine)).result()
 
     def processes(self, engine: str) -> tuple[PeerProcess, ...]:
-        """As Mover.processes: the processes of an engine that are connected now, by rank."""
+        """Returns the processes of an engine that are connected now, by rank; see Mover.processes."""
         return self._progress.submit(lambda mover: mover.processes(engine)).result()
 
     def watch(self, call: Callable[[Ending], None]) -> None:
-        """As Mover.watch: `call` is told in the progress thread, and may make any call that waits for no transfer."""
+        """See Mover.watch: `call` is told in the progress thread, and may make any call that waits for no transfer."""
         self._progress.submit(lambda mover: mover.watch(call)).result()
 
     def calibrations(self) -> Sequence[Calibration]:
-        """As Mover.calibrations: what was measured of the way to each host."""
+        """Returns what was measured of the way to each host; see Mover.calibrations."""
         return self._progress.submit(Mover.calibrations).result()
 
     def configure(self, config: MoverConfig) -> None:
-        """As Mover.configure: behave by `config` from the next request on. Raises LayoutError."""
+        """Behave by `config` from the next request on; see Mover.configure. Raises LayoutError."""
         self._progress.submit(lambda mover: mover.configure(config)).result()
 
     def send(
@@ -113,7 +113,7 @@ class SharedMover:
         service: Service = Service.ONCE,
         content: Content | None = None,
     ) -> Transfer:
-        """As Mover.send: offer a request whose KV is in `pages`, one page table [page] of integers a component.
+        """See Mover.send: offer a request whose KV is in `pages`, one page table [page] of integers a component.
 
         Returns once the offer is made. The pages belong to the transfer until it has ended and is not held. Raises
         PlanError for page tables that do not fit.
@@ -131,7 +131,7 @@ class SharedMover:
         deadline_s: float | None = None,
         content: Content | None = None,
     ) -> Transfer:
-        """As Mover.receive: ask `engine` for tokens `positions` of a request and land them in `pages`.
+        """See Mover.receive: ask `engine` for tokens `positions` of a request and land them in `pages`.
 
         Returns once the sources are asked; `wait` or `ended` say when it is over. Raises PlanError and PeerUnknown
         before anything is asked.
@@ -140,19 +140,19 @@ class SharedMover:
         return self._progress.begin(lambda mover: mover.receive(*given)).result()
 
     def refuse(self, request: str, reason: str) -> None:
-        """As Mover.refuse: whoever asks for `request`, now or later, is told `reason`."""
+        """Tell each rank that asks for `request`, now or later, `reason`; see Mover.refuse."""
         self._progress.submit(lambda mover: mover.refuse(request, reason)).result()
 
     def reopen(self, request: str) -> None:
-        """As Mover.reopen: a request of this name will be sent again."""
+        """Let a request of this name be sent again; see Mover.reopen."""
         self._progress.submit(lambda mover: mover.reopen(request)).result()
 
     def waiting(self, request: str) -> list[tuple[Place, range, Content | None]]:
-        """As Mover.waiting: ranks that have asked for a request before it is sent, positions and prompt."""
+        """Returns ranks that have asked for a request before it is sent, positions and prompt; see Mover.waiting."""
         return self._progress.submit(lambda mover: mover.waiting(request)).result()
 
     def forget(self, engine: str, rank: int) -> None:
-        """As Mover.forget: the process of a rank is known to be dead."""
+        """Take the process of a rank for dead; see Mover.forget."""
         self._progress.submit(lambda mover: mover.forget(engine, rank)).result()
 
     def produced(
@@ -162,7 +162,7 @@ class SharedMover:
         pages: Sequence[npt.ArrayLike] | None = None,
         contents: Sequence[Content] = (),
     ) -> None:
-        """As Mover.produced. Returns at once, also in a signal handler or a callback."""
+        """See Mover.produced. Returns at once, also in a signal handler or a callback."""
         given = (
             transfer_of(transfer),
             gate_of(gate),
@@ -172,17 +172,17 @@ class SharedMover:
         self._progress.tell(transfer, lambda mover: mover.produced(*given))
 
     def allocated(self, transfer: Transfer, pages: Sequence[npt.ArrayLike]) -> None:
-        """As Mover.allocated. Returns at once, also in a signal handler or a callback."""
+        """See Mover.allocated. Returns at once, also in a signal handler or a callback."""
         given = transfer_of(transfer), page_tables(pages)
         self._progress.tell(transfer, lambda mover: mover.allocated(*given))
 
     def attach(self, transfer: Transfer, payload: bytes) -> None:
-        """As Mover.attach, at most 64 KiB. Returns at once."""
+        """See Mover.attach, at most 64 KiB. Returns at once."""
         given = transfer_of(transfer), payload_of(payload)
         self._progress.tell(transfer, lambda mover: mover.attach(*given))
 
     def abort(self, transfer: Transfer, reason: str) -> None:
-        """As Mover.abort. Returns at once; the transfer ends when nothing can touch its pages."""
+        """See Mover.abort. Returns at once; the transfer ends when nothing can touch its pages."""
         self._progress.tell(transfer_of(transfer), lambda mover: mover.abort(transfer, reason))
 
     def poll(self) -> None:
@@ -210,7 +210,7 @@ class SharedMover:
         return self._progress.snapshot()
 
     def rejoin(self, make: Callable[[], Transport], model: Model, reason: str) -> None:
-        """As Mover.rejoin, once peers have let go of what was open, or their time is up: see Progress.rejoin."""
+        """See Mover.rejoin, once peers have let go of what was open, or their time is up: see Progress.rejoin."""
         self._progress.rejoin(make, model, reason)
 
     def close(self) -> None:
@@ -253,22 +253,22 @@ class AsyncTransfer:
     def produced(
         self, gate: Gate, pages: Sequence[npt.ArrayLike] | None = None, contents: Sequence[Content] = ()
     ) -> None:
-        """As Mover.produced; it takes effect once the transfer has begun. Returns at once."""
+        """See Mover.produced; it takes effect once the transfer has begun. Returns at once."""
         given = gate_of(gate), None if pages is None else page_tables(pages), contents_of(contents)
         self._tell(lambda mover, transfer: mover.produced(transfer, *given))
 
     def allocated(self, pages: Sequence[npt.ArrayLike]) -> None:
-        """As Mover.allocated; it takes effect once the transfer has begun. Returns at once."""
+        """See Mover.allocated; it takes effect once the transfer has begun. Returns at once."""
         tables = page_tables(pages)
         self._tell(lambda mover, transfer: mover.allocated(transfer, tables))
 
     def attach(self, payload: bytes) -> None:
-        """As Mover.attach, at most 64 KiB. Returns at once."""
+        """See Mover.attach, at most 64 KiB. Returns at once."""
         aux = payload_of(payload)
         self._tell(lambda mover, transfer: mover.attach(transfer, aux))
 
     def abort(self, reason: str) -> None:
-        """As Mover.abort. Returns at once; await the transfer for its end."""
+        """See Mover.abort. Returns at once; await the transfer for its end."""
         self._tell(lambda mover, transfer: mover.abort(transfer, reason))
 
     def _tell(self, call: Callable[[Mover, Transfer], None]) -> None:
@@ -319,7 +319,7 @@ class AsyncMover:
 
     @property
     def device(self) -> torch.device:
-        """Where the pools are."""
+        """The device of the pools."""
         return self._progress.device
 
     def send(
@@ -332,7 +332,7 @@ class AsyncMover:
         service: Service = Service.ONCE,
         content: Content | None = None,
     ) -> AsyncTransfer:
-        """As Mover.send: offer a request whose KV is in `pages`, one page table [page] of integers a component.
+        """See Mover.send: offer a request whose KV is in `pages`, one page table [page] of integers a component.
 
         Returns at once, before the offer is made: `await` the result for its Result. What does not fit is raised there.
         The pages belong to the transfer until it has ended and is not held.
@@ -350,7 +350,7 @@ class AsyncMover:
         deadline_s: float | None = None,
         content: Content | None = None,
     ) -> AsyncTransfer:
-        """As Mover.receive: ask `engine` for tokens `positions` of a request and land them in `pages`.
+        """See Mover.receive: ask `engine` for tokens `positions` of a request and land them in `pages`.
 
         Returns at once: `await` the result for its Result. PeerUnknown, and PlanError for what does not fit, are raised
         there. A cancelled task aborts the transfer.
@@ -364,43 +364,43 @@ class AsyncMover:
         return await asyncio.wrap_future(self._progress.submit(lambda mover: mover.connect(known)))
 
     async def disconnect(self, engine: str, rank: int | None = None) -> None:
-        """As Mover.disconnect: part from one rank of `engine`, or from all (None)."""
+        """Part from one rank of `engine`, or from all (None); see Mover.disconnect."""
         await asyncio.wrap_future(self._progress.submit(lambda mover: mover.disconnect(engine, rank)))
 
     async def ranks(self, engine: str) -> frozenset[int]:
-        """As Mover.ranks: the ranks of an engine that are connected now."""
+        """Returns the ranks of an engine that are connected now; see Mover.ranks."""
         return await asyncio.wrap_future(self._progress.submit(lambda mover: mover.ranks(engine)))
 
     async def processes(self, engine: str) -> tuple[PeerProcess, ...]:
-        """As Mover.processes: the processes of an engine that are connected now, by rank."""
+        """Returns the processes of an engine that are connected now, by rank; see Mover.processes."""
         return await asyncio.wrap_future(self._progress.submit(lambda mover: mover.processes(engine)))
 
     async def watch(self, call: Callable[[Ending], None]) -> None:
-        """As Mover.watch: `call` is told in the progress thread, in no event loop."""
+        """See Mover.watch: `call` is told in the progress thread, in no event loop."""
         await asyncio.wrap_future(self._progress.submit(lambda mover: mover.watch(call)))
 
     async def calibrations(self) -> Sequence[Calibration]:
-        """As Mover.calibrations: what was measured of the way to each host."""
+        """Returns what was measured of the way to each host; see Mover.calibrations."""
         return await asyncio.wrap_future(self._progress.submit(Mover.calibrations))
 
     async def configure(self, config: MoverConfig) -> None:
-        """As Mover.configure: behave by `config` from the next request on. Raises LayoutError."""
+        """Behave by `config` from the next request on; see Mover.configure. Raises LayoutError."""
         await asyncio.wrap_future(self._progress.submit(lambda mover: mover.configure(config)))
 
     async def refuse(self, request: str, reason: str) -> None:
-        """As Mover.refuse: whoever asks for `request`, now or later, is told `reason`."""
+        """Tell each rank that asks for `request`, now or later, `reason`; see Mover.refuse."""
         await asyncio.wrap_future(self._progress.submit(lambda mover: mover.refuse(request, reason)))
 
     async def reopen(self, request: str) -> None:
-        """As Mover.reopen: a request of this name will be sent again."""
+        """Let a request of this name be sent again; see Mover.reopen."""
         await asyncio.wrap_future(self._progress.submit(lambda mover: mover.reopen(request)))
 
     async def waiting(self, request: str) -> list[tuple[Place, range, Content | None]]:
-        """As Mover.waiting: ranks that have asked for a request before it is sent, positions and prompt."""
+        """Returns ranks that have asked for a request before it is sent, positions and prompt; see Mover.waiting."""
         return await asyncio.wrap_future(self._progress.submit(lambda mover: mover.waiting(request)))
 
     async def forget(self, engine: str, rank: int) -> None:
-        """As Mover.forget: the process of a rank is known to be dead."""
+        """Take the process of a rank for dead; see Mover.forget."""
         await asyncio.wrap_future(self._progress.submit(lambda mover: mover.forget(engine, rank)))
 
     def poll(self) -> None:
@@ -412,7 +412,7 @@ class AsyncMover:
         return self._progress.snapshot()
 
     async def rejoin(self, make: Callable[[], Transport], model: Model, reason: str) -> None:
-        """As Mover.rejoin, once peers have let go of what was open, or their time is up: see Progress.rejoin.
+        """See Mover.rejoin, once peers have let go of what was open, or their time is up: see Progress.rejoin.
 
         Waits in a thread of its own, not in the event loop.
         """
