@@ -48,7 +48,9 @@ class PoolProcesses:
         flags |= {"put_start_discard_timeout_sec": self._patience_s - 1}
         flags |= {"rpc_address": "127.0.0.1", "metrics_host": "127.0.0.1", "enable_metric_reporting": "false"}
         words = [str(self._binary), *(f"--{name}={value}" for name, value in flags.items())]
-        self.master = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        # A session of its own has a share of the cores of its own: ranks that spin beside it do not take it.
+        self.master = subprocess.Popen(words, **quiet, start_new_session=True)
         for _ in range(200):
             try:
                 socket.create_connection(("127.0.0.1", self.port), 1).close()
@@ -60,7 +62,7 @@ class PoolProcesses:
     def donate(self, nbytes: int = 64 << 20) -> subprocess.Popen[str]:
         words = [sys.executable, "-c", _DONOR, str(self.port), str(nbytes)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        donor = subprocess.Popen(words, text=True, **pipes)
+        donor = subprocess.Popen(words, text=True, **pipes, start_new_session=True)
         self.donors.append(donor)
         assert donor.stdout
         assert donor.stdout.readline().strip() == "0"
