@@ -12,6 +12,7 @@ import ctypes
 import errno
 import math
 import mmap
+import os
 import socket
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from enum import Enum
 from importlib import import_module
 from queue import SimpleQueue
-from threading import Event, Lock, Thread
+from threading import Event, Lock, Thread, get_native_id
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
 from kvmover.errors import StoreError, how_to_install
@@ -32,6 +33,8 @@ from kvmover.store.mooncake.format import PoolAddress
 _SLOW_S = 1.0
 #: A master that was silent is asked again after this.
 _REST_S = 10.0
+#: The nice value of a thread that waits for Mooncake, a tenth of the weight of a rank's own.
+_NICE = 10
 
 
 class Silence:
@@ -113,6 +116,8 @@ class CallLane:
         self._calls.put(None)
 
     def _run(self) -> None:
+        # Mooncake's client spins until a transfer has ended, whose own threads need the core meanwhile.
+        os.setpriority(os.PRIO_PROCESS, get_native_id(), _NICE)
         while (call := self._calls.get()) is not None:
             call.run()
             self._late_s = math.inf
