@@ -459,7 +459,7 @@ def _about(row: dict[str, str]) -> str:
 
 
 #: The pages with numbers, and the block that goes between the markers of each.
-PAGES = {README: lambda: headline() + "\n" + places() + "\n" + shared(), MEASUREMENTS: numbers, LIVE: scenarios}
+PAGES = {README: headline, MEASUREMENTS: lambda: "\n".join((places(), shared(), numbers())), LIVE: scenarios}
 
 
 def updated(text: str, block: str) -> str:

@@ -24,8 +24,10 @@ def test_the_numbers_are_those_of_the_measured_files() -> None:
         assert readme.updated(text, block()) == text, "run: python -m perf.readme"
 
 
-def test_the_table_of_the_readme_has_at_most_ten_rows() -> None:
-    assert 5 <= len(re.findall(r"^\| [a-z0-9].* \|$", headline(), re.MULTILINE)) <= 10
+def test_the_table_of_the_readme_has_eight_rows_with_their_units() -> None:
+    rows = [line.split(" | ") for line in headline().splitlines() if line.startswith("| ")][1:]
+    assert len(rows) == 8
+    assert {row[1] for row in rows} == {"GB/s", "ms", "requests/s", "answers"}
 
 
 def test_the_example_prints_what_its_comment_says(capsys: pytest.CaptureFixture[str]) -> None:
