@@ -20,7 +20,7 @@ def shared() -> str:
     """A row for each of seven parts: what was measured, beside what, and how many live answers were right."""
     lines = [
         "**KV that moves, is shared and is kept.** When to use which, and what a router sends, is on\n"
-        "[one page](move-share-keep.md). Right: live answers whose every token is that of a plain server, of all:",
+        "[one page](tuning.md#move-share-or-keep-kv). Right: live answers whose every token is that of a plain server, of all:",
         "",
         "| Part | kvmover | beside it | right |",
         "|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""docs/compatibility.md names the versions that the package asks for, and those that the tests install."""
+"""docs/README.md names the versions that the package asks for, and those that the tests install."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvmover.engines.sglang import SGLANG
 from kvmover.engines.vllm import VLLM
 
 ROOT = Path(__file__).parents[2]
-ROWS = dict(re.findall(r"^\| ([^|]+?) \| (.+) \|$", (ROOT / "docs" / "compatibility.md").read_text(), flags=re.M))
+ROWS = dict(re.findall(r"^\| ([^|]+?) \| (.+) \|$", (ROOT / "docs" / "README.md").read_text(), flags=re.M))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md: every message that it explains is one that the code can say."""
+"""docs/operations.md, Troubleshooting: every message that it explains is one that the code can say."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+PAGE = (ROOT / "docs" / "operations.md").read_text()
 
 #: A string of fewer letters that are always the same says nothing: `{name}: {reason}` is every message.
 LEAST_LITERAL = 8

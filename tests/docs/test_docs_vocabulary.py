@@ -59,7 +59,7 @@ def test_design_says_of_a_noun_what_the_page_says() -> None:
 
 
 def test_the_glossary_says_of_a_noun_what_the_page_says() -> None:
-    rows = dict(re.findall(r"^\| ([\w ]+) \| (.+?) \|", (ROOT / "docs" / "glossary.md").read_text(), flags=re.M))
+    rows = dict(re.findall(r"^\| ([\w ]+) \| (.+?) \|", (ROOT / "docs" / "concepts.md").read_text(), flags=re.M))
     for noun, sentence in SENTENCES.items():
         word = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", noun).lower()
         assert rows[word].split(". ")[0].lower() == sentence.lower(), word
