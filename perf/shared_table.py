@@ -19,8 +19,8 @@ _ROLLING = ("replaced under load",)
 def shared() -> str:
     """A row for each of seven parts: what was measured, beside what, and how many live answers were right."""
     lines = [
-        "**KV that moves, is shared and is kept.** When to use which, and what a router sends, is on\n"
-        "[one page](tuning.md#move-share-or-keep-kv). Right: live answers whose every token is that of a plain server, of all:",
+        "**KV that moves, is shared and is kept.** When to use which part: [tuning](tuning.md#move-share-or-keep-kv).\n"
+        "Right: live answers that equal a plain server's in every token, of all:",
         "",
         "| Part | kvmover | beside it | right |",
         "|---|---|---|---|",
