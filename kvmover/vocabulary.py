@@ -37,7 +37,7 @@ Fleet: the ranks of one engine, a grid of TP x PP x CP with one page size.
     >>> src.size == src.tp * src.pp * src.cp
     True
 
-Shard: what one rank holds of a component: a Span of layers, a Span of heads, a Stripe of positions.
+Shard: the part of a component that one rank holds: a Span of layers, a Span of heads, a Stripe of positions.
 
     >>> [list(src.shard(kv, rank, tokens=64).heads) for rank in range(src.size)]
     [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -61,7 +61,7 @@ Plan: all Legs between two Fleets. They tile the destination: exactly one of the
     >>> len(written) == len(set(written)) == kv.layers * kv.heads * 64
     True
 
-Leg: what one rank sends to one rank of a request: the intersection of two Shards.
+Leg: the part of a request that one rank sends to one rank: the intersection of two Shards.
 
     >>> leg = plan.leg(src_rank=1, dst_rank=0)
     >>> leg.heads == plan.src_shard(1).heads & plan.dst_shard(0).heads
