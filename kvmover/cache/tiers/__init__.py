@@ -1,4 +1,4 @@
-"""Tiers keep KV on the device, on the host and in storage; a prefix tree decides what moves, and ranks agree on it."""
+"""Tiers keep KV on device, host and storage: a prefix tree decides the moves, and all ranks agree on each."""
 
 from kvmover.cache.prefix import ALL_PAGES, LAST_PAGE, Rule, restorable
 from kvmover.cache.tiers.agreement import Consensus, Grouped, LocalConsensus

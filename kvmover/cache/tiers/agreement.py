@@ -1,15 +1,15 @@
-"""Ranks agree on operations: they begin them in the same order, and end each at the same moment with the same answer.
+"""Ranks agree on operations: each begins them in one order and ends each in the same round with the same answer.
 
-What ranks tell each other is one thing, the elementwise minimum of a row of numbers. A minimum of counts is what all
-ranks have. A minimum of rows of 0 and 1 is the intersection of sets: of prefix lengths, where trailing components make
-some illegal, a minimum of the ranks' longest could name one that nobody has.
+Ranks exchange only the elementwise minimum of int64 rows. The minimum of counts is the count that all have; of rows of
+0 and 1 it is a set intersection, used for prefix lengths, since the minimum of the ranks' longest lengths could be
+illegal on another rank.
 
-A rank whose part failed, or never began for want of room, answers too: an operation has as many answers as ranks,
-whatever fails, so that no collective waits for one (SGLang's controller must emit equal numbers of acknowledgements).
+A rank whose part failed or found no pages answers too: one answer per rank, so that no collective hangs (SGLang's
+controller must emit equal numbers of acknowledgements).
 
-A round: every rank makes a row of `votes`, the rows' minimum is taken, and every rank `settle`s it. What is done on all
-ranks ends, with the minimum of the answers. One collective a round serves all operations under way. Ranks that run
-apart settle a round some rounds later, all of them the same one then.
+A round: every rank makes a row with `votes`, and passes the rows' minimum to `settle`. Operations done on all ranks
+end. One collective a round serves all open operations. Ranks that run apart settle a round some rounds later, all the
+same one.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ VoteRow: TypeAlias = npt.NDArray[np.int64]
 
 
 class Consensus(Protocol):
-    """Called by every rank that serves a request together, with rows of one length, in the same order."""
+    """A collective of all ranks that serve a request together, called in one order with rows of one length."""
 
     def minimum(self, values: VoteRow) -> VoteRow | None:
-        """The least of all ranks' numbers, place by place. May block until all have called; the row is not changed.
+        """Return the elementwise minimum over all ranks. May block until all have called; `values` is not changed.
 
-        Where ranks run apart it is of an earlier round, or of none that ended since: of the same on every rank.
+        Ranks that run apart get that of an earlier round, or None if no further round has ended, alike on every rank.
         """
         ...
 
 
 class LocalConsensus:
-    """For an engine of one rank, or whose ranks agree elsewhere: the row is its own minimum."""
+    """A consensus of one rank, or of ranks that agree elsewhere."""
 
     def minimum(self, values: VoteRow) -> VoteRow:
-        """The row itself."""
+        """Return `values` itself."""
         return values
 
 
 class Grouped:
-    """Over a torch.distributed process group on CPU memory, Gloo's for one: all of TP x PP x CP, once.
+    """A consensus over a torch.distributed group on CPU memory (Gloo): all of TP x PP x CP, once each.
 
-    The caller keeps the group, whose timeout is the deadline of a rank that died.
+    The caller owns the group, whose timeout is the deadline of a dead rank.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -68,34 +68,34 @@ class Grouped:
         self._options.reduceOp = dist.ReduceOp.MIN
 
     def minimum(self, values: VoteRow) -> VoteRow:
-        """Blocks until all ranks have called. Raises what the group does when its timeout is over."""
+        """Return the minimum. Blocks until all ranks have called; raises the group's error at its timeout."""
         row = tensor_of(values)
         self._group.allreduce([row], self._options).wait()
         return row_of(row)
 
 
 def tensor_of(values: VoteRow) -> torch.Tensor:
-    """A copy that a group may write to."""
+    """Return an int64 CPU copy, which a group may write to."""
     import torch
 
     return torch.tensor(values.tolist(), dtype=torch.int64)
 
 
 def row_of(values: torch.Tensor) -> VoteRow:
-    """What a group has written."""
+    """Return a copy of a group's result as a NumPy row."""
     return np.array(cast(list[int], values.tolist()), np.int64)  # pyright: ignore[reportUnknownMemberType]
 
 
-#: Rows have a multiple of this many numbers, so that ranks with different operations still meet, and find out.
+#: Rows are padded to a multiple of this length, so that ranks with different operations still meet, and find out.
 _STEP = 256
 _HEAD = 6
 
 
 @dataclass(slots=True, eq=False)
 class CollectiveOp:
-    """One operation as this rank sees it. `width`: how many numbers its answer has. `ids`: a checksum.
+    """An operation as this rank sees it. `width`: numbers in its answer. `ids`: a checksum of page ids.
 
-    `ended` hears the answer of all. `stop` asks all ranks to leave off: at their next step they answer what they have.
+    `ended` gets the agreed answer. `stop`: asks all ranks to answer, at their next step, with the pages done so far.
     """
 
     serial: int
@@ -104,11 +104,11 @@ class CollectiveOp:
     ended: Callable[[VoteRow], None]
     answer: VoteRow | None = None
     stop: bool = False
-    #: That some rank wants it to stop, and all know.
+    #: True once all ranks know that some rank asked to stop.
     stopping: bool = False
 
     def done(self, *answer: int) -> None:
-        """This rank's answer."""
+        """Set this rank's answer, `width` numbers, once."""
         assert len(answer) == self.width
         assert self.answer is None
         self.answer = np.array(answer, np.int64)
@@ -116,9 +116,9 @@ class CollectiveOp:
 
 @dataclass(slots=True)
 class CollectiveOps:
-    """The open operations, in order. `same_ids`: ranks use the same page ids, which is checked. `rounds`: that had one.
+    """The open operations, in order. `same_ids`: the checksum of page ids that ranks must share.
 
-    `asked`: by round that is not settled, of which operations its row is.
+    `rounds`: those with an open operation. `asked`: unsettled rounds and the operations in their rows.
     """
 
     same_ids: Callable[[Sequence[int]], int] = lambda ids: 0
@@ -130,14 +130,17 @@ class CollectiveOps:
     )
 
     def begin(self, ended: Callable[[VoteRow], None], width: int = 1, ids: Sequence[int] = ()) -> CollectiveOp:
-        """`ended` hears the answer, `width` numbers, after `settle`. `ids`: pages that all ranks must have chosen."""
+        """Open an operation, whose agreed answer of `width` numbers is for `ended`.
+
+        `ids`: pages that all ranks must have chosen.
+        """
         self.serial += 1
         collective = CollectiveOp(self.serial, width, self.same_ids(ids), ended)
         self.open.append(collective)
         return collective
 
     def votes(self) -> VoteRow:
-        """A round begins. For each open operation: whether it is done, whether it may go on, and the answer."""
+        """Begin a round and return this rank's row: for each open operation done (0/1), go on (0/1), and the answer."""
         if self.open:
             self.rounds += 1
             self.asked.append((self.rounds, tuple(self.open)))
@@ -153,9 +156,10 @@ class CollectiveOps:
         return np.concatenate([row, np.zeros(-len(row) % _STEP, np.int64)])
 
     def settle(self, agreed: VoteRow) -> list[tuple[CollectiveOp, VoteRow]]:
-        """Operations that are over, with their answers, and not open any more. Raises ConsensusBroken.
+        """Close the operations done on all ranks, and return them with their agreed answers.
 
-        `agreed`: of this round, or of an earlier one. What was done then still is, with the same answer.
+        `agreed`: the minimum of this or an unsettled earlier round. Raises ConsensusBroken if ranks differ in round,
+        operations or page ids.
         """
         low, high = agreed[0:_HEAD:2], -agreed[1:_HEAD:2]
         asked = self._asked_in(int(low[0]))
@@ -176,9 +180,9 @@ class CollectiveOps:
         return over
 
     def _asked_in(self, number: int) -> tuple[CollectiveOp, ...] | None:
-        """The operations of a round; it and those before it are settled. None of a round that is settled, or to come.
+        """Return the operations of a round, and settle it and all before; None if it is settled or to come.
 
-        Round 0 is every one that had none.
+        Round 0 stands for any round without operations.
         """
         if not number:
             return ()
@@ -189,7 +193,7 @@ class CollectiveOps:
         return None
 
     def check(self) -> None:
-        """Raise InvariantBroken unless operations are open in the order in which they began. O(open operations)."""
+        """Raise InvariantBroken if open operations are out of order or answers of wrong width. O(open operations)."""
         serials = [collective.serial for collective in self.open]
         if serials != sorted(set(serials)) or max(serials, default=0) > self.serial:
             raise InvariantBroken(f"operations {serials} are open, of {self.serial} that began")
@@ -200,13 +204,14 @@ class CollectiveOps:
 
 
 def counted(done: int, total: int) -> tuple[int, int, int]:
-    """The answer, of width 3, of a rank that has done the first `done` of `total` pages."""
+    """Return the answer, of width 3, of a rank that has done the first `done` of `total` pages."""
     return done, total, -total
 
 
 class PartialWork(Enum):
-    """What becomes of pages that a rank has brought and another has not: a model with further components has no use
-    for a part of a prefix, whose end lacks its window and its state.
+    """A choice for pages that some ranks alone have brought.
+
+    DROPPED is for models with further components: a part of a prefix lacks the window and state at its end.
     """
 
     KEPT = "kept"
@@ -214,7 +219,7 @@ class PartialWork(Enum):
 
 
 def agreed_count(answer: Sequence[int] | VoteRow, partial: PartialWork) -> int:
-    """How many first pages all ranks have done, from the minimum of their `counted`; none of a dropped part.
+    """Return the leading pages done on all ranks, from the minimum of their `counted`; with DROPPED all pages or 0.
 
     >>> row = np.minimum(counted(5, 8), counted(8, 8))
     >>> agreed_count(row, PartialWork.KEPT), agreed_count(row, PartialWork.DROPPED)
@@ -225,5 +230,5 @@ def agreed_count(answer: Sequence[int] | VoteRow, partial: PartialWork) -> int:
 
 
 def checksum(ids: Sequence[int]) -> int:
-    """For `CollectiveOps.same_ids` where ranks share host memory: other ids on another rank would be other bytes."""
+    """Return a CRC-32 of page ids, for `CollectiveOps.same_ids` where ranks share host memory."""
     return zlib.crc32(np.asarray(ids, np.int64).tobytes())

@@ -1,4 +1,4 @@
-"""PageAllocator has the page ids of a rank's pools that nobody uses, and carries out what the tree decides."""
+"""A PageAllocator holds the free page ids of a rank's pools, and carries out the tree's decisions."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ from kvmover.errors import TierError
 
 
 class DevicePages(Protocol):
-    """Free pages of one component on the device. An engine that deals them itself is asked for them by this."""
+    """The free device pages of one component; an engine that allocates them itself implements this."""
 
     def __len__(self) -> int:
-        """Pages that `take` has."""
+        """Return the number of pages that `take` can return."""
         ...
 
     def take(self, count: int) -> list[int]:
-        """Ids for the tree. Raises TierError where there are fewer, and takes none."""
+        """Return `count` ids for the tree. Raises TierError, and takes no id, if fewer are free."""
         ...
 
     def give(self, ids: Iterable[int]) -> None:
-        """The tree uses these no more."""
+        """Free ids that the tree no longer uses."""
         ...
 
     def places(self, ids: Sequence[int]) -> Sequence[int]:
-        """The pages of the pool that these ids stand for, in order."""
+        """Return the pool's pages of these ids, in order."""
         ...
 
     def loaded(self, ids: Sequence[int], beside: Sequence[int]) -> None:
-        """These ids of a further component are being loaded, each beside a page of attention KV, in order."""
+        """Note that ids of a further component are being loaded, each beside a page of attention KV, in order."""
         ...
 
     def check(self, others: Collection[int]) -> None:
-        """Raise InvariantBroken unless each page is free or one of `others`."""
+        """Raise InvariantBroken unless each page is free or in `others`."""
         ...
 
 
 class FreeList:
-    """Page ids that nobody uses, of `pages` ids from 0, which are the pool's own."""
+    """The free ids of `pages` ids from 0, which are the pool's own pages."""
 
     def __init__(self, name: str, pages: int) -> None:
         self._name, self.pages = name, pages
@@ -69,7 +69,7 @@ class FreeList:
         return page in self._ids
 
     def take(self, count: int) -> list[int]:
-        """Raises TierError where there are fewer, and takes none."""
+        """Return the lowest free ids. Raises TierError, and takes no id, if fewer are free."""
         if count > len(self._ids):
             raise TierError(f"{count} pages of {self._name}, of which {len(self._ids)} are free")
         taken = [heappop(self._heap) for _ in range(count)]
@@ -77,12 +77,12 @@ class FreeList:
         return taken
 
     def claim(self, ids: Iterable[int]) -> None:
-        """Take these, which are free."""
+        """Take these ids, which must be free."""
         self._ids.difference_update(ids)
         self._heap = sorted(self._ids)
 
     def give(self, ids: Iterable[int]) -> None:
-        """Raises TierError for an id that is free already, or no page."""
+        """Free ids. Raises TierError for an id that is free already or out of range."""
         for page in ids:
             if page in self._ids or not 0 <= page < self.pages:
                 raise TierError(f"page {page} of {self._name} comes back, and is free already or outside {self.pages}")
@@ -90,14 +90,14 @@ class FreeList:
             heappush(self._heap, page)
 
     def places(self, ids: Sequence[int]) -> Sequence[int]:
-        """See DevicePages."""
+        """Return `ids`: see DevicePages."""
         return ids
 
     def loaded(self, ids: Sequence[int], beside: Sequence[int]) -> None:
-        """See DevicePages: a page here is found by its own id."""
+        """Ignore the call: a page here is found by its own id."""
 
     def check(self, others: Collection[int]) -> None:
-        """Raise InvariantBroken unless each page is free or one of `others`, which the tree and the caller have."""
+        """Raise InvariantBroken unless each page is free or in `others`, of the tree and the caller, once."""
         if sorted(self._heap) != sorted(self._ids):
             raise InvariantBroken(f"free pages of {self._name} are {sorted(self._ids)}, in order {sorted(self._heap)}")
         pages = sorted([*self._ids, *others])
@@ -109,15 +109,16 @@ class FreeList:
             )
 
 
-#: Host pages offered to each eviction of a tree that writes back, however few it asks for: a tree with further
-#: components evicts whole leaves, and drops one that finds no room.
+#: Least host pages offered to an eviction of a tree that writes back: with further components it evicts whole leaves,
+#: and drops a leaf that finds no room.
 _ROOM_PAGES = 512
 
 
 class PageAllocator:
-    """Free page ids of one rank. An id is free here, the tree's, a record's or the caller's; none is returned twice.
+    """The free page ids of one rank. An id is free here, the tree's, a record's or the caller's, one of these.
 
-    `device_pages`: of components whose pages on the device the engine deals.
+    `device_pages`: by component, those that the engine allocates. Raises TierError if pools do not fit the tree's
+    components.
     """
 
     def __init__(
@@ -128,9 +129,9 @@ class PageAllocator:
         device_pages: Mapping[str, DevicePages] = MappingProxyType({}),
     ) -> None:
         self.tree, self.tiered_pools, self.copies = tree, tuple(tiered_pools), copies
-        #: Hears of what was evicted to the host, once it is there.
+        #: Called with an eviction's copies once they are on the host.
         self.copied_out: Callable[[CopyOut], None] = lambda action: None
-        #: Hears of pages of attention KV on the host before they can be used again.
+        #: Called with host pages of attention KV before they can be used again.
         self.host_freed: Callable[[list[int]], None] = lambda ids: None
         names = [FULL, *(component.name for component in tree.config.components)]
         self.free: dict[tuple[str, Tier], DevicePages] = {}
@@ -156,18 +157,18 @@ class PageAllocator:
 
     @property
     def partial(self) -> PartialWork:
-        """What of this tree's copies is of use where some rank alone has brought it."""
+        """The fate of pages that some ranks alone have brought: dropped if the tree has further components."""
         return PartialWork.DROPPED if self.tree.config.components else PartialWork.KEPT
 
     def take(self, name: str, tier: Tier, count: int) -> list[int] | None:
-        """Ids, from what was used least recently where none are free; None where that does not do."""
+        """Return ids, evicting least recently used pages if too few are free; None if that does not suffice."""
         pool = self.free[name, tier]
         if count > len(pool):
             self.evict(name, tier, count - len(pool))
         return pool.take(count) if count <= len(pool) else None
 
     def take_all(self, counts: Mapping[str, int], tier: Tier) -> dict[str, list[int]] | None:
-        """The same for several components: all or none."""
+        """Return ids of several components, or None and take no id."""
         taken: dict[str, list[int]] = {}
         for name, count in counts.items():
             ids = self.take(name, tier, count)
@@ -179,20 +180,20 @@ class PageAllocator:
         return taken
 
     def give(self, name: str, tier: Tier, ids: Iterable[int]) -> None:
-        """Ids that nobody uses any more. Raises TierError for one that is free, or none of the pool's."""
+        """Free ids. Raises TierError for an id that is free already, or outside the pool."""
         ids = list(ids)
         if tier is Tier.HOST and name == FULL:
             self.host_freed(ids)
         self.free[name, tier].give(ids)
 
     def room(self, name: str, tier: Tier) -> int:
-        """Ids that `take` could get."""
+        """Return the number of ids that `take` could get."""
         return len(self.free[name, tier]) + self.tree.sizes(name, tier).evictable
 
     def apply(self, outcome: ActionList) -> None:
-        """Carry out, in order, and the device's attention KV last: an engine may find other components by it.
+        """Carry out actions in order, the device's attention KV last: an engine may find other components by it.
 
-        Copies are over when this returns, so that what they read can be used again.
+        Copies have ended when this returns, so that their source pages can be used again.
         """
         for action in sorted(outcome.actions, key=_is_attention_on_the_device):
             if isinstance(action, FreePages):
@@ -205,7 +206,7 @@ class PageAllocator:
                 self.copied_out(action)
 
     def batches(self, legs: Sequence[CopyLeg], dst: Tier) -> list[Batch]:
-        """What this rank copies: on the way to the host its share of what many hold together."""
+        """Return the copies of this rank: towards the host, only its share of jointly held pages."""
         found: list[Batch] = []
         for leg in legs:
             src, to = leg.src_page_ids.tolist(), leg.dst_page_ids.tolist()
@@ -218,21 +219,21 @@ class PageAllocator:
         return found
 
     def check(self, out: Mapping[tuple[str, Tier], Collection[int]]) -> None:
-        """Raise InvariantBroken unless every page is in one place. `out`: pages that the caller has. O(pages)."""
+        """Raise InvariantBroken unless every page is in one place. `out`: the caller's pages. O(pages)."""
         for (name, tier), free in self.free.items():
             free.check([*self.tree.ids(name, tier), *out.get((name, tier), ())])
 
     def drop_second_copies(self) -> None:
-        """Of a tree that writes back, while nobody reads from the host: no page is on both tiers then.
+        """Evict host pages that are on the device too, for a tree that writes back, while no load reads them.
 
-        What the host has of pages on the device is protected there, and goes first of all.
+        Their host copies count as protected, and go first of all.
         """
         doubles = self.tree.sizes(FULL, Tier.HOST).protected
         if doubles:
             self.apply(self.tree.evict_host(doubles))
 
     def evict(self, name: str, tier: Tier, pages: int) -> ActionList:
-        """Free at least `pages` ids, or all that may go. What was done is said, and has been done."""
+        """Free at least `pages` ids, or all that may go. Returns the actions done."""
         if tier is Tier.HOST:
             given = self.tree.evict_host(pages, name)
         else:
@@ -241,27 +242,30 @@ class PageAllocator:
         return given
 
     def demote(self, node: int) -> ActionList:
-        """Move the end of a path to the host: see `PrefixTree.demote`. What was done is said, and has been done."""
+        """Move the end of a path to the host: see `PrefixTree.demote`. Returns the actions done."""
         given = self.tree.demote(node, room=self._room(FULL, len(self.tree.page_ids(node))))
         self.apply(given)
         return given
 
     def evict_pools(self, pages: Mapping[str, int]) -> ActionList:
-        """Free so many device pages of each component, or all that may go: what goes with one counts for the others."""
+        """Free so many device pages of each component, or all that may go. Returns the actions done.
+
+        A page that goes along with another component's counts.
+        """
         given = self.tree.evict_pools(pages, room=self._room(FULL, pages.get(FULL, 0)))
         self.apply(given)
         return given
 
     def _room(self, name: str, pages: int) -> list[int]:
-        """Free pages of the host for a tree that writes back as it evicts."""
+        """Return free host pages to offer an eviction of a tree that writes back, evicting for them if need be."""
         if not isinstance(self.tree.config.tiers, WriteBack):
             return []
         host = self.host[FULL]
-        coming = min(pages, self.tree.sizes(name).evictable)  # the host gives up nothing for what stays
+        coming = min(pages, self.tree.sizes(name).evictable)  # host pages are evicted only for pages that come
         if coming > len(host):
             self.apply(self.tree.evict_host(coming - len(host)))
         room = host.take(min(max(pages, _ROOM_PAGES), len(host)))
-        host.give(room)  # what a copy takes of it is claimed when it is carried out
+        host.give(room)  # `apply` claims the pages that a copy takes
         return room
 
 

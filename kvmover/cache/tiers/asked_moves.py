@@ -1,7 +1,7 @@
-"""AskedMoves are what somebody asks of prefixes that no request waits for: down to the host, up from below, or stored.
+"""AskedMoves moves prefixes without a waiting request: down to the host, or up from storage and host.
 
-Nothing else pays for them: what is demoted is in nobody's use, what is stored was on its way there or waits like all
-else, and what is brought up takes free pages of the device alone.
+Other requests do not pay for these moves: demoted pages are unused, their copies to the host are ordinary backups, and
+prefetched pages take only free pages of the device.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from kvmover.cache.tiers.gated_loads import GatedLoads
 from kvmover.cache.tiers.metrics import TierCount, TierMeter
 from kvmover.cache.tiers.restore_driver import Restore
 
-#: Prefixes that may be on their way up at a time.
+#: The most prefixes on their way up at a time.
 MOST_BROUGHT = 8
 
 
 @dataclass(slots=True)
 class AskedMoves:
-    """Of one rank. `prefetch` begins a restore as far as the host."""
+    """The asked moves of one rank. `prefetch` begins a restore that ends on the host."""
 
     allocator: PageAllocator
     collectives: CollectiveOps
@@ -32,17 +32,17 @@ class AskedMoves:
     loads: GatedLoads
     meter: TierMeter
     prefetch: Callable[[RadixKey], Restore]
-    #: Ends of paths that are to leave the device once they are on the host.
+    #: Nodes whose paths are to leave the device once they are on the host.
     _leaving: deque[int] = field(default_factory=deque[int])
     _coming: list[Restore] = field(default_factory=list[Restore])
 
     @property
     def open(self) -> int:
-        """What has been asked for and is not done."""
+        """Moves that are not done."""
         return len(self._leaving) + len(self._coming)
 
     def demote(self, node: int) -> bool:
-        """See HintedTiers. Raises StaleHandle for a node that is gone."""
+        """Demote a path: see HintedTiers. Raises StaleHandle for a node that is gone."""
         if self.backups.writes_back or self.allocator.tree.is_backed(node):
             return self._give_up(node) > 0
         self.backups.back_up(node)
@@ -50,14 +50,14 @@ class AskedMoves:
         return True
 
     def bring(self, key: RadixKey) -> bool:
-        """See HintedTiers."""
+        """Prefetch a prompt: see HintedTiers."""
         if len(self._coming) >= MOST_BROUGHT:
             return False
         self._coming.append(self.prefetch(key))
         return True
 
     def poll(self) -> None:
-        """Go on with what has come to the host."""
+        """Demote paths that have come to the host, and load prefixes that were prefetched to it."""
         for _ in range(len(self._leaving)):
             node = self._leaving.popleft()
             try:
@@ -74,7 +74,7 @@ class AskedMoves:
             self._load(restore)
 
     def forget(self) -> None:
-        """The tree has nothing any more."""
+        """Drop pending demotions, after a reset of the tree."""
         self._leaving.clear()
 
     def _give_up(self, node: int) -> int:
@@ -84,7 +84,7 @@ class AskedMoves:
         return pages
 
     def _load(self, restore: Restore) -> None:
-        """Onto free pages of the device; where there are too few it stays on the host."""
+        """Load the prefix onto free device pages; if there are too few it stays on the host."""
         allocator, tree = self.allocator, self.allocator.tree
         assert restore.handle is not None
         tree.unlock(restore.handle)

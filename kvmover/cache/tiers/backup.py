@@ -1,8 +1,8 @@
-"""Backup copies pages from the device to the host and on to storage, whatever is split or evicted meanwhile.
+"""Backup copies pages from device to host and on to storage, while nodes are split or evicted.
 
-A tree that writes through says what is due, and a node is stored when its whole path is on the host. One that writes
-back copies when it evicts, leaves first, and says page ids alone: who was given them is remembered, so that the pages
-are found again on the host.
+A tree that writes through says which backups are due; a node is stored once its whole path is on the host. A tree that
+writes back copies when it evicts, leaves first, and says page ids alone: the node of kept pages is recorded, to find
+them again on the host.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvmover.cache.tiers.storage import PageRef, Stopwatch, Storage, StorageWork
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """Pages [first, stop) of the path to `node` are to be stored; all from `first` on where `stop` is None."""
+    """The pages [first, stop) of the path to `node`, to be stored; all from `first` on if `stop` is None."""
 
     node: int
     first: int = 0
@@ -47,7 +47,7 @@ class Due:
 
 @dataclass(slots=True)
 class Backups:
-    """Of one rank. `events` tells routers what has come to storage, `peers` lend what has come to the host."""
+    """The backups of one rank. `events` reports stored pages to routers; `peers` lends host pages."""
 
     allocator: PageAllocator
     storage: Storage | None
@@ -57,40 +57,40 @@ class Backups:
     meter: TierMeter
     events: StorageEvents | None = None
     peers: PeerTier | None = None
-    #: Pages on their way to storage, by the tree's operation.
+    #: Pages being written to storage, by the tree's operation.
     _writes: dict[int, int] = field(default_factory=dict[int, int])
-    #: What is to be stored once it is on the host.
+    #: Paths to store once they are on the host.
     _due: deque[Due] = field(default_factory=deque[Due])
-    #: Where the tree writes back: by device page of attention KV, the node whose path it was kept in.
+    #: For a tree that writes back: by device page of attention KV, the node whose path it was kept in.
     _kept: dict[int, int] = field(default_factory=dict[int, int])
 
     @property
     def due(self) -> int:
-        """Paths that are to be stored once they are on the host."""
+        """The number of paths to store once they are on the host."""
         return len(self._due)
 
     @property
     def writing_pages(self) -> int:
-        """Pages that wait to be written to storage, or are being written."""
+        """Pages queued for storage or being written."""
         return sum(self._writes.values())
 
     @property
     def writes_back(self) -> bool:
-        """Whether the tree copies on eviction alone."""
+        """True if the tree copies on eviction alone."""
         return isinstance(self.allocator.tree.config.tiers, WriteBack)
 
     def kept(self, node: int, page_ids: PageIds) -> None:
-        """Device pages are the tree's now, on the path to `node`."""
+        """Record the node of newly inserted device pages, if they are to be stored on eviction."""
         if self.writes_back and self.policy.store is Store.BACKED and self.storage is not None:
             self._kept.update(dict.fromkeys(np.asarray(page_ids).tolist(), node))
 
     def forget(self) -> None:
-        """The tree has nothing any more."""
+        """Drop all records and due paths, after a reset of the tree."""
         self._due.clear()
         self._kept.clear()
 
     def copied_out(self, action: CopyOut) -> None:
-        """Pages came to the host as they were evicted."""
+        """Queue recorded pages for storage, now that an eviction has copied them to the host."""
         if not self._kept:
             return
         reach: dict[int, tuple[int, int]] = {}
@@ -104,7 +104,7 @@ class Backups:
         self._due.extend(Due(node, first, stop) for node, (first, stop) in reach.items())
 
     def back_up(self, node: int) -> None:
-        """Copy what the path has on the device alone. One operation on every rank, room or not."""
+        """Begin to copy the path's pages that are on the device alone. One operation on every rank, room or not."""
         tree = self.allocator.tree
         needs = tree.backup_needs(node)
         if not needs:
@@ -130,7 +130,7 @@ class Backups:
         self.allocator.copies.begin(batches, Tier.HOST, done)
 
     def publish(self, node: int) -> bool:
-        """Store the whole path, whatever the policy says. False for a tree that copies on eviction alone."""
+        """Store the whole path, whatever the policy. Returns False without storage, or for a tree that writes back."""
         if self.storage is None or self.writes_back:
             return False
         self.back_up(node)
@@ -138,12 +138,12 @@ class Backups:
         return True
 
     def reused(self, node: int, first: int) -> None:
-        """The path's pages from `first` on are loaded from the host: their copies there proved useful."""
+        """Queue a path for storage if the policy is REUSED: its pages from `first` on are being loaded."""
         if self.policy.store is Store.REUSED and self.storage is not None:
             self._due.append(Due(node, first if self.writes_back else 0))
 
     def poll(self) -> None:
-        """Begin to store what has come to the host whole."""
+        """Begin to store due paths that have come to the host whole."""
         for _ in range(len(self._due)):
             due = self._due.popleft()
             try:
@@ -158,7 +158,7 @@ class Backups:
                 self.meter.dropped["store", "evicted before it was stored"] += 1
 
     def check(self) -> None:
-        """Raise InvariantBroken where more is written than may wait, or than ranks are at. O(writes)."""
+        """Raise InvariantBroken if too many pages, or more writes than operations, are under way. O(writes)."""
         if self.writing_pages > self.policy.writing_pages or len(self._writes) > len(self.collectives.open):
             raise InvariantBroken(f"{self.writing_pages} pages are written by {len(self._writes)} operations")
 
@@ -171,7 +171,7 @@ class Backups:
             self._due.append(Due(node, transfer.first_page))
 
     def _lend(self, peers: PeerTier, node: int, transfer: TierCopy, done: int) -> None:
-        """Attention KV that has come to the host. What the tree does not keep of it is freed behind this."""
+        """Lend attention KV that has come to the host. Pages that the tree does not keep are freed after this."""
         hashes = self.allocator.tree.page_hashes(node)
         for leg in transfer.legs:
             if leg.component == FULL:
@@ -180,7 +180,7 @@ class Backups:
                 peers.came([page_hash for page_hash, _ in came], [page_id for _, page_id in came])
 
     def _store(self, due: Due) -> None:
-        """Raises StaleHandle for a node that is gone."""
+        """Begin to store a due path. Raises StaleHandle for a node that is gone."""
         tree, storage = self.allocator.tree, self.storage
         assert storage is not None
         try:
@@ -235,9 +235,9 @@ def _ints(row: PageArray) -> list[int]:
 
 
 class StorageEvents:
-    """Of one rank. The store calls `lost`, from any thread; all else is the controller's.
+    """The storage events of one rank, without tokens, which the device's events had.
 
-    Events of storage come without tokens: those of the device had them.
+    The store calls `lost`, from any thread; the controller calls the rest.
     """
 
     def __init__(self, sink: Callable[[KVEvent], None], exists: Callable[[Sequence[bytes]], Sequence[bool]]) -> None:
@@ -246,17 +246,17 @@ class StorageEvents:
         self._lost: deque[bytes] = deque()
 
     def stored(self, hashes: Sequence[bytes], parent: bytes | None, page_tokens: int) -> None:
-        """Pages in order of position, each after the one before."""
+        """Emit an event for pages in order of position; `parent` is the hash before the first."""
         self._pages.update(hashes)
         self._sink(block_stored(hashes, parent, Tier.STORAGE, page_tokens))
 
     def lost(self, page: bytes) -> None:
-        """The store has lost an object of `page`. Others may still make up the page."""
+        """Note that the store has lost an object of `page`; the rest may still make up the page."""
         if page in self._pages:
             self._lost.append(page)
 
     def poll(self) -> None:
-        """Tell what is gone since, once."""
+        """Emit, once, the removal of pages that are no longer whole."""
         pages = dict.fromkeys(self._lost.popleft() for _ in range(len(self._lost)))
         known = [page for page in pages if page in self._pages]
         if not known:

@@ -1,8 +1,7 @@
 """A Controller keeps the KV of an engine's rank on the device, on the host and in storage.
 
-Every rank that serves a request together has one, over a tree of its own, and calls the same methods in the same order,
-`poll` too: as schedulers of one engine do. Nothing here blocks but `poll`'s agreement, and none is asked for while no
-operation is open.
+Every rank that serves a request together has its own, over its own tree, and calls the same methods, `poll` included,
+in the same order. Other ranks are waited for only in `poll`, and only while an operation is open.
 """
 
 from __future__ import annotations
@@ -46,17 +45,18 @@ from kvmover.errors import TierError
 if TYPE_CHECKING:
     import torch
 
-#: How long `wait` sleeps at most between two polls: a storage job that ends wakes it.
+#: Longest sleep of `wait` between polls, s; a storage job's end wakes it.
 _NAP_S = 0.002
 
-#: The same where it waits for peers alone, whose answers wake it: every round costs all ranks a collective.
+#: The same while only peers are awaited, whose answers wake it: every round costs all ranks a collective.
 _PEER_NAP_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerConfig:
-    """What a controller is made with beside its parts. `clock` is in seconds; `group_layers` and `fences` see
-    LayerwiseCopier.
+    """The settings of a controller. `clock` is in seconds; `group_layers`, `fences`: see LayerwiseCopier.
+
+    `sink` gets storage events.
     """
 
     policy: TierPolicy = field(default_factory=TierPolicy)
@@ -70,15 +70,15 @@ class ControllerConfig:
 
 
 class Controller:
-    """Keeps the KV of one rank on its tiers.
+    """A controller of one rank's KV on all tiers. Pools, store and peer tier are the caller's, and outlive it.
 
-    The tree is this controller's; the pools, the store and the tier of peers stay the caller's, and outlive it.
+    A request: `restore`, and `poll` until ready; `take` pages for the rest of its prompt; compute; `keep`; and
+    `release` the restore.
 
-    A request: `restore` and `poll` until it is ready; `take` pages for the rest of its prompt; compute; `keep`; and
-    `release` what was restored.
+    An engine that allocates, inserts and matches itself gives its `device_pages` by component, and calls only
+    `prefetch` while a request waits, `load` on admission, `kept` after an insert, and `evict` for room.
 
-    An engine that allocates, inserts and matches by itself gives its `device_pages`, by component, and asks for less:
-    `prefetch` while a request waits, `load` when it is admitted, `kept` after an insert, and `evict` for room.
+    Raises TierError if policy, tree, pools and peers contradict each other.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Controller:
 
     @property
     def tree(self) -> PrefixTree:
-        """For matches and hashes. What changes it goes through the controller."""
+        """The prefix tree, for matches and hashes. Change it only through the controller."""
         return self.allocator.tree
 
     # Requests
@@ -139,49 +139,49 @@ class Controller:
         limit_tokens: int | None = None,
         namespace: PrefixNamespace = DEFAULT_NAMESPACE,
     ) -> Restore:
-        """Begin to bring the longest prefix of a prompt to the device: of all but its last token, if no limit is given.
+        """Begin to bring the longest cached prefix of a prompt to the device, by default of all but its last token.
 
-        The result changes in `poll`. It may be ready at once.
+        The Restore advances in `poll`, and may be ready at once.
         """
         key = tokens if isinstance(tokens, RadixKey) else self.tree.key(tokens, namespace)
         limit = key.tokens - 1 if limit_tokens is None else min(limit_tokens, key.tokens)
         return self._restores.begin(key, max(0, limit), self.config.policy)
 
     def prefetch(self, key: RadixKey, limit_tokens: int) -> Restore:
-        """As `restore`, as far as the host: what comes there is loaded when the request is admitted, or never."""
+        """Begin a restore that ends on the host; `load` brings its pages to the device on admission."""
         return self._restores.begin(key, limit_tokens, self._to_the_host(limit_tokens))
 
     def _to_the_host(self, limit_tokens: int) -> TierPolicy:
         return replace(self.config.policy, least_load_tokens=limit_tokens + 1)
 
     def load(self, node: int) -> int | None:
-        """Bring the path to `node` from the host to the device: see `GatedLoads.begin`. `loads.wait` is the gate."""
+        """Begin to load the path to `node` to the device: see `GatedLoads.begin`. Readers wait in `loads.wait`."""
         return self.loads.begin(node)
 
     def want(self, restore: Restore) -> None:
-        """The request is to start now: with BestEffort a read ends with what it has."""
+        """Hurry a restore whose request is to start now: with BestEffort a read ends with the pages it has."""
         self._restores.tell(restore, Hurry())
 
     def abort(self, restore: Restore) -> None:
-        """Give a restore up. Copies under way land or return their pages by themselves."""
+        """Give up a restore. Copies under way land or return their pages by themselves."""
         self._restores.tell(restore, GivenUp())
 
     def release(self, restore: Restore) -> None:
-        """The request is over: its prefix may be evicted. Once, of a restore that is ready."""
+        """Unlock the prefix of a ready restore, once, so that it may be evicted."""
         assert restore.handle is not None
         self.unlock(restore.handle)
         restore.handle = None
 
     def unlock(self, handle: LockHandle) -> None:
-        """Give back a lock of the tree, once. Raises StaleHandle otherwise."""
+        """Return a lock of the tree, once. Raises StaleHandle otherwise."""
         self.tree.unlock(handle)
 
     def take(self, pages: int, component: str = FULL) -> list[int] | None:
-        """Device pages for what is computed, from what was used least recently if need be. None: there is no room."""
+        """Return device pages to compute into, evicting least recently used ones; None if there is no room."""
         return self.allocator.take(component, Tier.DEVICE, pages)
 
     def give(self, page_ids: Sequence[int], component: str = FULL) -> None:
-        """Return device pages that `take` gave and that are not kept."""
+        """Free device pages that were taken and not kept. Raises TierError if one is free already."""
         self.allocator.give(component, Tier.DEVICE, page_ids)
 
     def keep(
@@ -194,8 +194,9 @@ class Controller:
         counted_tokens: int = 0,
         namespace: PrefixNamespace = DEFAULT_NAMESPACE,
     ) -> Inserted:
-        """Keep computed pages, as `PrefixTree.insert` says, and begin to write through what is due. The ids are the
-        tree's from here on, and duplicates are free again.
+        """Insert computed pages as `PrefixTree.insert`, free duplicates, and begin the backups due.
+
+        The ids are the tree's from here on.
         """
         kept = self.tree.insert(
             tokens,
@@ -209,66 +210,67 @@ class Controller:
         return kept
 
     def kept(self, kept: Inserted, page_ids: PageIds) -> None:
-        """As `keep`, of pages that the caller has inserted into the tree."""
+        """Do the rest of `keep` for pages that the caller has inserted into the tree."""
         self._backups.kept(kept.node, page_ids)
         self.allocator.apply(kept)
         for node in kept.backups:
             self._backups.back_up(node)
 
     def evict(self, pages: int, component: str = FULL) -> ActionList:
-        """Free at least `pages` device pages of a component, or all that nobody locked. What was done is said."""
+        """Free at least `pages` device pages of a component, or all unlocked ones. Returns the actions done."""
         return self.allocator.evict(component, Tier.DEVICE, pages)
 
     def evict_pools(self, pages: Mapping[str, int]) -> ActionList:
-        """As `evict`, of several components at once: a leaf takes its window and its state along."""
+        """Evict for several components at once; a leaf takes its window and state along. Returns the actions done."""
         return self.allocator.evict_pools(pages)
 
     def reset(self) -> None:
-        """Forget what device and host hold. Raises PrefixError while a lock or an operation is out."""
+        """Empty device and host. Raises PrefixError while a lock or an operation is out."""
         self.allocator.apply(self.tree.reset())
         self._backups.forget()
         self._asked.forget()
 
-    # What nobody waits for
+    # Moves without a waiting request
 
     @property
     def stores(self) -> bool:
-        """Whether there is storage that is written to."""
+        """True if there is storage to write to."""
         return self._backups.storage is not None
 
     def publish(self, node: int) -> bool:
-        """Begin to copy the path to `node` to storage. False for a tree that copies on eviction alone."""
+        """Begin to store the path to `node`. Returns False without storage, or for a tree that writes back."""
         return self._backups.publish(node)
 
     def demote(self, node: int) -> bool:
-        """Begin to move the end of the path to `node`, as far as nobody uses it, from the device to the host.
+        """Begin to move the unused end of the path to `node` to the host. Returns False if no page can go.
 
-        False where nothing of it can go. What is not on the host yet goes once it has been copied there.
+        Pages without a host copy go once they have one.
         """
         return self._asked.demote(node)
 
     def bring(self, key: RadixKey) -> bool:
-        """Begin to bring a prompt up: from storage to the host, and where the device has free pages, onto these.
+        """Begin to prefetch a prompt to the host, and onto free device pages; their readers wait at the gates of
+        `loads`.
 
-        Who reads those waits at the gates of `loads`. False where too many are on their way.
+        Returns False if too many are on their way.
         """
         return self._asked.bring(key)
 
     # Progress
 
     def votes(self) -> VoteRow:
-        """This rank's row of the round. With `settle` it is `poll` in two halves, for ranks that agree otherwise."""
+        """Return this rank's row. `votes` and `settle` are the halves of `poll`, for ranks that agree elsewhere."""
         self._hear()
         return self.collectives.votes()
 
     def settle(self, agreed: VoteRow) -> None:
-        """End what is done on all ranks, in one order, and go on with what follows. Raises ConsensusBroken."""
+        """End the operations done on all ranks, in one order, and begin those that follow. Raises ConsensusBroken."""
         for collective, answer in self.collectives.settle(agreed):
             collective.ended(answer)
         self._go_on()
 
     def poll(self) -> None:
-        """One round: with the other ranks, if any operation is open."""
+        """Run one round, with the other ranks if any operation is open. Raises ConsensusBroken."""
         self._hear()
         if not self.collectives.open:
             self._go_on()
@@ -280,7 +282,7 @@ class Controller:
             self.settle(agreed)
 
     def _hear(self) -> None:
-        """What has ended on this rank."""
+        """Handle work that has ended on this rank."""
         self.copies.poll()
         self.worker.poll()
         if self.peers is not None:
@@ -288,7 +290,7 @@ class Controller:
         self._restores.poll()
 
     def _go_on(self) -> None:
-        """Begin what is due."""
+        """Begin the work that is due."""
         self._backups.poll()
         self._asked.poll()
         if self._events is not None:
@@ -298,11 +300,11 @@ class Controller:
 
     @property
     def idle(self) -> bool:
-        """Whether no operation is open and none is due."""
+        """True if no operation is open or due."""
         return not (self.collectives.open or self._backups.due or self._restores.open or self._asked.open)
 
     def wait(self, restore: Restore | None = None) -> None:
-        """Poll until `restore` is done, or until all is. Ranks that wait together stop waiting together."""
+        """Poll until `restore` is done, or until idle. Ranks that wait together return in the same round."""
         while not (self.idle if restore is None else restore.done):
             self.poll()
             if self.peers is not None and self.peers.queued:
@@ -311,7 +313,7 @@ class Controller:
                 self.worker.wait(_NAP_S)
 
     def snapshot(self) -> TierSnapshot:
-        """Counts, times and gauges of this moment, as a copy."""
+        """Return a copy of the current counts, times and gauges."""
         free, lent = self.allocator.free, self.peers.counts() if self.peers is not None else None
         gauges = {
             TierGauge.OPEN_OPERATIONS: len(self.collectives.open),
@@ -327,9 +329,9 @@ class Controller:
         return TierSnapshot(self.config.engine, self.config.rank, self.meter.copy(), gauges)
 
     def check(self, out: Mapping[tuple[str, Tier], Collection[int]]) -> None:
-        """Raise InvariantBroken where tree, pages, operations and restores do not fit together. O(pages): for tests.
+        """Raise InvariantBroken if tree, pages, operations and restores disagree. O(pages): for tests.
 
-        `out`: by component and tier, the pages that the caller took and has not given or kept.
+        `out`: by component and tier, pages that the caller took and has not given or kept.
         """
         self.tree.check()
         self.allocator.check(out)
@@ -342,12 +344,12 @@ class Controller:
             self.peers.check()
 
     def close(self) -> None:
-        """Stop the thread. What is on its way to storage is dropped: `wait` before, to have it written."""
+        """Stop the storage thread. Queued writes are dropped: `wait` before, to have them written."""
         self.worker.close()
 
 
 def _check_lends(tree: PrefixTree) -> None:
-    """Raise TierError for a tree whose pages on the host have no hash by which a peer could ask for them."""
+    """Raise TierError for a tree whose host pages have no hash by which a peer could ask for them."""
     if isinstance(tree.config.tiers, WriteBack) or tree.config.components:
         held = [tree.config.tiers, *(component.name for component in tree.config.components)]
         raise TierError(f"peers share attention KV alone, of trees that write through; this one has {held}")

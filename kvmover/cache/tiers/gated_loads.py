@@ -1,7 +1,7 @@
-"""GatedLoads bring what the host has to the device for engines that wait layer by layer.
+"""GatedLoads bring host pages to the device for engines that wait layer by layer.
 
-For the tree the pages are on the device from the beginning on, so a second request with the same prefix starts at once
-too. Whoever reads them waits at the gates first. Until every rank has copied, both copies stay locked.
+For the tree the pages are on the device from the beginning, so a second request with the same prefix starts at once
+too. Readers wait at the gates first. Both copies stay locked until every rank has copied.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvmover.cache.tiers.storage import Stopwatch
 
 @dataclass(slots=True, eq=False)
 class GatedLoad:
-    """One load: the locks of both copies, and the gate of its layers, which is None once they are all there."""
+    """A load: the locks of both copies, and the gate of its layers, None once all have landed."""
 
     handles: Sequence[LockHandle]
     gate: LayerGate | None = None
@@ -27,7 +27,7 @@ class GatedLoad:
 
 @dataclass(slots=True)
 class GatedLoads:
-    """Of one rank. `reused` hears of a node, and from which page on its path is loaded."""
+    """The gated loads of one rank. `reused` is called with a node and the first page loaded on its path."""
 
     allocator: PageAllocator
     collectives: CollectiveOps
@@ -36,13 +36,13 @@ class GatedLoads:
     open: list[GatedLoad] = field(default_factory=list[GatedLoad])
 
     def begin(self, node: int) -> int | None:
-        """Bring the path to `node` to the device: how many pages of attention KV come. None: there is no room for them.
+        """Begin to load the path to `node`. Returns the number of attention KV pages, or None if there is no room.
 
         Every rank begins the same loads in the same order. Raises StaleHandle for a node that is gone, and PrefixError
-        for one that has no copy on the host.
+        for a node without a host copy.
         """
         allocator, tree = self.allocator, self.allocator.tree
-        # Locked first, for room is made by an eviction; what further components bring is locked once it has its place.
+        # Lock first, as room is made by eviction; pages of further components are locked once they have their place.
         others = [component.name for component in tree.config.components]
         handles = [tree.lock_host(node), tree.lock(node, skip=others)]
         needs = tree.load_needs(node)
@@ -74,23 +74,23 @@ class GatedLoads:
         return needs.get(FULL, 0)
 
     def wait(self, layer: int) -> None:
-        """Before layer `layer` of the rank reads the pool: on a GPU its current stream waits, else the host does."""
+        """Wait before layer `layer` of the rank reads the pool: on a GPU its current stream waits, else the host."""
         for load in self.open:
             if load.gate is not None:
                 load.gate.wait(layer)
 
     @property
     def closed(self) -> bool:
-        """Whether a reader has to wait for something."""
+        """True if a reader has to wait."""
         return any(load.gate is not None for load in self.open)
 
     def check(self) -> None:
-        """Raise InvariantBroken where there are more loads than operations of all ranks. O(loads)."""
+        """Raise InvariantBroken if there are more loads than open operations. O(loads)."""
         if len(self.open) > len(self.collectives.open):
             raise InvariantBroken(f"{len(self.open)} loads are open, of {len(self.collectives.open)} operations")
 
     def _ended(self, load: GatedLoad) -> None:
-        """On all ranks."""
+        """Unlock a load that has ended on all ranks."""
         self.open.remove(load)
         self._unlock(load.handles)
 

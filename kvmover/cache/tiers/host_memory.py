@@ -1,11 +1,10 @@
-"""Host memory for pools comes from here: pinned where there is a GPU, of one process or mapped by many.
+"""Host memory for pools is allocated here: page-locked where there is a GPU, of one process or mapped by many.
 
-A component that ranks of a node hold in common (an MLA latent, by every rank of TP) is kept once a node: the ranks map
-one file in shared memory, and each copies its share of the pages into and out of it.
+A component that ranks of a node hold in common (an MLA latent, by all of TP) is kept once a node: the ranks map one
+file in shared memory, and each copies its share of the pages.
 
-On a machine of several NUMA nodes it lies beside the GPU that it is copied to and from. The choice is pure, from what
-the kernel says of the PCI device. It is applied as the policy of the thread that allocates, so that page-locked memory,
-which the driver allocates, goes there too.
+With several NUMA nodes memory lies beside the GPU that it is copied to and from, by the kernel's data on the PCI
+device. The policy is set for the allocating thread, so that it holds for page-locked memory too.
 """
 
 from __future__ import annotations
@@ -34,13 +33,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SYS = Path("/sys")
-#: Numbers of set_mempolicy: no C library has it.
+#: Syscall numbers of set_mempolicy, which the C library lacks.
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _DEFAULT, _PREFERRED = 0, 1
 
 
 def node_of(pci: str, sys: Path = _SYS) -> int | None:
-    """The node to prefer for a PCI device such as "0000:17:00.0"; None where there is one node, or none is known."""
+    """Return the NUMA node of a PCI device such as "0000:17:00.0"; None on a single node or if unknown.
+
+    `sys` is the root of sysfs.
+    """
     nodes = [path for path in (sys / "devices/system/node").glob("node[0-9]*") if path.is_dir()]
     place = sys / "bus/pci/devices" / pci.lower() / "numa_node"
     if len(nodes) < 2 or not place.exists():
@@ -50,7 +52,7 @@ def node_of(pci: str, sys: Path = _SYS) -> int | None:
 
 
 def pci_of(device: torch.device) -> str | None:
-    """Of a GPU; None for memory of the host."""
+    """Return the PCI address of a GPU; None for host memory."""
     if device.type != "cuda":
         return None
     import torch
@@ -61,7 +63,7 @@ def pci_of(device: torch.device) -> str | None:
 
 @contextmanager
 def preferring(node: int | None) -> Generator[str]:
-    """Memory that this thread touches first in here comes from `node` as long as that has any. Yields why not, or "".
+    """Prefer `node`, while it has room, for memory that this thread touches first in here. Yields why not, or "".
 
     A container may forbid it (EPERM, ENOSYS): the kernel then places memory where the thread runs.
     """
@@ -80,7 +82,7 @@ def _prefer(policy: int, node: int | None) -> str:
     if number is None:
         return f"unknown on {platform.machine()}"
     libc = ctypes.CDLL(None, use_errno=True)
-    words = (ctypes.c_ulong * 16)()  # 1024 nodes, what kernels are built for
+    words = (ctypes.c_ulong * 16)()  # 1024 nodes, the most kernels are built for
     if node is not None:
         words[node // 64] = 1 << node % 64
     mask = None if node is None else words
@@ -90,9 +92,9 @@ def _prefer(policy: int, node: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What this rank copies of a pool that `count` ranks share: page number `index` of each `count` pages in a batch.
+    """A rank's share of the copies of a pool: page `index` of each `count` pages in a batch.
 
-    The pool is the file `path` that all of them map; None where `count` is 1.
+    All `count` ranks map the file `path`, None for one rank. Raises TierError if these contradict each other.
     """
 
     index: int = 0
@@ -105,7 +107,7 @@ class Share:
 
     @classmethod
     def of(cls, component: Component, fleet: Fleet, rank: int, folder: Path) -> Share:
-        """Of a fleet whose ranks are all on this node, in a file under `folder`, /dev/shm for one.
+        """Return the share of `rank` in a fleet all on this node; the file is under `folder`, such as /dev/shm.
 
         MLA on TP8: shares 0 to 7 of one pool, where private pools would take eight times the memory.
         """
@@ -118,7 +120,7 @@ class Share:
         return cls(index, count, folder / f"{component.name}-{name}")
 
     def mine(self, place: int) -> bool:
-        """Whether this rank copies the page at `place` of a batch: each is one rank's."""
+        """True if this rank copies the page at `place` of a batch; every place belongs to one rank."""
         return place % self.count == self.index
 
 
@@ -126,18 +128,17 @@ SOLE = Share()
 
 
 class Reach(Enum):
-    """Who may map a pool on the host that no other rank shares: nobody else, or peers, which then copy from it."""
+    """The processes that may map a host pool that no other rank shares: its own alone, or peers, which copy from it."""
 
     OWN = "own"
     PEERS = "peers"
 
 
 def host_pool(spec: PoolSpec, share: Share = SOLE, near: torch.device | None = None, reach: Reach = Reach.OWN) -> Pool:
-    """A pool on the host, zeroed; page-locked where a GPU can read it. Raises TierError where it cannot be had.
+    """Return a zeroed host pool, page-locked if there is a GPU. Raises TierError for memory that cannot be had.
 
-    It lies on the NUMA node of the GPU `near`, if there are several; what many processes share lies where the one that
-    first writes a page of it runs. A shared file stays until `unlink`; the memory until the last process that maps it
-    is gone.
+    A private pool lies on the NUMA node of the GPU `near`; a page of a shared file where its first writer runs. The
+    file stays until `unlink`, its memory until the last process that maps it is gone.
     """
     import torch
 
@@ -154,7 +155,7 @@ def host_pool(spec: PoolSpec, share: Share = SOLE, near: torch.device | None = N
             return Pool(spec, tuple(_zeros(size, pinned) for _ in range(spec.allocations)))
         pool = Pool.shared(spec)
         for tensor in pool.tensors:
-            _lock(tensor.zero_(), pinned, "shared memory")  # what is touched here lies here
+            _lock(tensor.zero_(), pinned, "shared memory")  # the first touch places it on the preferred node
         return pool
 
 
@@ -170,7 +171,7 @@ def _lock(memory: torch.Tensor, pinned: bool, name: str) -> None:
 
 
 def unlink(share: Share) -> None:
-    """Take the name of a shared file away, once every rank has mapped it: nothing is left if they all die."""
+    """Remove the name of a shared file, once every rank has mapped it: its memory ends with the last of them."""
     if share.path is not None:
         share.path.unlink(missing_ok=True)
 
@@ -181,7 +182,7 @@ def _mapped(path: Path, nbytes: int) -> torch.Tensor:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            os.ftruncate(fd, nbytes)  # the same for all who come; what is new is zero
+            os.ftruncate(fd, nbytes)  # every rank sets the same size; new bytes are zero
             memory = mmap.mmap(fd, nbytes)
         finally:
             os.close(fd)
@@ -191,9 +192,9 @@ def _mapped(path: Path, nbytes: int) -> torch.Tensor:
 
 
 def _zeros(nbytes: int, pinned: bool) -> torch.Tensor:
-    """Memory that begins where O_DIRECT may write to it: torch alone aligns to 64 bytes, the driver to pages.
+    """Return zeroed memory aligned for O_DIRECT: torch alone aligns to 64 bytes, the driver to pages.
 
-    Page-locked memory is not asked for in excess: torch rounds that up to a power of two.
+    Page-locked memory has no slack: torch rounds it up to a power of two.
     """
     import torch
 

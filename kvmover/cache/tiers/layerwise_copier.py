@@ -1,7 +1,7 @@
-"""LayerwiseCopier copies pages between device and host layer by layer: a forward pass starts after the first.
+"""LayerwiseCopier copies pages between device and host by groups of layers: a forward pass starts after the first.
 
-On a GPU a stream of its own for each direction, and an event a group of layers. Without one, groups are copied one at a
-poll, or when somebody waits for their layers.
+A GPU has a stream for each direction, and an event a group. On a CPU one group is copied a poll, or when a reader waits
+for its layers.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Host and device page ids of one tiered pool, in the same order."""
+    """The host and device page ids of one tiered pool, pairwise."""
 
     tiered_pool: TieredPool
     host_ids: Sequence[int]
     device_ids: Sequence[int]
 
     def regions(self, dst: Tier, layers: Span) -> Region:
-        """Of `layers` of the rank's part, as one region. Raises TierError for ids outside a pool."""
+        """Return the move of `layers`, counted within the rank's part. Raises PlanError for ids outside a pool."""
         host, device = (self.tiered_pool.host, self.host_ids), (self.tiered_pool.device, self.device_ids)
         (src, src_ids), (to, dst_ids) = (host, device) if dst is Tier.DEVICE else (device, host)
         return page_region(src, src_ids, to, dst_ids, layers)
 
     @property
     def nbytes(self) -> int:
-        """Of all layers."""
+        """The payload of all layers, bytes."""
         return len(self.host_ids) * self.tiered_pool.part.nbytes
 
 
 @dataclass(slots=True, eq=False)
 class LayerwiseCopy:
-    """One transfer on its way, a list of regions for each group of layers. `done` is called when all are in place."""
+    """A transfer under way: regions for each group of layers. `done` is called in `poll` once all have landed."""
 
     groups: deque[list[Region]]
     sizes: list[int]
@@ -54,7 +54,7 @@ class LayerwiseCopy:
 
 @dataclass(slots=True)
 class LayerGate:
-    """For the forward pass: `wait(n)` before layer `n` of the rank reads what was loaded. Layers count within its part.
+    """A gate for the forward pass: `wait(n)` before layer `n` of the rank's part reads loaded pages.
 
     On a GPU the current stream waits, the host does not.
     """
@@ -64,18 +64,19 @@ class LayerGate:
     group_layers: int
 
     def wait(self, layer: int) -> None:
-        """Returns at once on a GPU, where the current stream waits; else when the layer is there."""
+        """Wait for the layer: on a GPU the current stream does, and this returns at once; else the host copies it."""
         self.copies.reach(self.copy, layer // self.group_layers)
 
     def open(self, layer: int) -> bool:
-        """Whether the layer has landed."""
+        """Return True if the layer has landed."""
         return self.copy.landed > layer // self.group_layers
 
 
 @dataclass(slots=True)
 class LayerwiseCopier:
-    """Of one rank. `group_layers`: how many layers make a group. `fences`: streams whose work so far a copy waits for,
-    beside the current one's.
+    """A copier for one rank. `group_layers`: layers a group.
+
+    `fences`: streams whose work so far a copy waits for, beside the current stream's.
     """
 
     device: torch.device
@@ -85,7 +86,10 @@ class LayerwiseCopier:
     _streams: dict[Tier, CopyStream] = field(default_factory=dict[Tier, CopyStream])
 
     def begin(self, batches: Sequence[Batch], dst: Tier, done: Callable[[], None]) -> LayerGate:
-        """Copy the batches to `dst`, after all that the current stream and fences were given. Raises RegionError."""
+        """Copy batches to `dst` after the work of the current stream and the fences. Raises PlanError for wrong ids.
+
+        Returns the gate of its layers.
+        """
         most = max((batch.tiered_pool.part.box.layers.count for batch in batches), default=1)
         groups = deque(
             [
@@ -102,7 +106,7 @@ class LayerwiseCopier:
         return LayerGate(self, copy, self.group_layers)
 
     def at_once(self, batches: Sequence[Batch], dst: Tier) -> None:
-        """Copy, and return when the bytes are there: what an eviction copies out is freed next."""
+        """Copy, and return when the bytes are there: an eviction frees the source next."""
         gate = self.begin(batches, dst, lambda: None)
         while gate.copy in self._under_way:
             if gate.copy.events:
@@ -110,7 +114,7 @@ class LayerwiseCopier:
             self.poll()
 
     def poll(self) -> None:
-        """Go on. `done` of finished copies is called in here, oldest first."""
+        """Go on, and call `done` of finished copies, oldest first."""
         for copy in list(self._under_way):
             if self.device.type == "cpu":
                 self._step(copy)
@@ -123,7 +127,7 @@ class LayerwiseCopier:
                 copy.done()
 
     def reach(self, copy: LayerwiseCopy, group: int) -> None:
-        """See LayerGate.wait."""
+        """Wait for a group: see `LayerGate.wait`."""
         if self.device.type == "cpu":
             while copy.landed <= group and copy.groups:
                 self._step(copy)
@@ -135,11 +139,11 @@ class LayerwiseCopier:
 
     @property
     def busy(self) -> bool:
-        """Whether a copy has not landed."""
+        """True if a copy has not landed."""
         return bool(self._under_way)
 
     def check(self) -> None:
-        """Raise InvariantBroken unless each group of layers has landed, is being copied or waits. O(copies)."""
+        """Raise InvariantBroken unless each group has landed, is being copied or waits. O(copies)."""
         for copy in self._under_way:
             if copy.landed + len(copy.events) + len(copy.groups) != len(copy.sizes):
                 raise InvariantBroken(f"{copy.landed} of {len(copy.sizes)} groups have landed, {len(copy.groups)} wait")

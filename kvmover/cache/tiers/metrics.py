@@ -1,4 +1,4 @@
-"""A controller's counts and times are plain numbers in a TierMeter, and Prometheus metrics at a scrape."""
+"""A TierMeter holds a controller's counts and times as plain numbers, which become Prometheus metrics at a scrape."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TierCount(StrEnum):
-    """Totals since the controller was made, of this rank. Bytes are payload."""
+    """The totals of this rank since its controller was made. Bytes are payload."""
 
     BACKED_PAGES = "backed_pages"
     BACKED_BYTES = "backed_bytes"
@@ -33,7 +33,7 @@ class TierCount(StrEnum):
 
 
 class TierStage(StrEnum):
-    """What is timed, in seconds, from its beginning to the end on this rank; RESTORE: to that on all ranks."""
+    """The timed stages, in seconds, from beginning to end on this rank; RESTORE to the end on all ranks."""
 
     BACKUP = "backup"
     LOAD = "load"
@@ -47,7 +47,7 @@ class TierStage(StrEnum):
 
 
 class TierGauge(StrEnum):
-    """What there is at this moment."""
+    """The quantities read at the moment of a snapshot."""
 
     OPEN_OPERATIONS = "open_operations"
     OPEN_RESTORES = "open_restores"
@@ -66,7 +66,7 @@ def _empty() -> dict[TierStage, DurationHistogram]:
 
 @dataclass(slots=True)
 class TierMeter:
-    """What a controller did, how long its stages took, and what it did not do.
+    """The totals, stage times and drops of a controller.
 
     `dropped`: pages by (verb, why) that were not backed up, stored, fetched or loaded.
     """
@@ -76,14 +76,14 @@ class TierMeter:
     dropped: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
 
     def copy(self) -> TierMeter:
-        """What no later count changes."""
+        """Return a copy that no later count changes."""
         stages = {stage: histogram.copy() for stage, histogram in self.stages.items()}
         return TierMeter(self.counts.copy(), stages, self.dropped.copy())
 
 
 @dataclass(frozen=True, slots=True)
 class TierSnapshot:
-    """The controller of one rank at one moment: nothing changes it any more, so any thread may read it."""
+    """An immutable snapshot of one rank's controller, which any thread may read."""
 
     engine: str
     rank: int
@@ -91,7 +91,7 @@ class TierSnapshot:
     gauges: Mapping[TierGauge, int]
 
 
-#: What a scrape says of a controller, by what its meter calls it.
+#: The exported metrics, by their keys in a meter.
 METRICS: Mapping[StrEnum, Metric] = {
     **named(
         "tier_",
@@ -150,16 +150,16 @@ _DROPPED = Metric(
 
 
 class TierCollector:
-    """For `prometheus_client`: `REGISTRY.register(TierCollector(controller.snapshot))`, one for each rank's snapshots.
+    """A collector for `prometheus_client`: `REGISTRY.register(TierCollector(controller.snapshot))`, one call a rank.
 
-    Scrape in the thread that polls, or hand in what returns the snapshot that it took last.
+    Scrape in the polling thread, or pass a function that returns the snapshot taken last.
     """
 
     def __init__(self, *snapshots: Callable[[], TierSnapshot]) -> None:
         self._snapshots = snapshots
 
     def collect(self) -> Iterator[Family]:
-        """The metric families of docs/metrics.md, from one snapshot of each rank. For prometheus_client."""
+        """Yield the metric families of docs/metrics.md, from one snapshot of each rank. For prometheus_client."""
         taken = [snapshot() for snapshot in self._snapshots]
         yield from families(METRICS, taken)
         dropped: Any = _DROPPED.family()

@@ -1,9 +1,9 @@
-"""Pipelined is the agreement of ranks whose pipeline stages run apart: a stage is some rounds behind the one before it.
+"""Pipelined is the agreement of ranks whose pipeline stages run apart: a stage is some rounds behind the one before.
 
-A scheduler that waited in a round for a later stage would wait for ever: what that stage needs to get there, the next
-requests and the activations, the scheduler itself sends, later. So nobody waits for a round. Rank 0 sees which rounds
-have ended on all ranks, and says it in its own next one; that travels from stage to stage, as requests do. Every rank
-thus settles the same round at the same place among the requests, and no rank waits but for what was sent before.
+A scheduler that waited in a round for a later stage would wait for ever: the requests and activations which that stage
+needs are sent by the scheduler itself, later. So rounds are not waited for. Rank 0 sees which rounds have ended on all
+ranks and says so in its next round; that travels from stage to stage, as requests do. Every rank thus settles the same
+round at the same place among the requests, waiting only for messages sent before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TAG = 1
 
 
 class Pipelined:
-    """Over a torch.distributed process group of its own on CPU memory, Gloo's for one, which the caller keeps.
+    """A consensus over its own torch.distributed group on CPU memory (Gloo), which the caller keeps.
 
     Its ranks are the stages' one after the other, `stage_ranks` each. Ranks of one stage run in step.
     """
@@ -35,14 +35,15 @@ class Pipelined:
         self._options: Any = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp.MIN
         self._source, self._readers = line(group.rank(), group.size(), stage_ranks)
-        #: Rounds that nobody has settled yet, and the row in which the minimum comes.
+        #: Unsettled rounds, and the rows that receive their minimum.
         self._rounds: deque[tuple[Any, torch.Tensor]] = deque()
         self._sent: list[tuple[Any, torch.Tensor]] = []
 
     def minimum(self, values: VoteRow) -> VoteRow | None:
-        """Of the last round that rank 0 saw end, if one has since. Raises what the group does after its timeout.
+        """Return the minimum of the last round that rank 0 has newly seen end, or None.
 
-        Blocks until the rank before has called as often, and those behind have called as often but once.
+        Blocks until the rank before has called as often, and those behind as often but once. Raises the group's error
+        at its timeout.
         """
         row = tensor_of(values)
         self._rounds.append((self._group.allreduce([row], self._options), row))
@@ -56,14 +57,14 @@ class Pipelined:
         return agreed
 
     def _ended(self) -> int:
-        """How many rounds have ended since it was last asked, in order."""
+        """Return the number of leading rounds that have ended."""
         for count, (work, _) in enumerate(self._rounds):
             if not work.is_completed():
                 return count
         return len(self._rounds)
 
     def _heard(self) -> int:
-        """The same, from the rank before."""
+        """Return the same number, from the rank before."""
         said = tensor_of(np.zeros(1, np.int64))
         self._group.recv([said], self._source, _TAG).wait()
         return int(said[0])
@@ -76,7 +77,7 @@ class Pipelined:
 
 
 def line(rank: int, size: int, stage_ranks: int) -> tuple[int | None, tuple[int, ...]]:
-    """Whom a rank hears from, and who hears from it: rank 0 its own stage, and each rank its like in the next one.
+    """Return the rank that a rank hears from, and those that hear from it: its own stage for rank 0, else the next one.
 
     >>> [line(rank, 6, 2) for rank in range(6)]
     [(None, (1, 2)), (0, (3,)), (0, (4,)), (1, (5,)), (2, ()), (3, ())]

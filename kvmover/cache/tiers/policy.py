@@ -1,6 +1,6 @@
-"""A TierPolicy says what is written to storage, what is read from it, how fast, and how long a request waits. Pure.
+"""A TierPolicy says which pages are written to storage and read from it, how fast, and how long a request waits. Pure.
 
-Which pages go to the host is the tree's to say: `prefix.WriteThrough(after_hits)` (through, or selective by hits) and
+The tree chooses the pages that go to the host: `prefix.WriteThrough(after_hits)` (through, or selective by hits) or
 `prefix.WriteBack` (on eviction). A rate is a bucket that fills with time; `now` is given.
 """
 
@@ -15,8 +15,10 @@ from kvmover.fields import settle
 
 
 class Store(Enum):
-    """When pages go from the host to storage: with their copy to the host, on eviction from the device where the tree
-    writes back; when the host's copy proved useful (storage is then no copy of all that the host ever had); or never.
+    """The time at which pages go from host to storage.
+
+    BACKED: with their copy to the host, or on eviction from the device if the tree writes back. REUSED: when the host's
+    copy is loaded, so that storage lacks pages the host once had.
     """
 
     BACKED = "backed"
@@ -25,10 +27,10 @@ class Store(Enum):
 
 
 class Inclusion(Enum):
-    """Whether a page that is loaded stays on the host too. Exclusive tiers hold as much as both together.
+    """A choice if a loaded page stays on the host too. Exclusive tiers hold as much as both together.
 
-    INCLUSIVE: in a tree that writes back, second copies are the first to go when the host needs room, and spare a copy
-    if the page is evicted again before. EXCLUSIVE, for such a tree alone: they go as soon as no operation is open.
+    INCLUSIVE: if the tree writes back, second copies are evicted first from the host, and spare a copy if the page is
+    evicted before. EXCLUSIVE, for such a tree alone: they go as soon as no operation is open.
     """
 
     INCLUSIVE = "inclusive"
@@ -37,22 +39,22 @@ class Inclusion(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How fast a tier is: `latency_s` for a batch, and then `bytes_per_s`."""
+    """A tier's speed: `latency_s` for a batch, and then `bytes_per_s`."""
 
     latency_s: float
     bytes_per_s: float
 
     def seconds(self, nbytes: int) -> float:
-        """For one batch of `nbytes`."""
+        """Return the seconds of one batch of `nbytes`."""
         return self.latency_s + nbytes / self.bytes_per_s
 
     def within(self, rate: Rate | None) -> Speed:
-        """The same tier where a rate limits it."""
+        """Return the speed of the same tier under a rate limit."""
         return self if rate is None else replace(self, bytes_per_s=min(self.bytes_per_s, rate.bytes_per_s))
 
 
 def worth(tokens: int, token_bytes: int, prefill_tokens_per_s: float, *way: Speed) -> float:
-    """Seconds gained by fetching `tokens` over the tiers of `way`, one after the other, and not computing them.
+    """Return the seconds gained by fetching `tokens` over the tiers of `way` in sequence, not computing them.
 
     Llama-3-70B, 327,680 bytes a token over four ranks, 81,920 each; prefill of 8,000 tokens/s. 4,096 tokens from a disk
     of 2 GB/s and 2 ms, then over a link of 20 GB/s: 0.512 s of prefill against 0.170 + 0.017 s. On a disk of 0.5 GB/s
@@ -67,17 +69,20 @@ def worth(tokens: int, token_bytes: int, prefill_tokens_per_s: float, *way: Spee
 
 @dataclass(frozen=True, slots=True)
 class BestEffort:
-    """A read goes on until its request is to start: the pages that are there then count."""
+    """A prefetch policy: a read goes on until its request is to start, with the pages read by then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A read goes on to its end."""
+    """A prefetch policy: a read goes on to its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeout:
-    """A read has `base_s + tokens / 1024 * per_ki_token_s` seconds from when it was asked for."""
+    """A prefetch policy: a read has `base_s + tokens / 1024 * per_ki_token_s` seconds from its restore's beginning.
+
+    Raises TierError for a time below 0.
+    """
 
     base_s: float = 1.0
     per_ki_token_s: float = 0.25
@@ -89,9 +94,10 @@ class Timeout:
 
 @dataclass(frozen=True, slots=True)
 class CostAware:
-    """A read is begun if it is expected to be faster than the prefill it spares, and has the time of that prefill.
+    """A prefetch policy: a read must be expected to beat the prefill that it spares, and has the time of that prefill.
 
-    `prefill_tokens_per_s` is the engine's measure; the tiers' are the controller's. Without measures a read is begun.
+    The engine measures `prefill_tokens_per_s`, the controller its tiers. Without measures a read is begun. Raises
+    TierError unless the prefill is above 0.
     """
 
     prefill_tokens_per_s: float
@@ -105,14 +111,14 @@ Prefetch: TypeAlias = BestEffort | Wait | Timeout | CostAware
 
 
 def pays(policy: Prefetch, tokens: int, token_bytes: int, way: tuple[Speed, ...]) -> bool:
-    """Whether to begin a read."""
+    """Return True if a read is to begin."""
     if isinstance(policy, CostAware) and way:
         return worth(tokens, token_bytes, policy.prefill_tokens_per_s, *way) > 0
     return True
 
 
 def patience_s(policy: Prefetch, tokens: int) -> float | None:
-    """How long a read of `tokens` may take; None: until its end, or until the request is to start."""
+    """Return the most seconds of a read of `tokens`; None: until its end, or until the request is to start."""
     if isinstance(policy, Timeout):
         return policy.base_s + tokens / 1024 * policy.per_ki_token_s
     return tokens / policy.prefill_tokens_per_s if isinstance(policy, CostAware) else None
@@ -120,11 +126,12 @@ def patience_s(policy: Prefetch, tokens: int) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class TierPolicy:
-    """`least_tokens`: storage is not asked for fewer missing tokens. `least_load_tokens`: fewer stay on the host.
+    """The thresholds and limits of a controller. Raises TierError for values out of range.
 
-    `reading_share`: the fraction, above 0 and up to 1, of host pages that reads may hold at once. `writing_pages`: the
-    most pages that may wait to be written; those beyond are dropped and counted. `read_rate`, `write_rate`: of storage,
-    in bytes a second of this rank.
+    `least_tokens`: peers and storage are asked for no fewer missing tokens. `least_load_tokens`: fewer stay on the
+    host. `reading_share`: the fraction, above 0 and up to 1, of host pages that reads may hold at once.
+    `writing_pages`: the most pages that may wait to be written; more are dropped and counted. `read_rate`,
+    `write_rate`: of storage, for this rank.
     """
 
     store: Store = Store.BACKED
@@ -145,7 +152,7 @@ class TierPolicy:
 
 @dataclass(slots=True)
 class ThroughputEstimator:
-    """Measures a Speed: a line through (bytes, seconds) by least squares, older batches weighing less.
+    """An estimator of a Speed: a line through (bytes, seconds) by least squares, older batches weighing less.
 
     >>> reads = ThroughputEstimator()
     >>> for mib in (1, 2, 4, 8):
@@ -163,7 +170,7 @@ class ThroughputEstimator:
     products: float = 0.0
 
     def add(self, nbytes: int, seconds: float) -> None:
-        """A batch of `nbytes` took so long."""
+        """Add a batch."""
         for name, value in (
             ("count", 1.0),
             ("nbytes", nbytes),
@@ -174,7 +181,8 @@ class ThroughputEstimator:
             setattr(self, name, getattr(self, name) * self.keep + value)
 
     def speed(self) -> Speed | None:
-        """None before the first batch. Batches of one size, or faster the larger they are, have no latency."""
+        """Return the fit, None before the first batch. Latency is 0 for equal sizes, or if larger batches are faster.
+        """
         if not self.nbytes or not self.seconds:
             return None
         spread = self.count * self.squares - self.nbytes**2
@@ -187,7 +195,10 @@ class ThroughputEstimator:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """`bytes_per_s` in the long run, and as much as `burst_bytes` at once after a pause."""
+    """A limit of `bytes_per_s` in the long run, and of `burst_bytes` at once after a pause.
+
+    Raises TierError for values that are not positive.
+    """
 
     bytes_per_s: float
     burst_bytes: int = 64 << 20
@@ -199,8 +210,9 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What may be moved at `at_s`. Work is done whole and paid afterwards: below 0 there is nothing until it is repaid,
-    so that a batch above the burst moves too.
+    """The bytes that may be moved at `at_s`. Work is done whole and paid afterwards, so a batch may exceed the burst.
+
+    No work begins while the level is below 0.
 
     >>> bucket = Bucket.full(Rate(1000.0, 500), 0.0).spent(2500, 0.0)
     >>> bucket.wait_s(0.0), bucket.wait_s(1.5), bucket.wait_s(9.0)
@@ -213,19 +225,19 @@ class Bucket:
 
     @classmethod
     def full(cls, rate: Rate, now_s: float) -> Bucket:
-        """With a whole burst at `now_s`."""
+        """Return a bucket with a whole burst at `now_s`."""
         return cls(rate, rate.burst_bytes, now_s)
 
     def filled(self, now_s: float) -> Bucket:
-        """A clock that goes backwards takes nothing away."""
+        """Return the bucket at `now_s`; its level stays if the clock goes backwards."""
         come = max(0.0, now_s - self.at_s) * self.rate.bytes_per_s
         return replace(self, level_bytes=min(self.rate.burst_bytes, self.level_bytes + come), at_s=now_s)
 
     def wait_s(self, now_s: float) -> float:
-        """How long until work may begin."""
+        """Return the seconds until work may begin."""
         return max(0.0, -self.filled(now_s).level_bytes / self.rate.bytes_per_s)
 
     def spent(self, nbytes: int, now_s: float) -> Bucket:
-        """After `nbytes` were moved, which may be more than there was."""
+        """Return the bucket after `nbytes` were moved, possibly more than its level."""
         filled = self.filled(now_s)
         return replace(filled, level_bytes=filled.level_bytes - nbytes)

@@ -1,7 +1,7 @@
 """A Restore brings a request's KV back to the device: its state machine decides, the driver here carries out.
 
-`restore_machine.py` decides. Events come from the storage thread's jobs and the copies to the device, as the controller
-polls them, and from the rounds in which all ranks agree.
+`restore_machine.py` decides. Events come from jobs of the storage thread, copies to the device and peers, as the
+controller polls them, and from the rounds in which all ranks agree.
 """
 
 from __future__ import annotations
@@ -50,14 +50,13 @@ from kvmover.store import Got
 
 @dataclass(slots=True, eq=False)
 class Restore:
-    """What a request gets. `tokens`, `page_ids`, `held` and `handle` count when `phase` is READY.
+    """The restore of one request. `tokens`, `page_ids`, `held` and `handle` count when `phase` is READY.
 
-    `found` is what was matched when the request came. `handle` keeps the pages on the device: give it back by
-    `Controller.release`. While in LOAD, `gate` lets a forward pass start on `loading`, the match of `best_tokens` that
-    the load makes true, once its first layers are there.
+    `found`: the match at the request's coming. `handle` locks the device pages: give it back by `Controller.release`.
+    In LOAD, `gate` lets a forward pass start on the first layers that have landed.
 
-    Two sums for the ledger: `ledger.matched(r, prompt, restore.reusable_tokens)`, and
-    `ledger.admitted(r, restore.credit, restore.lost)`.
+    For the ledger: `ledger.matched(r, prompt, restore.reusable_tokens)`, and `ledger.admitted(r, restore.credit,
+    restore.lost)`.
     """
 
     key: RadixKey
@@ -67,69 +66,69 @@ class Restore:
     held: tuple[tuple[str, PageArray], ...] = ()
     handle: LockHandle | None = None
     gate: LayerGate | None = None
-    #: Of all pages that are asked for, and how many of them are on the host; by which name peers offer them.
+    #: Hashes of all pages asked for; how many pages are on the host; the name under which peers offer theirs.
     hashes: Sequence[bytes] = ()
     anchor: int = 0
     request: str = ""
     borrow: PeerRead | None = None
-    #: Pages of the host that are being read into, by the tree's operation.
+    #: The tree's read operation, and the host pages that it reads into.
     reads: tuple[int, Sequence[int]] = (0, ())
-    #: Of the last time that the tree was asked.
+    #: The latest match.
     match: Match | None = None
-    #: Locks of what was found, until what is brought is locked too.
+    #: Locks of found pages, until the restored ones are locked too.
     keeps: list[LockHandle] = field(default_factory=list[LockHandle])
     collective: CollectiveOp | None = None
 
     @property
     def phase(self) -> RestorePhase:
-        """Where it is. READY and ABORTED are ends."""
+        """The phase; READY and ABORTED are ends."""
         return self.state.phase
 
     @property
     def done(self) -> bool:
-        """Whether it is ready, or was given up."""
+        """True if the restore is ready or was given up."""
         return self.state.done
 
     @property
     def tokens(self) -> int:
-        """On the device and locked, from the beginning of the prompt."""
+        """Tokens on the device and locked, from the beginning of the prompt."""
         return self.state.tokens
 
     @property
     def reusable_tokens(self) -> int:
-        """On any tier, as far as this rank has found out."""
+        """Tokens on any tier, as far as this rank has found out."""
         return self.state.reusable_tokens
 
     @property
     def credit(self) -> Credit:
-        """`tokens` by the tier that they were on when the request came."""
+        """The `tokens` by their tier at the request's coming."""
         return self.state.credit
 
     @property
     def lost(self) -> Mapping[Loss, int]:
-        """Why the other reusable tokens are not on the device."""
+        """The other reusable tokens by the reason why they are not on the device."""
         return self.state.lost
 
 
 @dataclass(slots=True)
 class _Answers:
-    """To one look: what storage has and what peers have, while `waits` of them are awaited."""
+    """The answers to one look, `waits` of them still due: restorable lengths of storage, and each peer's, in pages."""
 
     waits: int
     pages: Sequence[int] = (0,)
     peers: tuple[int, ...] = ()
 
 
-#: Why a read ended early, as the ledger says it.
+#: The ledger's reason for a read that ended early.
 _LOSS = {Got.POISONED: Loss.POISONED, Got.EVICTED: Loss.CAPACITY_EVICTED, Got.ABSENT: Loss.CAPACITY_EVICTED}
 
 
 @dataclass(slots=True)
 class Restores:
-    """Of one rank. `reused` hears of a node, and from which page on its path is loaded from the host.
+    """The restores of one rank. `reused` is called with a node and the first page on its path being loaded.
 
-    `open`: those that are not done; `leaving`: those that were given up, and whose operation has not ended; `held`:
-    reads that have ended, and may still write to the host.
+    `open`: not done. `leaving`: given up, with an operation still open. `held`: reads from peers that have ended and
+    may still write to the host.
     """
 
     allocator: PageAllocator
@@ -156,12 +155,12 @@ class Restores:
 
     @property
     def reading_pages(self) -> int:
-        """Host pages of attention KV that are being read into."""
+        """Host pages of attention KV being read into."""
         states = [restore.state for restore in (*self.open, *self.leaving)]
         return sum(state.op_pages for state in states if state.asked is RestorePhase.READ)
 
     def begin(self, key: RadixKey, limit_tokens: int, policy: TierPolicy) -> Restore:
-        """Begin to bring what is kept of the first `limit_tokens` tokens of `key`. It may be ready at once."""
+        """Begin to restore the cached part of the first `limit_tokens` tokens of `key`. It may be ready at once."""
         match = self.allocator.tree.match(key, limit_tokens=limit_tokens)
         terms = structs.replace(self.terms, policy=policy)
         state, actions = restore_machine.start(terms, limit_tokens, match.tokens, match.best_tokens, self.clock())
@@ -177,7 +176,7 @@ class Restores:
         self._carry_out(restore, actions)
 
     def poll(self) -> None:
-        """A round begins."""
+        """Begin a round: end held reads that are over, and advance open restores by the time."""
         for read, collective in [each for each in self.held if each[0].over]:
             self.held.remove((read, collective))
             collective.done(1)
@@ -185,7 +184,7 @@ class Restores:
             self.tell(restore, restore_machine.TimePassed())
 
     def check(self) -> None:
-        """Raise InvariantBroken where states, operations and lists do not fit together. O(open restores)."""
+        """Raise InvariantBroken if states, operations and lists disagree. O(open restores)."""
         for restore in (*self.open, *self.leaving):
             restore.state.check()
             under_way = restore.collective is not None
@@ -205,7 +204,7 @@ class Restores:
                 self.tell(restore, event)
 
     def _do(self, restore: Restore, action: restore_machine.RestoreAction) -> RestoreEvent | None:
-        """Carry out, and say what came of it where that is known at once."""
+        """Carry out an action. Returns its event if that is known at once, else None."""
         match action:
             case restore_machine.LookUp(pages):
                 self._look(restore, pages)
@@ -251,7 +250,7 @@ class Restores:
     # Peers and storage
 
     def _look(self, restore: Restore, pages: int) -> None:
-        """Ask for what is not on the host, and storage for what a prefix that ends there needs of before."""
+        """Ask peers and storage for pages that are not on the host, and storage for windows before them."""
         tree, key, node = self.allocator.tree, restore.key, restore.found.host_node
         restore.hashes = hashes = key.page_hashes(tree.config.page_words)[:pages]
         restore.anchor = anchor = len(tree.page_hashes(node)) if node != ROOT and tree.is_backed(node) else 0
@@ -265,7 +264,7 @@ class Restores:
             self._look_up(restore, self.storage, anchor, answers)
 
     def _looked(self, restore: Restore, answers: _Answers) -> None:
-        """One more has answered."""
+        """Count an answer; after the last, advance the restore."""
         answers.waits -= 1
         if not answers.waits:
             ways = self._way(), self._peer_way()
@@ -307,12 +306,12 @@ class Restores:
         return restorable(rules, present, self.terms.page_tokens, anchor)
 
     def _way(self) -> tuple[Speed, ...]:
-        """Speeds of the tiers between storage and the device, as far as they were measured."""
+        """Return the measured speeds of the tiers from storage to the device; () if storage was not measured."""
         read, load = self.storage.reads.speed() if self.storage is not None else None, self.loads.speed()
         return () if read is None else (read.within(self.policy.read_rate), *((load,) if load else ()))
 
     def _peer_way(self) -> tuple[Speed, ...]:
-        """The same between peers and the device."""
+        """Return the same from peers to the device."""
         borrow, load = self.borrows.speed(), self.loads.speed()
         return () if borrow is None else (borrow, *((load,) if load else ()))
 
@@ -364,7 +363,7 @@ class Restores:
         self.worker.begin(read, Urgency.READ, ended)
 
     def _borrow(self, restore: Restore, source: int, pages: range, ids: Sequence[int]) -> None:
-        """Read `pages` of the prompt from a peer: all of them, or none."""
+        """Read `pages` of the prompt from a peer, all or not at all."""
         collective, page_tokens, watch = restore.collective, self.terms.page_tokens, Stopwatch()
         assert collective is not None
 
@@ -380,15 +379,16 @@ class Restores:
             self.meter.dropped["borrow", str(loss)] += len(pages)
             self.tell(restore, restore_machine.FetchEnded(0, loss))
 
-        table = [0] * pages.start + list(ids)  # what is before is not read into
+        table = [0] * pages.start + list(ids)  # pages before the range are not read into
         tables = [table] * len(self.allocator.tiered_pools)
         positions = range(pages.start * page_tokens, pages.stop * page_tokens)
         restore.borrow = PeerRead(lambda: collective.stopping, ended)
         self._peers.read(restore.request, source, positions, tables, restore.borrow)
 
     def _abandon(self, restore: Restore, op: int) -> None:
-        """A peer that hangs may be read from for long after the request has gone on; no rank's pages come back before
-        all ranks' do, or their trees would differ.
+        """Begin the operation that frees the pages of a failed read from a peer, once all ranks can.
+
+        A hung peer's read may outlast the request; if ranks freed pages at different times, their trees would differ.
         """
         read, restore.borrow = restore.borrow, None
         collective = self.collectives.begin(lambda agreed: self._abandoned(op))
@@ -402,7 +402,7 @@ class Restores:
             self.allocator.apply(self.allocator.tree.end(op, 0))
 
     def _lend(self, restore: Restore, op: int, pages: int) -> None:
-        """What was read to the host is there for peers too. What the tree does not keep of it is freed behind this."""
+        """Lend the pages that were read to the host. Those that the tree does not keep are freed after this."""
         if self.peers is not None and restore.reads[0] == op:
             ids = list(restore.reads[1])[:pages]
             self.peers.came(restore.hashes[restore.anchor : restore.anchor + len(ids)], ids)
@@ -420,7 +420,7 @@ class Restores:
     # Host to device
 
     def _lock(self, restore: Restore, match: Match) -> None:
-        """Keep what was found, on either tier."""
+        """Lock the match on either tier."""
         tree = self.allocator.tree
         if match.best_tokens > match.tokens and tree.is_backed(match.best_node):
             restore.keeps.append(tree.lock_host(match.best_node))

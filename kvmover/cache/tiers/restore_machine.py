@@ -1,14 +1,13 @@
-"""One restore on one rank as a pure state machine, `step(state, event, now)`: LOOK, READ, LOAD, READY.
+"""A restore on one rank is a pure state machine, `step(state, event, now)`: LOOK, READ, LOAD, READY.
 
 Each of the first three is an operation that all ranks begin, answer and end together. LOOK asks peers and storage, and
-a rank votes for the prefix lengths that it can and would read from each. READ brings the longest that all voted for to
-the host, from a peer where that has as much as storage; what one source fails to bring, the next one is read for. LOAD
-brings what the host has to the device. A rank that cannot begin its part, for want of room, votes for nothing, so that
-all end with nothing: no rank is waited for.
+a rank votes for the prefix lengths that it can and would read from each. READ brings the longest length with all votes
+to the host, from a peer if it has as much as storage; if a source fails, the next is read for the rest. LOAD brings
+host pages to the device. A rank without room for its part answers 0, so that all end with 0 and no rank is waited for.
 
-What a rank brings and another one does not is given up, and what is not brought has a reason: a rank's own shortfall
-has its own, and the cut below that is `rank_minimum`. A restore that is given up goes on answering until its operation
-has ended on all ranks; its pages come back then.
+Pages that other ranks lack are given up. Each missing token has a reason: a rank's own shortfall its own, and the cut
+below that is `rank_minimum`. A restore that is given up goes on answering until its operation has ended on all ranks;
+its pages come back then.
 """
 
 from __future__ import annotations
@@ -24,15 +23,14 @@ from kvmover.cache.tiers.agreement import PartialWork, agreed_count, counted
 from kvmover.cache.tiers.policy import BestEffort, Speed, patience_s, pays
 from kvmover.cache.tiers.restore_state import STORAGE, ReadSource, RestorePhase, RestoreTerms, Restoring
 
-# What happens to it.
+# Events.
 
 
 class LookedUp(msgspec.Struct, frozen=True):
-    """All have answered this rank. `pages`: ascending, the lengths of prefixes that storage has or that are nearer;
-    `peers`: how many first pages each peer has.
+    """An event: peers and storage have answered this rank.
 
-    `way` and `peer_way`: the measured speeds of the tiers to come by, none where they are not known. No pages after a
-    failure.
+    `pages`: ascending, prefix lengths that storage can complete; at most 0 after a failure. `peers`: leading pages of
+    each peer. `way`, `peer_way`: measured speeds of the tiers to come by, empty if unmeasured.
     """
 
     pages: Sequence[int]
@@ -42,29 +40,29 @@ class LookedUp(msgspec.Struct, frozen=True):
 
 
 class FetchBegun(msgspec.Struct, frozen=True):
-    """Host pages are taken, and `pages` pages are being read into them by the tree's operation `op`."""
+    """An event: host pages are taken, and the tree's operation `op` reads `pages` pages into them."""
 
     op: int
     pages: int
 
 
 class HostFull(msgspec.Struct, frozen=True):
-    """No host page was taken: there are too few for `tokens`, or reads have their share of them."""
+    """An event: no host page was taken for `tokens`, as too few are free or reads hold their share."""
 
     tokens: int
 
 
 class FetchEnded(msgspec.Struct, frozen=True):
-    """This rank's read is over with its first `pages` pages; `loss` says why not with more."""
+    """An event: this rank's read ended with its first `pages` pages; `loss` says why not with more."""
 
     pages: int
     loss: Loss | None = None
 
 
 class Rematched(msgspec.Struct, frozen=True):
-    """What the tree has by now: `tokens` on the device, `best_tokens` on device or host.
+    """An event: the tree now has `tokens` on the device, `best_tokens` on device or host.
 
-    `waits`: that another's load brings more, which is to be waited for; then nothing was locked.
+    `waits`: another load brings more and is to be awaited; no lock was taken then.
     """
 
     tokens: int
@@ -73,14 +71,14 @@ class Rematched(msgspec.Struct, frozen=True):
 
 
 class LoadBegun(msgspec.Struct, frozen=True):
-    """Device pages are taken, and `pages` pages are being copied into them by the tree's operation `op`."""
+    """An event: device pages are taken, and the tree's operation `op` copies `pages` pages into them."""
 
     op: int
     pages: int
 
 
 class DeviceFull(msgspec.Struct, frozen=True):
-    """No device page was taken: `tokens` are there, `missing_tokens` more would come, and `room_tokens` have room."""
+    """An event: no device page was taken. `tokens` are there, `missing_tokens` would come, `room_tokens` have room."""
 
     tokens: int
     missing_tokens: int
@@ -88,32 +86,32 @@ class DeviceFull(msgspec.Struct, frozen=True):
 
 
 class LoadEnded(msgspec.Struct, frozen=True):
-    """This rank's copy to the device has landed."""
+    """An event: this rank's copy to the device has landed."""
 
 
 class RanksAgreed(msgspec.Struct, frozen=True):
-    """The operation has ended on all ranks, with the minimum of their answers. `stopped`: some rank had asked to."""
+    """An event: the operation ended on all ranks with the minimum `answer`. `stopped`: a rank had asked to stop."""
 
     answer: Sequence[int]
     stopped: bool = False
 
 
 class Secured(msgspec.Struct, frozen=True):
-    """The first `tokens` tokens are on the device, and locked for the request."""
+    """An event: the first `tokens` tokens are on the device, and locked for the request."""
 
     tokens: int
 
 
 class Hurry(msgspec.Struct, frozen=True):
-    """The request is to start now."""
+    """An event: the request is to start now."""
 
 
 class GivenUp(msgspec.Struct, frozen=True):
-    """Nobody wants the request any more."""
+    """An event: the request is cancelled."""
 
 
 class TimePassed(msgspec.Struct, frozen=True):
-    """A round begins."""
+    """An event: a round begins."""
 
 
 RestoreEvent: TypeAlias = (
@@ -132,21 +130,19 @@ RestoreEvent: TypeAlias = (
     | TimePassed
 )
 
-# What it asks for, to be done in order.
+# Actions, to be carried out in order.
 
 
 class LookUp(msgspec.Struct, frozen=True):
-    """Begin an operation of all ranks, and ask peers and storage for the first `pages` pages. LookedUp when all have
-    answered.
-    """
+    """An action: begin an operation and ask peers and storage for the first `pages` pages, up to LookedUp."""
 
     pages: int
 
 
 class BeginFetch(msgspec.Struct, frozen=True):
-    """Take host pages for the first `pages` pages, begin an operation of all ranks, read: FetchBegun, or HostFull.
+    """An action: take host pages for the first `pages` pages, begin an operation and read: FetchBegun, or HostFull.
 
-    `source`: of which peer, or STORAGE.
+    `source`: a peer's number, or STORAGE.
     """
 
     pages: int
@@ -154,56 +150,55 @@ class BeginFetch(msgspec.Struct, frozen=True):
 
 
 class Decline(msgspec.Struct, frozen=True):
-    """Tell peers that nothing of what they offered will be read."""
+    """An action: tell peers that no page of their offers will be read."""
 
 
 class BeginLoad(msgspec.Struct, frozen=True):
-    """Take device pages for the first `tokens` tokens, begin an operation of all ranks and copy: LoadBegun, or
-    DeviceFull.
-    """
+    """An action: take device pages up to `tokens` tokens, begin an operation and copy: LoadBegun, or DeviceFull."""
 
     tokens: int
 
 
 class BeginNothing(msgspec.Struct, frozen=True):
-    """Begin the operation that other ranks begin now, without a part in it."""
+    """An action: begin the operation that other ranks begin now, without a part in it."""
 
 
 class Vote(msgspec.Struct, frozen=True):
-    """This rank's answer to the operation under way."""
+    """An action: answer the open operation for this rank."""
 
     answer: tuple[int, ...]
 
 
 class AskToStop(msgspec.Struct, frozen=True):
-    """Tell all ranks to end the operation under way with what they have."""
+    """An action: ask all ranks to end the open operation with the pages they have."""
 
 
 class EndCopy(msgspec.Struct, frozen=True):
-    """Tell the tree that the first `pages` pages of its operation are there; the others' ids come back."""
+    """An action: tell the tree that the first `pages` pages of `op` are there; the other ids come back."""
 
     op: int
     pages: int
 
 
 class Abandon(msgspec.Struct, frozen=True):
-    """A read from a peer came to nothing, on all ranks: begin an operation that ends once no rank's pages can be
-    written any more, and then tell the tree that nothing of `op` came. 0: this rank took none.
+    """An action: begin an operation that ends once no rank's pages of a failed read can be written any more.
+
+    The tree's `op` then ends with no page; 0 if this rank took no page.
     """
 
     op: int
 
 
 class Rematch(msgspec.Struct, frozen=True):
-    """Match again, and lock what is found on both tiers unless it waits: Rematched."""
+    """An action: match again, and lock the match on both tiers unless it waits: Rematched."""
 
 
 class Secure(msgspec.Struct, frozen=True):
-    """Lock what is on the device for the request: Secured."""
+    """An action: lock the device pages for the request: Secured."""
 
 
 class LetGo(msgspec.Struct, frozen=True):
-    """Give back the locks that kept what was found until it was brought."""
+    """An action: give back the locks that kept found pages until they were restored."""
 
 
 RestoreAction: TypeAlias = (
@@ -224,9 +219,10 @@ RestoreStep: TypeAlias = tuple[Restoring, list[RestoreAction]]
 
 
 def start(terms: RestoreTerms, limit_tokens: int, tokens: int, best_tokens: int, now: float) -> RestoreStep:
-    """A request whose first `tokens` are on the device and `best_tokens` on device or host, and locked there.
+    """Begin a request with `tokens` on the device and `best_tokens` on device or host, locked there.
 
-    Peers and storage are asked for the rest of `limit_tokens` where that is not below the policy's threshold.
+    Peers and storage are asked for the rest of `limit_tokens` if that is not below the policy's `least_tokens`. Returns
+    the state and its first actions.
     """
     state = Restoring(
         terms=terms,
@@ -243,7 +239,8 @@ def start(terms: RestoreTerms, limit_tokens: int, tokens: int, best_tokens: int,
 
 
 def step(state: Restoring, event: RestoreEvent, now: float) -> RestoreStep:
-    """Advance by one event. What comes to a restore that is over changes nothing."""
+    """Advance by one event at `now`, s. Returns the new state and its actions; a restore that is over does not change.
+    """
     match event:
         case TimePassed():
             return _tick(state, now)
@@ -272,7 +269,7 @@ def step(state: Restoring, event: RestoreEvent, now: float) -> RestoreStep:
 
 
 def _tick(state: Restoring, now: float) -> RestoreStep:
-    """Ask for an end of a read that took too long, and go on where another's load was waited for."""
+    """Stop a read that took too long, and match again after another restore's load."""
     if state.phase is RestorePhase.LOAD and state.asked is None:
         return state, [Rematch()]
     if state.phase is not RestorePhase.READ or state.stopped:
@@ -289,12 +286,13 @@ def _given_up(state: Restoring) -> RestoreStep:
     return replace(state, phase=RestorePhase.ABORTED, stopped=bool(stop)), [*stop, LetGo()]
 
 
-# Storage.
+# Peers and storage.
 
 
 def _looked_up(state: Restoring, event: LookedUp) -> RestoreStep:
-    """This rank's vote: 1 for a number of pages that it can and would read from storage, and how many from each peer;
-    and why not for those it would not.
+    """Vote 1 for each number of pages that this rank can and would read from storage, and pages from each peer.
+
+    Pages that it would not read are lost to the threshold.
     """
     page, best = state.terms.page_tokens, state.best_tokens // state.terms.page_tokens
     beyond = [pages for pages in event.pages if pages > best]
@@ -312,14 +310,15 @@ def _looked_up(state: Restoring, event: LookedUp) -> RestoreStep:
 
 
 def _would_read(state: Restoring, pages: int, way: tuple[Speed, ...]) -> bool:
-    """Whether so many first pages are worth a read."""
+    """Return True if so many leading pages are worth a read."""
     policy, tokens = state.terms.policy, pages * state.terms.page_tokens - state.best_tokens
     return tokens >= max(1, policy.least_tokens) and pays(policy.prefetch, tokens, state.terms.token_bytes, way)
 
 
 def _chosen(state: Restoring, answer: Sequence[int]) -> RestoreStep:
-    """Read the longest prefix that all ranks voted for, of a peer where storage has no more; what this one would have
-    read beyond is lost to the others.
+    """Read the longest prefix that all ranks voted for, from a peer unless storage has more.
+
+    Pages beyond, which this rank alone would have read, are lost to the rank minimum.
     """
     page, best = state.terms.page_tokens, state.best_tokens // state.terms.page_tokens
     lengths = state.limit_tokens // page + 1
@@ -341,7 +340,7 @@ def _longest_and_nearest(each: ReadSource) -> tuple[int, int, int]:
 
 
 def _read_next(state: Restoring) -> RestoreStep:
-    """Of the source that all ranks have next in line."""
+    """Read from the first source left, alike on all ranks."""
     chosen, *left = state.left
     tokens = chosen.pages * state.terms.page_tokens - state.best_tokens
     state = replace(_ask(state, RestorePhase.READ), reading=chosen, left=tuple(left))
@@ -351,7 +350,7 @@ def _read_next(state: Restoring) -> RestoreStep:
 
 
 def _fetched(state: Restoring, pages: int, loss: Loss) -> RestoreStep:
-    """A part that is of no use is no part: all of it is this rank's own shortfall."""
+    """Vote for the pages read; a part that would be dropped counts as 0, all of it this rank's own shortfall."""
     if state.terms.partial is PartialWork.DROPPED and pages < state.op_pages:
         pages = 0
     return _vote(_short(state, loss, (state.op_pages - pages) * state.terms.page_tokens), pages, [])
@@ -365,7 +364,7 @@ def _load(state: Restoring) -> RestoreStep:
 
 
 def _rematched(state: Restoring, event: Rematched) -> RestoreStep:
-    """Load what the host has, once; or wait for somebody else's load of it."""
+    """Load the host's pages, once; or wait for another restore's load of them."""
     if event.waits:
         return state, []
     missing = event.best_tokens - event.tokens
@@ -378,7 +377,7 @@ def _rematched(state: Restoring, event: Rematched) -> RestoreStep:
 
 
 def _device_full(state: Restoring, event: DeviceFull) -> RestoreStep:
-    """As much as there is room for, where a part is of use; else nothing."""
+    """Load as much as has room, if parts are kept; else vote for 0 pages."""
     missing, room = event.missing_tokens, event.room_tokens
     if state.terms.partial is PartialWork.KEPT and 0 < room < missing:
         return _short(state, Loss.DEVICE_CAPACITY, missing - room), [BeginLoad(event.tokens + room)]
@@ -389,17 +388,17 @@ def _device_full(state: Restoring, event: DeviceFull) -> RestoreStep:
 
 
 def _ask(state: Restoring, phase: RestorePhase) -> Restoring:
-    """At an operation of all ranks now, of which this one has not begun its part."""
+    """Return the state in a new operation of all ranks, before this rank's part has begun."""
     return replace(state, phase=phase, asked=phase, op=0, op_pages=0, done_pages=None, stopped=False)
 
 
 def _vote(state: Restoring, pages: int, before: list[RestoreAction]) -> RestoreStep:
-    """This rank has done `pages` of its part of a read or a load."""
+    """Answer that this rank has done `pages` of its part of a read or a load."""
     return replace(state, done_pages=pages), [*before, Vote(counted(pages, state.op_pages))]
 
 
 def _agreed(state: Restoring, event: RanksAgreed) -> RestoreStep:
-    """Every rank keeps what all have. A restore that was given up ends here."""
+    """Keep the pages that all ranks have. A restore that was given up ends here."""
     answer = event.answer
     phase, op, mine = state.asked, state.op, state.done_pages or 0
     state = replace(state, asked=None, op=0, op_pages=0, done_pages=None, stopped=False)
@@ -421,7 +420,7 @@ def _agreed(state: Restoring, event: RanksAgreed) -> RestoreStep:
 
 
 def _after_read(state: Restoring, event: RanksAgreed, pages: int) -> RestoreStep:
-    """Load what came; where not all came, and nobody is in a hurry, what another source has is read instead."""
+    """Load the pages that came; if a peer fell short and no rank asked to stop, read the next source with more."""
     page, chosen, total = state.terms.page_tokens, state.reading, int(event.answer[1])
     assert chosen is not None
     reached = chosen.pages - total + pages
@@ -438,16 +437,16 @@ def _after_read(state: Restoring, event: RanksAgreed, pages: int) -> RestoreStep
 
 
 def _short(state: Restoring, reason: Loss, tokens: int) -> Restoring:
-    """`tokens` will not come, for `reason`."""
+    """Return the state with `tokens` more lost for `reason`."""
     if tokens <= 0:
         return state
     return replace(state, reasons={**state.reasons, reason: state.reasons.get(reason, 0) + tokens})
 
 
 def _ready(state: Restoring, tokens: int) -> Restoring:
-    """The end: credit what is on the device by where it was when the request came, and say why the rest is lost."""
+    """Return the final state: device tokens credited by their tier at the request's coming, the rest lost by reason."""
     device, best = state.device_tokens, state.best_tokens
-    # More than was found anywhere is what other requests have computed meanwhile.
+    # Tokens beyond those found were computed by other requests meanwhile.
     more = max(0, tokens - state.reusable_tokens)
     reusable = state.reusable_tokens + more
     here = tokens - more
@@ -465,7 +464,7 @@ def _ready(state: Restoring, tokens: int) -> Restoring:
 
 
 def balanced(reasons: Mapping[Loss, int], due: int) -> dict[Loss, int]:
-    """Reasons that add up to `due` tokens: the first to apply first, and what none explains was taken meanwhile.
+    """Return losses that add up to `due` tokens, in the order of Loss; the unexplained rest was evicted meanwhile.
 
     >>> balanced({Loss.LATE: 32, Loss.THRESHOLD: 16}, 40)
     {<Loss.THRESHOLD: 'threshold'>: 16, <Loss.LATE: 'late'>: 24}

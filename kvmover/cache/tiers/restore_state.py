@@ -1,4 +1,4 @@
-"""The state of one restore on one rank, as `restore_machine` steps it: its terms, what is left to read, its account."""
+"""A Restoring is the state of one restore on one rank, which `restore_machine` steps."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from kvmover.cache.tiers.policy import TierPolicy
 
 
 class RestorePhase(StrEnum):
-    """LOOK: asking peers and storage. READ: from one of them to the host. LOAD: to the device, or waiting for another's
-    load.
+    """The phase of a restore.
+
+    LOOK: asking peers and storage. READ: from one of them to the host. LOAD: to the device, or waiting for another
+    restore's load.
     """
 
     LOOK = "look"
@@ -31,10 +33,10 @@ _NO_REASONS: Mapping[Loss, int] = MappingProxyType({})
 
 
 class RestoreTerms(msgspec.Struct, frozen=True):
-    """What all restores of a rank have in common. `token_bytes`: KV of one token that this rank holds.
+    """The terms that all restores of a rank share. `token_bytes`: bytes of KV a token on this rank.
 
-    `partial`: what becomes of pages that some rank alone has brought. `stored`: whether there is a storage to ask, and
-    `peers` how many engines.
+    `partial`: the fate of pages that some ranks alone have brought. `stored`: True if there is storage. `peers`:
+    engines to ask.
     """
 
     page_tokens: int
@@ -45,12 +47,12 @@ class RestoreTerms(msgspec.Struct, frozen=True):
     peers: int = 0
 
 
-#: The source of a read that is no peer; peers count from 0.
+#: The `source` that stands for storage; peers count from 0.
 STORAGE = -1
 
 
 class ReadSource(msgspec.Struct, frozen=True, order=True):
-    """What all ranks would read from a peer or from storage: the first `pages` pages of the prompt."""
+    """A read that all ranks could do: the first `pages` pages of the prompt, from a peer or STORAGE."""
 
     pages: int
     source: int
@@ -59,10 +61,10 @@ class ReadSource(msgspec.Struct, frozen=True, order=True):
 class Restoring(msgspec.Struct, frozen=True, kw_only=True):
     """The state of one restore. Numbers of tokens count from the beginning of the prompt.
 
-    `device_tokens` and `best_tokens` were on the device, and on device or host, when the request came;
-    `reusable_tokens` on any tier. `asked`: the operation that all ranks are at, which outlasts an abort; `op`: this
-    rank's part of it in the tree, of `op_pages` pages, 0 where it has none; `done_pages`: this rank's answer, None
-    before it. `tokens`, `credit` and `lost` count when `phase` is READY.
+    At the request's coming `device_tokens` were on the device, `best_tokens` on device or host, `reusable_tokens` on
+    any tier. `asked`: the phase of the open operation of all ranks, which outlasts an abort. `op`: this rank's part in
+    the tree, of `op_pages` pages, or 0; `done_pages`: its answer, None before. `tokens`, `credit` and `lost` count when
+    `phase` is READY.
     """
 
     terms: RestoreTerms
@@ -90,16 +92,16 @@ class Restoring(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def done(self) -> bool:
-        """Whether the request has its answer, or wants none any more."""
+        """True if the restore is ready or was given up."""
         return self.phase in _ENDS
 
     @property
     def over(self) -> bool:
-        """Whether nothing of it is under way: no event changes it any more."""
+        """True if it is done and no operation is open: events do not change it any more."""
         return self.done and self.asked is None
 
     def check(self) -> None:
-        """Raise InvariantBroken for a state that cannot be. O(reasons)."""
+        """Raise InvariantBroken for an impossible state. O(reasons)."""
         page, phase = self.terms.page_tokens, self.phase
         rules = {
             "device, best and reusable prefix are each as long as the one before": (

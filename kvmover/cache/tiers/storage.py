@@ -1,7 +1,7 @@
-"""Storage is the page store as one rank's pools see it: its jobs look up, read and write pages, and a thread does them.
+"""Storage is the page store as one rank's pools see it: jobs look up, read and write pages in a thread.
 
-Jobs of the more urgent class go first, between two batches of another: a read does not wait for a long write. A class
-that has moved what its rate allows waits, and no other one with it.
+A more urgent job goes first between two batches of another: a read does not wait for a long write. A class that has
+used up its rate delays no other class.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from kvmover.layout import Fleet
 from kvmover.store import Got, GotResult, Namespace, PageStore, PartView, Put, elected
 from kvmover.transport import memory_of
 
-#: The most pages and bytes of a batch, and its pages however large they are: between two, a more urgent job goes first,
-#: and a stop is noticed. 8 MiB take a disk of 2 GB/s 4 ms. Pages of 16 KiB were stored at 0.87 GB/s in batches of 256,
-#: at 0.64 in batches of 32.
+#: The most pages and bytes of a batch, and its least pages: between two, a more urgent job goes first, and a stop is
+#: noticed. 8 MiB take a disk of 2 GB/s 4 ms. Pages of 16 KiB were stored at 0.87 GB/s in batches of 256, at 0.64 in
+#: batches of 32.
 BATCH_PAGES, _BATCH_BYTES, _LEAST_PAGES = 256, 8 << 20, 4
 
 
 @dataclass(frozen=True, slots=True)
 class PageRef:
-    """A page of one tiered pool: its place in a batch of the tree's, its hash, and its page on the host."""
+    """A page of one tiered pool: its `place` in the tree's batch, its hash, and its page on the host."""
 
     place: int
     page_hash: bytes
@@ -44,28 +44,28 @@ class PageRef:
 
 @dataclass(slots=True, eq=False)
 class StoredPool:
-    """One tiered pool in the store. `bounce`: where the host's order is another than that of objects."""
+    """A tiered pool in the store. `bounce` is set where the host's page order differs from that of objects."""
 
     tiered_pool: TieredPool
     view: PartView
     bounce: PageBounce | None = None
-    #: Of the last batch: pages that were not there yet.
+    #: Pages that the last batch added to storage.
     written: int = 0
 
     def put(self, pages: Sequence[PageRef]) -> list[bool]:
-        """Write pages of the host: for each, whether storage has it now. Blocks."""
+        """Write host pages. Returns for each True if storage has it now. Blocks."""
         hashes, ids = _apart(pages)
         results = self.bounce.put(hashes, ids) if self.bounce else self.view.put(hashes, self._addresses(ids))
         self.written = sum(result.outcome is Put.WRITTEN for result in results)
         return [result.ok for result in results]
 
     def get(self, pages: Sequence[PageRef]) -> list[GotResult]:
-        """Read pages into the host: one result a page. What is not `ok` is garbage there. Blocks."""
+        """Read pages into the host. Returns a result a page; one that is not `ok` is garbage there. Blocks."""
         hashes, ids = _apart(pages)
         return self.bounce.get(hashes, ids) if self.bounce else self.view.get(hashes, self._addresses(ids))
 
     def moved(self, store: PageStore, namespace: Namespace) -> StoredPool:
-        """Returns the same pool in another namespace."""
+        """Return the same pool in another namespace."""
         view = store.view(namespace, self.view.part, self.view.writes)
         return StoredPool(self.tiered_pool, view, self.bounce and replace(self.bounce, view=view))
 
@@ -78,15 +78,12 @@ def _both(one: Callable[[bytes], bool], other: Callable[[bytes], bool], page: by
 
 
 def _apart(pages: Sequence[PageRef]) -> tuple[list[bytes], list[int]]:
-    """Hashes of pages, and their places on the host."""
+    """Return the pages' hashes and host ids."""
     return [page.page_hash for page in pages], [page.host_id for page in pages]
 
 
 class Storage:
-    """The store with a stored pool for each tiered pool.
-
-    The caller keeps the store, and the pools as long as that is open.
-    """
+    """A page store with a StoredPool for each tiered pool. The caller owns it, and keeps the pools while it is open."""
 
     def __init__(
         self,
@@ -97,9 +94,9 @@ class Storage:
         rank: int,
         writes: Callable[[bytes], bool] | None = None,
     ) -> None:
-        """`namespace` has the fleet's pages, of all context-parallel ranks together. Raises TierError if not.
+        """Register the pools' host memory. Raises TierError unless `namespace` has the fleet's pages, of all CP ranks.
 
-        `writes`: of which pages, by hash, this rank may be the writer; another copy of the whole fleet has the others.
+        `writes`: True for page hashes that this rank may write; another copy of the whole fleet writes the rest.
         """
         if namespace.page_tokens != page_tokens(fleet):
             raise TierError(f"pages of {namespace.page_tokens} tokens in {namespace}, and of {page_tokens(fleet)} here")
@@ -118,11 +115,11 @@ class Storage:
             self.stored_pools.append(StoredPool(tiered_pool, view, bounce))
 
     def moved(self, namespace: Namespace) -> None:
-        """Go on in `namespace`, which the store has become. Jobs that were begun find and write nothing any more."""
+        """Switch to `namespace`, which the store has become. Jobs already begun find and write no page any more."""
         self.stored_pools = [each.moved(self.store, namespace) for each in self.stored_pools]
 
     def whole(self, hashes: Sequence[bytes]) -> list[bool]:
-        """Whether storage has all that this rank's part of each page consists of."""
+        """Return for each hash True if storage has this rank's part of the page."""
         rows = [
             stored_pool.view.exists(hashes)
             for stored_pool in self.stored_pools
@@ -133,7 +130,7 @@ class Storage:
 
 @dataclass(slots=True, eq=False)
 class StorageLookup:
-    """Which of `hashes` each stored pool has whole."""
+    """A look-up. `present` [pool][hash]: True if storage has the page's part whole."""
 
     storage: Storage
     hashes: Sequence[bytes]
@@ -142,20 +139,20 @@ class StorageLookup:
 
     @property
     def moves(self) -> bool:
-        """A look-up is not held to a rate."""
+        """False: a look-up is not held to a rate."""
         return False
 
     def step(self) -> bool:
-        """All hashes at once."""
+        """Look up all hashes at once. Returns True."""
         self.present = [stored_pool.view.exists(self.hashes) for stored_pool in self.storage.stored_pools]
         return True
 
 
 @dataclass(slots=True, eq=False)
 class StorageRead:
-    """Pages into the host, in order of place, until one is missing or `stopping` says so.
+    """A read into the host, in order of place, until a page is missing or `stopping()`.
 
-    `good`: places before it are all read, by this rank, whose share it is. `why`: what ended it early.
+    `good`: places before it are all read, of this rank's share. `why`: the outcome that ended it early.
     """
 
     storage: Storage
@@ -170,11 +167,11 @@ class StorageRead:
 
     @property
     def moves(self) -> bool:
-        """Not once it was told to stop."""
+        """True if pages are left and the read was not stopped."""
         return self._at < len(self.wanted) and not self.stopping()
 
     def step(self) -> bool:
-        """One batch, of all pools; the last step reads nothing, and says how far it came."""
+        """Read one batch across all pools. Returns True once the read is over and `good` is final."""
         if self._at >= len(self.wanted):
             self.good = self.places
             return True
@@ -203,7 +200,7 @@ class StorageRead:
 
 @dataclass(slots=True, eq=False)
 class StorageWrite:
-    """Pages from the host. One that fails fails no other; `failed` counts them by reason."""
+    """A write of host pages. A failed page fails no other; `failed` counts them by reason."""
 
     storage: Storage
     given: Sequence[tuple[StoredPool, PageRef]]
@@ -214,11 +211,11 @@ class StorageWrite:
 
     @property
     def moves(self) -> bool:
-        """Every step does."""
+        """True: every step writes."""
         return True
 
     def step(self) -> bool:
-        """One batch, of all pools."""
+        """Write one batch across all pools. Returns True if it was the last."""
         batch = self.given[self._at : self._at + self.storage.batch_pages]
         self._at += len(batch)
         for stored_pool in dict.fromkeys(each for each, _ in batch):
@@ -231,12 +228,12 @@ class StorageWrite:
         return self._at >= len(self.given)
 
 
-#: How long a job that has used up its rate sleeps at most: it may have been told to stop.
+#: Longest sleep at a used-up rate, s: the job may have been told to stop.
 _ASK_S = 0.02
 
 
 class Urgency(IntEnum):
-    """Classes of jobs, the most urgent first."""
+    """The classes of jobs, most urgent first."""
 
     LOOK = 0
     READ = 1
@@ -244,29 +241,29 @@ class Urgency(IntEnum):
 
 
 class StorageJob(Protocol):
-    """`step` does one batch and says whether that was the last. An exception ends the job, and is its outcome.
+    """A job of the storage thread, one batch a step. An exception ends the job, and is its outcome.
 
-    `nbytes`: what all its steps have moved so far. `moves`: whether the next one will move any, if it is allowed to.
+    `nbytes`: bytes moved by all its steps so far.
     """
 
     nbytes: int
 
     @property
     def moves(self) -> bool:
-        """Asked in the storage thread, before each step."""
+        """True if the next step would move bytes. Read in the storage thread, before each step."""
         ...
 
     def step(self) -> bool:
-        """In the storage thread."""
+        """Do one batch, in the storage thread. Returns True if it was the last."""
         ...
 
 
-#: Called by `StorageWorker.poll`, in the caller's thread, with what a job raised, or None.
+#: Called by `StorageWorker.poll`, in the caller's thread, with the exception that ended the job, or None.
 Ended = Callable[[Exception | None], None]
 
 
 class StorageWorker:
-    """Close it, or the thread outlives its owner (it is a daemon)."""
+    """A daemon thread that runs storage jobs. Close it, or the thread outlives its owner."""
 
     def __init__(self, rates: Mapping[Urgency, Rate] = MappingProxyType({})) -> None:
         now_s = time.monotonic()
@@ -278,7 +275,7 @@ class StorageWorker:
         self._thread: threading.Thread | None = None
 
     def begin(self, job: StorageJob, urgency: Urgency, ended: Ended) -> None:
-        """Queue a job. `ended` is called in `poll`, once, unless the worker is closed before."""
+        """Queue a job. `ended` is called once, in `poll`, unless the worker is closed before."""
         with self._work:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kvmover-storage", daemon=True)
@@ -287,23 +284,23 @@ class StorageWorker:
             self._work.notify()
 
     def poll(self) -> None:
-        """Tell what ended since."""
+        """Call `ended` of the jobs that are over."""
         self._news.clear()
         while self._over:
             ended, error = self._over.popleft()
             ended(error)
 
     def wait(self, seconds: float) -> None:
-        """Sleep until a job has ended, so long at most."""
+        """Sleep until a job has ended, at most `seconds`."""
         self._news.wait(seconds)
 
     @property
     def queued(self) -> int:
-        """Jobs that have not ended, the one under way included."""
+        """Jobs that have not ended, the running one included."""
         return sum(map(len, self._queues))
 
     def close(self) -> None:
-        """Let the batch under way end, and no other begin. What was queued is never heard of again."""
+        """Finish the batch under way and join the thread. Queued jobs are dropped, their `ended` uncalled."""
         with self._work:
             self._closing = True
             self._work.notify()
@@ -325,7 +322,7 @@ class StorageWorker:
             error, before = None, job.nbytes
             try:
                 over = job.step()
-            except Exception as caught:  # whatever it is, the job has ended, and its owner must hear of it
+            except Exception as caught:  # any error ends the job, and its owner must be told
                 error, over = caught, True
             if urgency in self._buckets:
                 self._buckets[urgency] = self._buckets[urgency].spent(job.nbytes - before, time.monotonic())
@@ -336,11 +333,11 @@ class StorageWorker:
                 self._news.set()
 
     def _next(self) -> Urgency | None:
-        """The most urgent class that has work and may do it now."""
+        """Return the most urgent class whose next job may run now, or None."""
         return next((urgency for urgency in Urgency if self._queues[urgency] and not self._wait_s(urgency)), None)
 
     def _pause_s(self) -> float | None:
-        """Until a class may go on, or is to be asked whether it was told to stop; None: until somebody brings work."""
+        """Return the seconds until a class may go on or must notice a stop; None: until a job is queued."""
         waits = [self._wait_s(urgency) for urgency in Urgency if self._queues[urgency]]
         return min(_ASK_S, *waits) if waits else None
 
@@ -350,12 +347,12 @@ class StorageWorker:
 
 
 class Stopwatch:
-    """Seconds since it was made."""
+    """A watch that starts when it is made."""
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()
 
     @property
     def seconds(self) -> float:
-        """So far."""
+        """Seconds since it was made."""
         return time.monotonic() - self._began_s

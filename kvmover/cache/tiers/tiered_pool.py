@@ -1,4 +1,4 @@
-"""A TieredPool has a component of one rank on all tiers: a device pool, a host pool, and its part of stored pages."""
+"""A TieredPool is a component of one rank on all tiers: a device pool, a host pool, and its part of stored pages."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from kvmover.store import PagePart
 
 
 def page_tokens(fleet: Fleet) -> int:
-    """Tokens of one page of the tree and of storage: of all context-parallel ranks together, each of which has a page
-    of its own pool for it.
-    """
+    """Return the tokens of a page of tree and storage: a pool's page of each context-parallel rank together."""
     return fleet.page_tokens * fleet.cp
 
 
 def part_of(component: Component, fleet: Fleet, rank: int) -> PagePart:
-    """The part of every page that `rank` holds, by the fleet's coordinates, TP, PP and CP: there is no other source.
+    """Return the part of every page that `rank` holds, by the fleet's TP, PP and CP.
 
-    Raises TierError for pages dealt in blocks, whose parts depend on the length of the request, and LayoutError for a
-    rank that holds nothing.
+    Raises TierError for a component of several states, or positions dealt in blocks, whose parts depend on the
+    request's length; LayoutError for a rank without a part.
     """
     if fleet.cp > 1 and fleet.cp_order is CpOrder.BLOCK:
         raise TierError(f"{fleet.cp} ranks that share positions in blocks hold other tokens of a page in each request")
@@ -36,8 +34,9 @@ def part_of(component: Component, fleet: Fleet, rank: int) -> PagePart:
 
 @dataclass(frozen=True, slots=True)
 class HostTier:
-    """What a component gets on the host: `pages`, whose axes nest in `order`; only the packed order goes to storage as
-    it lies. `share`: who else holds the same pages. `reach`: who may map those of this rank alone.
+    """A component's host pool: `pages`, whose axes nest in `order`; only the packed order is stored as it lies.
+
+    `share`: the ranks that hold the same pages. `reach`: the processes that may map pages of this rank alone.
     """
 
     pages: int
@@ -51,10 +50,11 @@ class HostTier:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TieredPool:
-    """`name`: the component of the tree whose page ids it goes by. Several may go by one: attention KV and the index
-    keys of sparse attention both go by FULL, the temporal and convolution states by one state's.
+    """A component's pools on device and host, which hold the same box, in any two orders.
 
-    `device` and `host` hold the same box, in any two orders. `rule` says which pages a prefix needs.
+    `name`: the tree's component whose page ids the pools use. Several may use the same: attention KV and the index keys
+    of sparse attention both use FULL, temporal and convolution states one state's. `rule`: the pages that a prefix
+    needs. Raises TierError for a pool that does not hold `part`.
     """
 
     name: str
@@ -85,9 +85,9 @@ class TieredPool:
         host: HostTier,
         name: str = FULL,
     ) -> TieredPool:
-        """The part of `rank`, with a host pool that is allocated here; `device` stays the caller's.
+        """Make the tiered pool of `rank`, with a host pool allocated here; `device` stays the caller's.
 
-        The rule is the component's: its window, its last state, or all pages. Raises TierError for a device's pool that
+        The rule is the component's: its window, its last state, or all pages. Raises TierError for a device pool that
         holds another part, and for host memory that cannot be had.
         """
         rule = LAST_PAGE if component.states else Rule(component.window)
@@ -97,7 +97,7 @@ class TieredPool:
     def holding(
         cls, part: PagePart, device: Pool, host: HostTier, name: str = FULL, rule: Rule = ALL_PAGES
     ) -> TieredPool:
-        """As `of`, for an engine that says itself which `part` of every page the rank holds."""
+        """Make it for an engine that names itself the `part` of every page that the rank holds. Raises as `of`."""
         box = part.box
         shard = Shard(box.layers, box.heads, box.tokens)
         spec = PoolSpec.dense(part.component, shard, host.pages, box.tokens.tokens, host.order)
@@ -106,13 +106,13 @@ class TieredPool:
 
     @property
     def packed(self) -> bool:
-        """Whether a page on the host lies as storage wants it."""
+        """True if a host page lies as storage wants it."""
         return self.host.spec.is_packed
 
     def address(self, page: int) -> int:
-        """Of a page on the host, in the packed order."""
+        """Return the address of a host page, in the packed order."""
         return self.host.tensors[0].data_ptr() + page * self.host.spec.stride_bytes("page")
 
     def mine(self, ids: Sequence[int]) -> list[int]:
-        """Places in a batch of host pages that are this rank's to copy."""
+        """Return the places in a batch of host pages that this rank is to copy."""
         return [place for place in range(len(ids)) if self.share.mine(place)]
