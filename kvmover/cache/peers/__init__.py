@@ -1,4 +1,4 @@
-"""Peers lend each other what they have on the host: fleets of any TP, page size, order and engine, for one model."""
+"""Peers lend each other host pages: fleets of any TP, page size, order and engine, for one model."""
 
 from kvmover.cache.peers.inventory import HostInventory
 from kvmover.cache.peers.loans import MOST_LOANS, Loan, Loans

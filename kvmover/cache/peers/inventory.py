@@ -1,4 +1,4 @@
-"""A HostInventory says in which page of the host each page of tokens is: what this rank has for peers. Pure."""
+"""A HostInventory maps page hashes to the host pages that this rank has for peers. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvmover.transfer.protocol.wire import PAGE_HASH_BYTES
 
 @dataclass(slots=True)
 class HostInventory:
-    """Whole pages of attention KV by their hash. A page is here from when all ranks have it until its id is freed.
+    """The whole pages of attention KV by hash, each from when all ranks have it until its id is freed.
 
     >>> inventory = HostInventory()
     >>> one, two, three = (bytes([number]) * 32 for number in range(3))
@@ -25,21 +25,21 @@ class HostInventory:
     _hashes: dict[int, bytes] = field(default_factory=dict[int, bytes])
 
     def add(self, hashes: Sequence[bytes], ids: Sequence[int]) -> None:
-        """These pages are on the host now. Where one is in two pages there, the first counts."""
+        """Add pages that are on the host now. Of two copies of a page the first counts."""
         for page_hash, page_id in zip(hashes, ids, strict=True):
             if page_hash not in self._ids and page_id not in self._hashes:
                 self._ids[page_hash] = page_id
                 self._hashes[page_id] = page_hash
 
     def drop(self, ids: Iterable[int]) -> None:
-        """These pages of the host are used for something else. Those that were never added are no error."""
+        """Drop host pages that are being reused; unknown ids are no error."""
         for page_id in ids:
             page_hash = self._hashes.pop(page_id, None)
             if page_hash is not None:
                 del self._ids[page_hash]
 
     def leading(self, hashes: bytes) -> list[int]:
-        """Pages of the host for the first of `hashes`, 32 bytes each, up to one that is not here. O(what is here)."""
+        """Return the host pages of the leading `hashes`, 32 bytes each, up to a missing page. O(pages found)."""
         found: list[int] = []
         for at in range(0, len(hashes) - PAGE_HASH_BYTES + 1, PAGE_HASH_BYTES):
             page_id = self._ids.get(hashes[at : at + PAGE_HASH_BYTES])
@@ -52,6 +52,6 @@ class HostInventory:
         return len(self._ids)
 
     def check(self) -> None:
-        """Raise InvariantBroken unless each page has one hash, and each hash one page. O(pages): for tests."""
+        """Raise InvariantBroken unless each page has one hash and each hash one page. O(pages): for tests."""
         if {page_id: page_hash for page_hash, page_id in self._ids.items()} != self._hashes:
             raise InvariantBroken(f"{len(self._ids)} hashes are of {len(self._hashes)} pages, and not one each")

@@ -1,7 +1,7 @@
-"""Loans: pages of the host that peers may read at this moment, and what each engine may have of them. Pure.
+"""Loans are host pages that peers may read now, shared out among engines. Pure.
 
-A loan takes nothing from its lender: no page is kept for it. When the lender needs a page for something else it recalls
-every loan of that page first, and whoever was reading has a miss.
+A loan reserves no page. When the lender needs a page for other KV it first recalls every loan of that page, and the
+borrower has a miss.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from kvmover.cache.prefix import InvariantBroken
 from kvmover.errors import TierError
 from kvmover.transfer.protocol.wire import MAX_TABLE_BYTES, PAGE_HASH_BYTES, PAGE_ID_BYTES
 
-#: A prompt's pages up to the last one that is lent: as many as a page table of one message names. A loan names pages
-#: before its own, too, so a question that begins later would cost its lender memory for pages that nobody has.
+#: The most pages of a prompt up to the last one lent: as many as one message's page table names. A loan's table also
+#: names the pages before its own, so a late start would cost its lender memory for pages that it does not lend.
 MOST_PAGES = MAX_TABLE_BYTES // PAGE_ID_BYTES
 
-#: Loans of one rank at a time. An engine gets another only where it then has no more than what is left for the others.
+#: The most open loans of one rank. An engine gets a further loan only if it then has no more than are left for the
+#: rest.
 MOST_LOANS = 128
 
 
 class Loan(msgspec.Struct, frozen=True):
-    """Pages `ids` of the host, which are a prompt's from page `first` on, lent to `engine` as `request`.
+    """A loan of host pages `ids` to `engine` as `request`: the prompt's pages from page `first` on.
 
-    `asked`: a digest of what was asked for, so that another question by the same name is told apart.
+    `asked`: a digest of the question, to tell another question of the same name apart.
     """
 
     request: str
@@ -40,18 +41,18 @@ class Loan(msgspec.Struct, frozen=True):
 
     @property
     def pages(self) -> int:
-        """How many first pages of the prompt the borrower may count on."""
+        """The number of leading pages of the prompt that the borrower may count on."""
         return self.first + len(self.ids)
 
 
 @dataclass(slots=True)
 class Loans:
-    """Of one rank. `most`: at a time."""
+    """The open loans of one rank, `most` at a time. Raises TierError if `most` is below 1."""
 
     most: int = MOST_LOANS
     _open: dict[str, Loan] = field(default_factory=dict[str, Loan])
     _of: Counter[str] = field(default_factory=Counter[str])
-    #: By page of the host, the loans that it is in.
+    #: The loans of each host page.
     _lent: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
 
     def __post_init__(self) -> None:
@@ -64,11 +65,11 @@ class Loans:
     def asked(
         self, engine: str, request: str, first: int, hashes: bytes, inventory: HostInventory
     ) -> tuple[int, Loan | None]:
-        """The answer to a question, in pages of the prompt, and the loan that it begins.
+        """Answer a remote lookup: the number of leading pages held here, and the loan created, or None.
 
-        The same question, of another rank of the engine or said again, has the same answer. Another question by the
-        name of a loan that is out, one for pages beyond `MOST_PAGES`, or one of an engine that has as many loans as are
-        left for others, is answered 0.
+        The same question, repeated or from another rank of the engine, gets the same answer. The answer is 0 for
+        another question under the name of an open loan, for pages beyond `MOST_PAGES`, and for an engine that has as
+        many loans as are left for the rest.
         """
         mark = hashlib.sha256(first.to_bytes(8) + hashes).digest()
         known = self._open.get(request)
@@ -87,18 +88,18 @@ class Loans:
         return loan.pages, loan
 
     def lends(self, engine: str, request: str) -> bool:
-        """Whether `request` is a loan of that engine."""
+        """Return True if `request` is a loan of `engine`."""
         loan = self._open.get(request)
         return loan is not None and loan.engine == engine
 
     def recalled(self, ids: Iterable[int]) -> set[str]:
-        """The loans, by request, that any of these pages is in: they are to be over before the pages are used."""
+        """Return the loans, by request, of any of these pages: they must be over before the pages are reused."""
         if not self._lent:
             return set()
         return {request for page_id in ids for request in self._lent.get(page_id, ())}
 
     def over(self, request: str) -> None:
-        """Nobody reads a loan any more. One that is unknown is no error."""
+        """End a loan; an unknown request is no error."""
         loan = self._open.pop(request, None)
         if loan is None:
             return
@@ -112,7 +113,7 @@ class Loans:
                 del self._lent[page_id]
 
     def check(self) -> None:
-        """Raise InvariantBroken where sums are not those of the loans. O(pages lent): for tests."""
+        """Raise InvariantBroken if sums do not match the loans. O(pages lent): for tests."""
         lent = {(page_id, loan.request) for loan in self._open.values() for page_id in loan.ids}
         known = {(page_id, request) for page_id, names in self._lent.items() for request in names}
         if lent != known or Counter(loan.engine for loan in self._open.values()) != self._of:

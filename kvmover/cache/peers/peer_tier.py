@@ -1,7 +1,7 @@
-"""PeerTier: one rank's host pages, lent to other engines, and theirs, read into its own by a mover over its host pools.
+"""A PeerTier lends one rank's host pages to other engines, and reads theirs, by a mover over its host pools.
 
-A thread drives the mover, so that peers are answered while this engine computes. The engine's own thread says what has
-come to the host and what is about to leave it; `freed` returns when no peer can take what it reads there for right.
+A thread drives the mover, so that peers are answered while this engine computes. The engine's own thread reports pages
+that came to the host and pages about to leave; `freed` returns once no peer can mistake their new bytes for the old KV.
 """
 
 from __future__ import annotations
@@ -28,21 +28,23 @@ from kvmover.transfer.arguments import page_tables
 from kvmover.transfer.protocol.wire import Query, Verb
 from kvmover.transport import Transport
 
-#: Whoever asks waits for a thread that has nothing else to do: it looks more often than one whose engine calls it.
-#: A look at nothing takes 3 us, and a nap of 1 ms with the thread's wake-up 2 % of a core less than NIXL's own thread.
+#: The thread polls more often than one whose engine calls it, as peers wait for its answers. An idle poll takes 3 us,
+#: and a nap of 1 ms with the thread's wake-up 2 % of a core less than NIXL's own thread.
 _PACE = Pace(share=0.1, open_s=0.25e-3, idle_s=1e-3)
 
 
 @dataclass(frozen=True, slots=True)
 class PeerTerms:
-    """Whom a rank asks, and how long it waits.
+    """The engines that a rank asks, and its times in seconds.
 
     `engines`: by name, in the same order on all ranks.
-    `ask_s`: for an answer; who gives none holds nothing.
-    `quiet_s`: so long it is not asked again then.
-    `lend_s`: for a borrower to come and read.
-    `read_s`: for a read.
-    `most_loans`: out at a time; see `Loans`.
+    `ask_s`: wait for an answer; an engine without an answer holds no page.
+    `quiet_s`: such an engine is not asked again for so long.
+    `lend_s`: wait for a borrower to read.
+    `read_s`: deadline of a read.
+    `most_loans`: open at a time; see `Loans`.
+
+    Raises TierError for a time that is not above 0, or an engine named twice.
     """
 
     engines: tuple[str, ...] = ()
@@ -60,7 +62,7 @@ class PeerTerms:
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """Pages of the host that may be lent, and loans that are out."""
+    """The host pages that may be lent, and the open loans, as counts."""
 
     pages: int
     loans: int
@@ -68,14 +70,14 @@ class Lent:
 
 @dataclass(frozen=True, slots=True)
 class PeerPrefix:
-    """What peers are asked for: of a prompt the pages from `first_tokens` on and up to `limit_tokens`."""
+    """The pages of a prompt that peers are asked for: from `first_tokens` up to `limit_tokens`."""
 
     key: RadixKey
     first_tokens: int
     limit_tokens: int
 
     def hashes(self, page_tokens: int) -> tuple[int, list[bytes]]:
-        """The number of the first page, and the pages' hashes, of an engine with pages of so many tokens."""
+        """Return the first page's number and the pages' hashes, for an engine with pages of `page_tokens` tokens."""
         first = self.first_tokens // page_tokens
         pages = self.limit_tokens // page_tokens
         return first, self.key.page_hashes(page_tokens * self.key.units)[first:pages]
@@ -83,7 +85,7 @@ class PeerPrefix:
 
 @dataclass(slots=True, eq=False)
 class PeerLook:
-    """One look. `tokens`: by number of the engine, how far a prompt could be read from it, 0 where it has nothing."""
+    """A lookup of all engines. `tokens` [engine]: how far the prompt could be read from it, 0 if it has no page."""
 
     tokens: list[int]
     waits: int
@@ -93,9 +95,9 @@ class PeerLook:
 
 @dataclass(slots=True, eq=False)
 class PeerRead:
-    """One read. `ended` hears the bytes that came, or why they did not; `stopping` is asked for as long as it runs.
+    """A read. `ended` gets its bytes, or the error; `stopping` is polled while it runs.
 
-    What has ended without its bytes may write to its pages until it is `over`.
+    A read that has failed may still write to its pages until it is `over`.
     """
 
     stopping: Callable[[], bool]
@@ -106,19 +108,19 @@ class PeerRead:
 
     @property
     def known(self) -> bool:
-        """Whether it has ended."""
+        """True if it has ended."""
         return self.error is not None or (self.transfer is not None and self.transfer.ended)
 
     @property
     def over(self) -> bool:
-        """Whether its pages are nobody's but the reader's."""
+        """True if it has ended and no longer writes to its pages."""
         return self.known and (self.transfer is None or not self.transfer.held)
 
 
 class PeerTier:
-    """Of one rank. `close` ends the thread and the mover; the pools are the caller's, and outlive it.
+    """A peer tier of one rank. `close` ends its thread and mover; the pools are the caller's, and outlive it.
 
-    Its methods are for the engine's thread, which hears what has ended in `poll`.
+    Call its methods from the engine's thread, where `poll` reports results.
     """
 
     def __init__(
@@ -131,10 +133,10 @@ class PeerTier:
         config: MoverConfig | None = None,
         weights: str = "",
     ) -> None:
-        """Over the `pools` of the host. Peers of other `weights` are refused; where those are "", of another `model`.
+        """Start a mover over the host `pools`, which always pulls: a loan may be recalled until it was read.
 
-        Whatever `config` says, who borrows reads: what is lent may be recalled until it was read. Raises TierError for
-        a component of which not every page of a prefix is kept.
+        Peers of other `weights` are refused; if those are "", of another `model`. Raises TierError for a component that
+        does not keep every page of a prefix.
         """
         components = tuple(pool.spec.component for pool in pools)
         for component in components:
@@ -162,39 +164,39 @@ class PeerTier:
 
     @property
     def card(self) -> bytes:
-        """What a rank that wants to read from this one connects with."""
+        """The card by which a borrowing rank connects."""
         return self._progress.card
 
     def rejoin(self, make: Callable[[], Transport], weights: str, reason: str) -> None:
-        """Offer nothing of what has come to the host so far, end loans, looks and reads for `reason`, and join anew, of
-        other `weights`, under the transport that `make` gives: `card` is another, and peers are connected anew.
+        """Drop the inventory, end loans, lookups and reads for `reason`, and join anew with other `weights`.
 
-        What comes from now on is of these weights. Waits until peers have let go of pages, or their time is up.
+        The transport is the one that `make` returns; `card` changes, and peers must be connected anew. Pages that come
+        from now on are of the new weights. Waits until peers have let go of pages, or their time is up.
         """
         with self._lock:
             self._inventory = HostInventory()
         self._progress.rejoin(make, replace_fields(self._model, weights=weights), reason)
 
     def connect(self, card: bytes) -> str:
-        """Connect a rank that this one may read from. Raises PeerRefused where it holds another model."""
+        """Connect a rank to read from, and return its name. Raises PeerRefused if it holds another model."""
         return self._progress.submit(lambda mover: mover.connect(card)).result()
 
     def ranks(self, engine: str) -> frozenset[int]:
-        """The ranks of an engine that are connected now."""
+        """Return the connected ranks of an engine."""
         return self._progress.submit(lambda mover: mover.ranks(engine)).result()
 
-    # What this rank has
+    # This rank's pages
 
     def came(self, hashes: Sequence[bytes], ids: Sequence[int]) -> None:
-        """Pages of the host are whole on all ranks, and may be lent."""
+        """Offer host pages that are whole on all ranks."""
         with self._lock:
             self._inventory.add(hashes, ids)
 
     def freed(self, ids: Sequence[int]) -> None:
-        """Pages of the host are about to be used for something else. Returns when all loans of them are over.
+        """Withdraw host pages that are about to be reused. Returns once all loans of them are over.
 
-        A loan is over once the mover answers its borrower so: what that has read by then it throws away. Waits for the
-        poll under way, where there is such a loan; else for nothing.
+        The mover then answers their borrowers so, which drop the bytes they have read. Waits for the poll under way if
+        there is such a loan, else returns at once.
         """
         with self._lock:
             self._inventory.drop(ids)
@@ -202,15 +204,16 @@ class PeerTier:
         if names:
             try:
                 self._progress.submit(lambda mover: self._recall(mover, names)).result()
-            except TransportError:  # the mover is closed, and lends nothing
+            except TransportError:  # a closed mover lends no page
                 return
 
-    # What others have
+    # Peers' pages
 
     def look(self, request: str, prefix: PeerPrefix, ended: Callable[[Sequence[int]], None]) -> None:
-        """Ask all engines for a prefix, by a name that no other request of this engine has.
+        """Ask all engines for a prefix, by a `request` unique in this engine.
 
-        `ended` hears in `poll` how many first tokens of the prompt could be read from each, in the order of the terms.
+        In `poll`, `ended` gets the leading tokens of the prompt that could be read from each, in the order of the
+        terms.
         """
         look = PeerLook([0] * len(self.terms.engines), len(self.terms.engines), ended)
         self._looks += 1
@@ -224,10 +227,10 @@ class PeerTier:
         tables: Sequence[npt.ArrayLike],
         read: PeerRead,
     ) -> None:
-        """Read `positions` of what engine number `source` has offered as `request` into pages of the host.
+        """Read `positions` that engine number `source` offered as `request` into host pages.
 
-        `tables`: one a pool, from the prompt's first page on, copied here. The pages belong to the read until it is
-        over. Raises PlanError for tables that are none.
+        `tables`: host page ids for each pool, from the prompt's first page on; copied. The pages belong to the read
+        until it is over. Raises PlanError for tables that are malformed.
         """
         into = page_tables(tables)
         engine = self.terms.engines[source]
@@ -254,14 +257,14 @@ class PeerTier:
             read.error = error
 
     def decline(self, request: str) -> None:
-        """Nothing that was offered as `request` will be read."""
+        """Decline all pages offered as `request`."""
         names = [_name(self.engine, request, engine) for engine in self.terms.engines]
         self._call(lambda mover: [mover.asks.decline(name) for name in names])
 
     # Progress
 
     def poll(self) -> None:
-        """Tell what has ended since."""
+        """Report lookups and reads that have ended, and stop reads that are `stopping`."""
         self._news.clear()
         while self._over:
             self._over.popleft()()
@@ -276,32 +279,32 @@ class PeerTier:
 
     @property
     def queued(self) -> int:
-        """Looks and reads that have not ended."""
+        """Lookups and reads that have not ended."""
         return self._looks + len(self._reads)
 
     def wait(self, seconds: float) -> None:
-        """Sleep until something may have ended, so long at most."""
+        """Sleep until a result may have come, at most `seconds`."""
         self._news.wait(seconds)
 
     def counts(self) -> Lent:
-        """Pages that may be lent, and loans that are out."""
+        """Return the pages that may be lent, and the open loans."""
         with self._lock:
             return Lent(len(self._inventory), len(self._loans))
 
     def check(self) -> None:
-        """Raise InvariantBroken where inventory or loans do not add up. O(pages): for tests."""
+        """Raise InvariantBroken if inventory or loans do not add up. O(pages): for tests."""
         with self._lock:
             self._inventory.check()
             self._loans.check()
 
     def close(self) -> None:
-        """End the thread and the mover: nothing is lent any more, and what was being read has failed."""
+        """End the thread and the mover: lending stops, and open reads fail."""
         self._progress.close()
 
     # In the mover's thread
 
     def _answer(self, place: Place, query: Query) -> int:
-        """What of a prompt this rank lends."""
+        """Answer a peer's query with the leading pages lent to it. A query without hashes ends its loan."""
         if not query.hashes:
             with self._lock:
                 known = self._loans.lends(place.engine, query.request)
@@ -318,7 +321,7 @@ class PeerTier:
         table = [-1] * loan.first + list(loan.ids)
         tables, seconds = [table] * self.pools, self.terms.lend_s
         begun = self._progress.begin(lambda mover: mover.send(loan.request, tables, deadline_s=seconds))
-        error = begun.exception()  # known already: this is the thread
+        error = begun.exception()  # known already in this thread
         if error is None:
             self._sent[loan.request] = begun.result()
             return True
@@ -345,7 +348,7 @@ class PeerTier:
             self._news.set()
 
     def _ask(self, mover: Mover, request: str, prefix: PeerPrefix, look: PeerLook) -> None:
-        """One question an engine; where there is nothing to ask, the answer is known."""
+        """Ask each engine once; an engine that is unknown, quiet or without whole pages to ask for counts as 0."""
         if not self.terms.engines:
             self._looked(look)
         for number, engine in enumerate(self.terms.engines):
@@ -373,7 +376,7 @@ class PeerTier:
             self._looked(look)
 
     def _looked(self, look: PeerLook) -> None:
-        """The last answer has come, or none will: said in `poll`, once."""
+        """Queue the look's result for `poll`, once: the last answer has come, or the mover has failed."""
         if look.told:
             return
         look.told = True
@@ -388,7 +391,7 @@ class PeerTier:
     def _call(
         self, call: Callable[[Mover], object], failed: Callable[[BaseException], None] = lambda error: None
     ) -> None:
-        """Have the thread do something. `failed` hears what it raised, and that the mover is closed."""
+        """Run `call` in the mover's thread. `failed` gets its exception, or the error of a closed mover."""
 
         def done(future: Future[object]) -> None:
             error = future.exception()
@@ -406,12 +409,12 @@ def _stop(transfer: Transfer, mover: Mover) -> None:
 
 
 def _name(own: str, request: str, engine: str) -> str:
-    """As which `engine` offers what `own` asks for."""
+    """Return the name under which `engine` offers pages to `own`."""
     return f"{own}/{request}@{engine}"
 
 
 def _outcome(read: PeerRead) -> int | BaseException:
-    """Bytes that are in the pages, or why they are not."""
+    """Return the bytes that were read, or the error."""
     if read.error is not None:
         return read.error
     assert read.transfer is not None

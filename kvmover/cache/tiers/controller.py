@@ -249,10 +249,9 @@ class Controller:
         return self._asked.demote(node)
 
     def bring(self, key: RadixKey) -> bool:
-        """Begin to prefetch a prompt to the host, and onto free device pages; their readers wait at the gates of
-        `loads`.
+        """Begin to prefetch a prompt to the host, and onto free device pages. Returns False if too many are open.
 
-        Returns False if too many are on their way.
+        Readers of these device pages wait at the gates of `loads`.
         """
         return self._asked.bring(key)
 

@@ -181,8 +181,7 @@ class ThroughputEstimator:
             setattr(self, name, getattr(self, name) * self.keep + value)
 
     def speed(self) -> Speed | None:
-        """Return the fit, None before the first batch. Latency is 0 for equal sizes, or if larger batches are faster.
-        """
+        """Return the fit; None before the first batch. Latency is 0 for one size, or if larger batches are faster."""
         if not self.nbytes or not self.seconds:
             return None
         spread = self.count * self.squares - self.nbytes**2
