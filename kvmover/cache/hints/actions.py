@@ -1,9 +1,8 @@
-"""Hints say what an orchestrator wants of the KV of a prefix: share it, fetch it, keep it for a time, rank it, move it
-down.
+"""Hints say how an orchestrator wants a prefix's KV treated: shared, fetched, kept for a time, ranked, or moved down.
 
-SGLang 0.5.23 and vLLM 0.33.0 carry them beside a request in the same envelope, KvHintsEnvelope, and leave it to whoever
-carries an action out to say what its payload is. These classes are the payloads: a field is a key of the same name,
-seconds are `ttl_seconds`, and a key that is none of them is refused, since nobody knows what it would change.
+SGLang 0.5.23 and vLLM 0.33.0 carry them beside a request in the same envelope, KvHintsEnvelope, and leave an action's
+payload to its executor. These classes are the payloads: a field is a key of the same name, seconds are `ttl_seconds`,
+and a key of unknown effect is refused.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ import msgspec
 
 from kvmover.errors import HintError
 
-#: What one envelope may ask, and what one action may name: whoever sends more is refused before any is carried out.
+#: Most actions of an envelope, and most tokens of an action: more are refused before any is carried out.
 MOST_ACTIONS = 16
 MOST_TOKENS = 1 << 20
 
-#: Of actions whose type is none of ours, in metrics: a client's own words are no label.
+#: The metrics label of unknown action types: a client's own words are no label.
 OTHER = "other"
 
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -31,7 +30,7 @@ _Tokens = Annotated[tuple[_Token, ...], msgspec.Meta(min_length=1, max_length=MO
 
 
 class ShareHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Write the prefix to the page store, where other engines find it.
+    """A hint to write the prefix to the page store, where other engines find it.
 
     `token_ids`, here and below: another prefix than the request's own, in the request's namespace.
     """
@@ -40,23 +39,24 @@ class ShareHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PrefetchHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Bring what the page store and the host have of the prefix up, before somebody asks for it."""
+    """A hint to bring the prefix up from the page store and the host before it is requested."""
 
     token_ids: _Tokens | None = None
 
 
 class PinHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"ttl_s": "ttl_seconds"}):
-    """Keep the prefix on the device for so many seconds, whatever else is evicted; 0: end the pin of this name."""
+    """A hint to keep the prefix on the device for `ttl_s`, whatever else is evicted; 0 ends the pin of this name."""
 
     ttl_s: Annotated[float, msgspec.Meta(ge=0)]
     token_ids: _Tokens | None = None
 
 
 class LeaseHint(PinHint, frozen=True, forbid_unknown_fields=True):
-    """As a pin, said as `kv.retain` with a time, in the words of Dynamo's policies: a `priority` that lasts so long.
+    """A pin in the words of Dynamo's policies: `kv.retain` with a time, a `priority` that lasts so long.
 
-    What is kept while others go needs no rank among them, so the priority changes nothing. `block_hashes` are Dynamo's,
-    of all requests of a session: the request's own prefix is kept, and no other. `execute_at` is when that is done.
+    The priority has no effect: a pinned prefix is not ranked. `block_hashes` are Dynamo's, of all requests of a
+    conversation; only the request's own prefix is kept, at `execute_at`. Raises ValueError if `ttl_s` is 0 or
+    `include_current_request` false.
     """
 
     priority: Annotated[int, msgspec.Meta(ge=0)] = 0
@@ -72,21 +72,21 @@ class LeaseHint(PinHint, frozen=True, forbid_unknown_fields=True):
 
 
 class RetainHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Let pages of lower priority go before those of the prefix."""
+    """A hint to evict pages of lower priority before the prefix."""
 
     priority: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
     token_ids: _Tokens | None = None
 
 
 class DemoteHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Move the prefix from the device to the host now: its session rests."""
+    """A hint to move the prefix from device to host now, as its conversation rests."""
 
     token_ids: _Tokens | None = None
 
 
 Hint: TypeAlias = ShareHint | PrefetchHint | PinHint | RetainHint | DemoteHint
 
-#: By the type of the action that carries it.
+#: The payload of each action type.
 KINDS: Mapping[str, type[Hint]] = {
     "kv.share": ShareHint,
     "kv.prefetch": PrefetchHint,
@@ -98,7 +98,7 @@ _KIND_OF = {made: kind.removeprefix("kv.") for kind, made in KINDS.items()} | {L
 
 
 class HintRefusal(StrEnum):
-    """Why a hint was not met."""
+    """The reason why a hint was refused."""
 
     UNKNOWN = "unknown"
     MALFORMED = "malformed"
@@ -116,14 +116,14 @@ class HintRefusal(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HintMet:
-    """It was done, or begun, for the first `tokens` tokens of the prefix."""
+    """An answer: the hint was met, or begun, for the first `tokens` tokens of the prefix."""
 
     tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class HintRefused:
-    """It was not, and nothing was changed: `words` name the values."""
+    """An answer: the hint was refused and changed no state; `words` name the values."""
 
     why: HintRefusal
     words: str
@@ -134,34 +134,35 @@ HintAnswer: TypeAlias = HintMet | HintRefused
 
 @dataclass(frozen=True, slots=True)
 class HintAction:
-    """One hint and its name. A pin of the same name takes the place of the one before."""
+    """A hint and its name. A pin replaces an older one of the same name."""
 
     name: str
     hint: Hint
 
     @property
     def kind(self) -> str:
-        """The type of its action, without the `kv.` before it."""
+        """The action type without its `kv.`."""
         return _KIND_OF[type(self.hint)]
 
     @property
     def is_due_at_once(self) -> bool:
-        """Whether it is carried out when its request comes. What is said of the request's own KV waits for its end,
-        when that is there.
+        """True if the hint runs on arrival.
+
+        A hint on the request's own KV, unless a prefetch, waits for the request's end.
         """
         return self.hint.token_ids is not None or isinstance(self.hint, PrefetchHint)
 
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """An action that was refused as it was read. `kind` is that of `HintAction`, or OTHER."""
+    """An action refused while reading. `kind`: as of `HintAction`, or OTHER."""
 
     kind: str
     answer: HintRefused
 
 
 class _Action(msgspec.Struct):
-    """As both engines write it; what else a later version has beside is left alone."""
+    """An action as both engines write it; a later version's further keys are ignored."""
 
     action_id: _Text
     action_type: str
@@ -176,10 +177,9 @@ class _Envelope(msgspec.Struct):
 
 
 def read_hints(envelope: object) -> tuple[HintAction | Declined, ...]:
-    """The actions of an engine's KvHintsEnvelope, or of its JSON as a mapping, each by itself: one that is refused
-    spoils no other.
+    """Return the actions of an engine's KvHintsEnvelope, or of its JSON mapping, each read or declined by itself.
 
-    Raises HintError for what is no envelope, or has more than `MOST_ACTIONS`.
+    Raises HintError for a value that is no envelope, or has more than `MOST_ACTIONS`.
 
     >>> pin = {"action_id": "turn 17", "action_type": "kv.pin", "action_version": "1.0", "payload": {"ttl_seconds": 30}}
     >>> read_hints({"protocol_version": "0.1", "message_id": "m", "actions": [pin]})

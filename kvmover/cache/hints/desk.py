@@ -1,4 +1,4 @@
-"""HintDesk carries hints out on one rank's prefix tree and tiers, or says why it does not."""
+"""A HintDesk carries hints out on one rank's prefix tree and tiers, or refuses them with a reason."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from kvmover.cache.prefix import NO_IDS, PRIORITY, ROOT, LockHandle, PrefixTree,
 
 
 class HintedTiers(Protocol):
-    """What moves pages between tiers when it is asked to; a Controller does."""
+    """A mover of pages between tiers on demand; a Controller is one."""
 
     @property
     def stores(self) -> bool:
-        """Whether there is storage that is written to."""
+        """True if there is storage to write to."""
         ...
 
     def publish(self, node: int) -> bool:
-        """Begin to copy the path to `node` to storage. False for a tree that copies on eviction alone."""
+        """Begin to store the path to `node`. Returns False for a tree that copies on eviction alone."""
         ...
 
     def demote(self, node: int) -> bool:
-        """Begin to move the end of the path to `node` from the device to the host. False where nothing of it can go."""
+        """Begin to move the end of the path to `node` from device to host. Returns False if no page can go."""
         ...
 
     def bring(self, key: RadixKey) -> bool:
-        """Begin to bring a prompt up from storage and the host. False where too many are on their way."""
+        """Begin to bring a prompt up from storage and host. Returns False if too many are on their way."""
         ...
 
 
 class HintDesk:
-    """Of one rank. `tiers`: None where there is the device alone. Every rank is asked the same in the same order.
+    """A desk for one rank, without `tiers` if it has the device alone. Ranks get the same hints in the same order.
 
     >>> from kvmover.cache.hints import PinLimits
     >>> tree = PrefixTree(page_tokens=2)
@@ -57,8 +57,9 @@ class HintDesk:
         self._tree, self.pins, self.tiers = tree, pins, tiers
 
     def carry_out(self, action: HintAction, key: RadixKey, now_s: float, largest: int = 0) -> HintAnswer:
-        """Do what `action` asks of the longest cached prefix of `key`. Of pins alone: `now_s`, this rank's clock, and
-        `largest` as in `Pins.pin`.
+        """Apply `action` to the longest cached prefix of `key`, and return the answer.
+
+        For pins alone: `now_s`, this rank's clock, and `largest`, as in `Pins.pin`.
         """
         hint = action.hint
         if isinstance(hint, PinHint):

@@ -1,4 +1,4 @@
-"""Pins are shown as gauges of one rank, read at a scrape."""
+"""A PinCollector exports pins as gauges of one rank, read at a scrape."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ _PAGES = Metric("pinned_pages", MetricKind.GAUGE, "Pages of attention KV that th
 
 
 class PinGauges(Protocol):
-    """What is pinned at this moment: Pins, or whoever keeps them otherwise."""
+    """The pins at this moment: Pins, or another keeper of them."""
 
     def __len__(self) -> int: ...
 
     @property
     def pages(self) -> int:
-        """Pages that are kept, each once."""
+        """Pinned pages, each once."""
         ...
 
 
 class PinCollector:
-    """For `prometheus_client`: `REGISTRY.register(PinCollector(pins))`. Two numbers are read, in any thread."""
+    """A collector for `prometheus_client`: `REGISTRY.register(PinCollector(pins))`, scraped in any thread."""
 
     def __init__(self, pins: PinGauges) -> None:
         self._pins = pins
 
     def collect(self) -> Iterator[Family]:
-        """The metric families of docs/metrics.md. For prometheus_client."""
+        """Yield the metric families of docs/metrics.md. For prometheus_client."""
         for metric, value in ((_PREFIXES, len(self._pins)), (_PAGES, self._pins.pages)):
             family: Any = metric.family()
             family.add_metric((), value)

@@ -1,8 +1,8 @@
-"""Pins keep prefixes on the device for a time, in a bounded share of the pool, as long as everybody else can run.
+"""Pins keep prefixes on the device for a time, in a bounded share of the pool, while every request can still run.
 
-A state machine: pins are made, replaced and ended; time passes; a request comes that would not fit beside them. Several
-ranks make and end the same ones in the same order, and none compares its clock with another's: each says which of its
-pins are over, and those end that are over everywhere.
+A state machine: pins are made, replaced and ended; time passes; a request comes that would not fit beside them. Ranks
+make and end the same pins in the same order without comparing clocks: each says which of its pins are over, and those
+end that are over on all.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from kvmover.cache.hints.actions import HintAnswer, HintMet, HintRefusal, HintRe
 from kvmover.cache.prefix import FULL, InvariantBroken
 from kvmover.errors import HintError
 
-#: What a pool gives for a prefix that it keeps, and takes back.
+#: A pool's lock on a prefix.
 Handle = TypeVar("Handle")
 
 
 class PinnedPool(Protocol[Handle]):
-    """Pages that can be kept: a PrefixTree, or the blocks of an engine."""
+    """A pool of lockable pages: a PrefixTree, or the blocks of an engine."""
 
     def lock(self, prefix: Any, /) -> Handle:
-        """Keep the pages of a prefix until the handle is given back."""
+        """Keep a prefix's pages until the returned handle is given back."""
         ...
 
     def unlock(self, handle: Handle, /) -> None:
@@ -31,14 +31,16 @@ class PinnedPool(Protocol[Handle]):
         ...
 
     def locked_pages(self, handles: Iterable[Handle], /) -> Mapping[str, int]:
-        """Device pages, by component, that these handles keep, each counted once."""
+        """Return the device pages that these handles keep, by component, each counted once."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PinLimits:
-    """What pins may have together. `share`: the fraction, from 0 to 1, of each component's device pages. `longest_s`:
-    more is refused. `most`: pins at a time.
+    """The limits of all pins together. Raises HintError for values out of range.
+
+    `share`: the fraction, from 0 to 1, of each component's device pages. `longest_s`: the longest pin. `most`: pins at
+    a time.
     """
 
     share: float = 0.25
@@ -52,7 +54,7 @@ class PinLimits:
 
 @dataclass(frozen=True, slots=True)
 class Pin(Generic[Handle]):
-    """One prefix, of `tokens` tokens, until `until_s` of this rank's clock."""
+    """A pinned prefix of `tokens` tokens, until `until_s` of this rank's clock."""
 
     handle: Handle
     tokens: int
@@ -61,14 +63,14 @@ class Pin(Generic[Handle]):
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What is to be pinned: its first `tokens` tokens are on the device, and the pool knows them `by` this."""
+    """A prefix to pin: its first `tokens` tokens are on the device, and the pool locks it `by` this."""
 
     by: Any
     tokens: int
 
 
 class Pins(Generic[Handle]):
-    """Of one rank's pool. `pages`: how many device pages there are of each component.
+    """The pins of one rank's pool. `pages`: device pages of each component.
 
     >>> from kvmover.cache.prefix import PrefixTree
     >>> tree = PrefixTree(page_tokens=2)
@@ -85,7 +87,7 @@ class Pins(Generic[Handle]):
     def __init__(self, pool: PinnedPool[Handle], pages: Mapping[str, int], limits: PinLimits) -> None:
         self._pool, self._all, self.limits = pool, dict(pages), limits
         self._pins: dict[str, Pin[Handle]] = {}
-        #: Pages that they keep, each once, by component.
+        #: Pinned pages by component, each once.
         self._taken: Mapping[str, int] = dict.fromkeys(self._all, 0)
 
     def __len__(self) -> int:
@@ -93,15 +95,14 @@ class Pins(Generic[Handle]):
 
     @property
     def pages(self) -> int:
-        """Pages of attention KV that they keep, each once."""
+        """Pinned pages of attention KV, each once."""
         return self._taken[FULL]
 
     def pin(self, name: str, prefix: Prefix, ttl_s: float, now_s: float, largest: int = 0) -> HintAnswer:
-        """Keep a prefix, with what its end needs of further components, in place of an older pin of this name, which
-        stays where this one is refused.
+        """Keep a prefix, with the window or state at its end, in place of an older pin of this name.
 
-        `largest`: pages of attention KV that the largest request takes which has come and not ended: it must be able to
-        run to its end beside all pins.
+        The older pin stays if this one is refused. `largest`: pages of attention KV of the largest open request, which
+        must be able to finish beside all pins.
         """
         limits, before = self.limits, self._pins.get(name)
         if ttl_s > limits.longest_s:
@@ -132,22 +133,22 @@ class Pins(Generic[Handle]):
         return HintMet(pin.tokens)
 
     def over(self, now_s: float) -> list[int]:
-        """Of each pin, in the order of their making, 1 where its time is over by this rank's clock."""
+        """Return for each pin, in the order of their making, 1 if its time is over by this rank's clock, else 0."""
         return [int(now_s >= pin.until_s) for pin in self._pins.values()]
 
     def end(self, over: Sequence[int]) -> tuple[str, ...]:
-        """End the pins that are over on all ranks: the minimum of their `over`, of which no pin was made since.
+        """End the pins that are over on all ranks, and return their names.
 
-        Returns the names. Raises HintError for a row of another length.
+        `over`: the minimum of the ranks' `over`, with no pin made since. Raises HintError for a row of another length.
         """
         if len(over) != len(self._pins):
             raise HintError(f"{len(over)} answers for {len(self._pins)} pins")
         return self._drop([name for name, is_over in zip(self._pins, over, strict=True) if is_over])
 
     def give_way(self, pages: int) -> tuple[str, ...]:
-        """End the oldest pins until a request of `pages` pages of attention KV could run beside the others, alone.
+        """End the oldest pins until a request of `pages` pages of attention KV could run alone beside the rest.
 
-        So no request waits for a pin for ever, and none costs one that fits beside them. Returns the names.
+        So no request waits for a pin for ever, and a request that fits ends no pin. Returns the ended names.
         """
         given = list[str]()
         for name in list(self._pins):
@@ -157,11 +158,11 @@ class Pins(Generic[Handle]):
         return tuple(given)
 
     def forget(self) -> None:
-        """End all: the pool is to be reset."""
+        """End all pins, before the pool is reset."""
         self._drop(list(self._pins))
 
     def check(self) -> None:
-        """Raise InvariantBroken where what is counted is not what is locked, or more than pins may have. O(nodes)."""
+        """Raise InvariantBroken if counted and locked pages differ, or exceed the limits. O(nodes)."""
         taken = self._pool.locked_pages([pin.handle for pin in self._pins.values()])
         if any(taken[name] != self._taken[name] for name in self._all):
             raise InvariantBroken(f"pins keep {taken} pages, and {self._taken} are counted")
