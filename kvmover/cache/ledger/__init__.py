@@ -1,4 +1,4 @@
-"""The ledger accounts for every request's tokens: what was reused, from which tier, what was lost and why."""
+"""The ledger accounts for every request's tokens: reused from which tier, lost for which reason."""
 
 from kvmover.cache.ledger.account import (
     Account,

@@ -1,11 +1,11 @@
-"""An Account says what became of one attempt of a request. While it is open, steps change it; then it is frozen.
+"""An Account states the fate of every prompt token of one attempt of a request. It is frozen when the attempt ends.
 
-Two laws hold, and a step that would break one raises LedgerError and changes nothing:
+Two laws hold, and a step that would break one raises LedgerError and changes no account:
 
     reusable = device + host + storage + peer + lost, over all reasons      from admission on
     prompt   = device + host + storage + peer + computed + abandoned        when the attempt has ended
 
-`abandoned` is what an attempt that was aborted or retracted never came to; it is 0 when the attempt finished.
+`abandoned` tokens were never reached by an attempt that was aborted or retracted; 0 if it finished.
 """
 
 from __future__ import annotations
@@ -21,46 +21,46 @@ from kvmover.errors import KvmoverError
 
 
 class Loss(StrEnum):
-    """Reasons, in the order in which a request meets them. A token is lost for the first that applies."""
+    """The reasons of a loss, in the order in which a request meets them: the first that applies counts."""
 
-    #: Computed before, and no tier was asked to keep them: below a write threshold, or not cached by choice.
+    #: Computed before, and not given to a tier: below a write threshold, or not cached by choice.
     NEVER_WRITTEN = "never_written"
-    #: A tier held them and gave them up for room.
+    #: Evicted from a tier for room.
     CAPACITY_EVICTED = "capacity_evicted"
-    #: Another request was computing the same tokens at the same time, or inserted them before this one could.
+    #: Computed at the same time by another request, or inserted by it before this one could.
     CONCURRENT = "concurrent"
     #: Equal tokens in a page that is not equal as a whole.
     PARTIAL_PAGE = "partial_page"
-    #: The last token of a prompt is always computed, for its logits, and the rest of its page with it.
+    #: The last token of a prompt, always computed for its logits, and the rest of its page.
     LAST_TOKEN = "last_token"
-    #: Attention has them, and another component (sliding window, state) does not.
+    #: Held for attention, and missing in another component (sliding window, state).
     COMPONENT_MISSING = "component_missing"
-    #: Another rank that must load the same request holds fewer.
+    #: Missing on another rank that must load the same request.
     RANK_MINIMUM = "rank_minimum"
     #: Too few to be worth a transfer.
     THRESHOLD = "threshold"
-    #: Storage has them, and there was no room in host memory to read them into.
+    #: In storage, without room in host memory to read them into.
     HOST_CAPACITY = "host_capacity"
-    #: A slower tier has them, and there was no room on the device to load them into.
+    #: In a slower tier, without room on the device to load them into.
     DEVICE_CAPACITY = "device_capacity"
     #: Their source was pinned by another transfer.
     BUSY = "busy"
     #: The read was not done when the request had to start.
     LATE = "late"
-    #: Storage said that it has them, and could not read them.
+    #: Reported by storage, which could not read them.
     READ_FAILED = "read_failed"
-    #: Read, and not what was written: their digest differs.
+    #: Read with another digest than was written.
     POISONED = "poisoned"
     #: The copy to the device failed.
     LOAD_FAILED = "load_failed"
 
 
 class Predictor(StrEnum):
-    """Who said how much of a prompt is cached before anybody looked."""
+    """The source of a prediction of how much of a prompt is cached."""
 
-    #: The request's sender, by whatever it knows of this engine.
+    #: The request's sender, by its knowledge of this engine.
     ROUTER = "router"
-    #: The cache itself, when the request came: what a router knows that has read every event.
+    #: The cache itself, when the request came: as a router knows that has read every event.
     INVENTORY = "inventory"
 
 
@@ -75,7 +75,7 @@ class LedgerError(KvmoverError, ValueError):
 
 
 class AttemptPhase(StrEnum):
-    """Where an attempt is. The last three are ends."""
+    """The phase of an attempt. The last three are ends."""
 
     WAITING = "waiting"
     MATCHED = "matched"
@@ -85,19 +85,19 @@ class AttemptPhase(StrEnum):
     ABORTED = "aborted"
 
 
-#: Of these it is known that they were admitted. An abort may come before.
+#: Phases that imply an admission. An abort may come before.
 _WERE_ADMITTED = (AttemptPhase.ADMITTED, AttemptPhase.FINISHED, AttemptPhase.RETRACTED)
 
 
 class AccountGroup(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
-    """Whose accounts are added up together. Keep tenants few: each is a time series of every metric."""
+    """A group whose accounts are summed. Keep tenants few: each is a time series of every metric."""
 
     tenant: str = ""
     model: str = ""
 
 
 class Credit(msgspec.Struct, frozen=True, gc=False):
-    """Tokens whose KV is on the device, by the tier from which it came there: no token is credited to two.
+    """Tokens whose KV is on the device, each counted once, by the tier from which it came there.
 
     `peer_tokens` came from another engine, which had computed them for another request.
     """
@@ -109,26 +109,26 @@ class Credit(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def tokens(self) -> int:
-        """Of all tiers."""
+        """The sum of all tiers."""
         return self.device_tokens + self.host_tokens + self.storage_tokens + self.peer_tokens
 
     @property
     def least_tokens(self) -> int:
-        """Of the tier that gave the fewest: a credit with fewer than 0 of any is none."""
+        """The least of the tiers' tokens: below 0 the credit is invalid."""
         return min(self.device_tokens, self.host_tokens, self.storage_tokens, self.peer_tokens)
 
 
 class Prediction(msgspec.Struct, frozen=True, gc=False):
-    """Tokens of a prompt that were to be hits, of any tier, and who said so."""
+    """A prediction of a prompt's hits, in tokens over all tiers, and its source."""
 
     tokens: int
     by: Predictor
 
 
 class Account(msgspec.Struct, frozen=True, gc=False):
-    """One attempt. Attempts count from 1 and are counted at admission: matching again and again makes none.
+    """An attempt. Attempts count from 1, at admission; matching again does not count.
 
-    Who waits has the number of the attempts before it, so 0 at first.
+    A waiting request has the number of its attempts before, 0 at first.
     """
 
     request: RequestId
@@ -150,7 +150,7 @@ class Account(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def credited_tokens(self) -> int:
-        """On the device without being computed, from any tier."""
+        """Tokens on the device without being computed, from any tier."""
         return self.device_tokens + self.host_tokens + self.storage_tokens + self.peer_tokens
 
     @property
@@ -159,7 +159,7 @@ class Account(msgspec.Struct, frozen=True, gc=False):
         return sum(self.lost.values())
 
     def check(self) -> None:
-        """Raise LedgerError where one of the two laws does not hold at this phase. O(reasons)."""
+        """Raise LedgerError if a law that holds at this phase is broken. O(reasons)."""
         if self.phase in _WERE_ADMITTED and self.reusable_tokens != self.credited_tokens + self.lost_tokens:
             raise LedgerError(f"request {self.request}: reusable is not credited + lost: {self}")
         ended = self.phase in (AttemptPhase.FINISHED, AttemptPhase.RETRACTED, AttemptPhase.ABORTED)
@@ -167,15 +167,15 @@ class Account(msgspec.Struct, frozen=True, gc=False):
             raise LedgerError(f"request {self.request}: the prompt is not credited + computed + abandoned: {self}")
 
 
-#: A look-up in an enumeration costs as much as the rest of a step.
+#: Constants, as a look-up in an enumeration costs as much as the rest of a step.
 _WAITING, _MATCHED, _ADMITTED = AttemptPhase.WAITING, AttemptPhase.MATCHED, AttemptPhase.ADMITTED
 _FINISHED, _ABORTED = AttemptPhase.FINISHED, AttemptPhase.ABORTED
 
 
 class OpenAccount(msgspec.Struct, gc=False):
-    """An attempt that has not ended, of a request that has had `attempt` of them. Each step checks before it changes.
+    """An attempt that has not ended, of a request that has had `attempt` of them. Steps check before they change it.
 
-    Four records a request, one for each step, would take twice as long; nobody sees this one, but what it freezes to.
+    It is mutable, as a record for each step would take twice as long; callers see only its frozen copy.
     """
 
     request: RequestId
@@ -195,11 +195,11 @@ class OpenAccount(msgspec.Struct, gc=False):
 
     @property
     def credited_tokens(self) -> int:
-        """On the device without being computed, from any tier."""
+        """Tokens on the device without being computed, from any tier."""
         return self.device_tokens + self.host_tokens + self.storage_tokens + self.peer_tokens
 
     def frozen(self) -> Account:
-        """As it is now."""
+        """Return a copy as an Account."""
         return self._account(self.phase, self.began_s, self.reusable_tokens, 0, dict(self.lost))
 
     def _account(self, phase: AttemptPhase, ended_s: float, reusable: int, rest: int, lost: dict[Loss, int]) -> Account:
@@ -223,7 +223,10 @@ class OpenAccount(msgspec.Struct, gc=False):
         )
 
     def matched(self, prompt_tokens: int, reusable_tokens: int) -> None:
-        """What a lookup found, `reusable_tokens` over all tiers. Nothing is credited; a later lookup replaces this."""
+        """Record a lookup: `reusable_tokens` over all tiers. It credits no token; a later lookup replaces it.
+
+        Raises LedgerError after admission, or unless 0 <= reusable <= prompt.
+        """
         if self.phase is not _WAITING and self.phase is not _MATCHED:
             raise _out_of_order(self, "matched")
         if not 0 <= reusable_tokens <= prompt_tokens:
@@ -233,7 +236,7 @@ class OpenAccount(msgspec.Struct, gc=False):
         self.phase, self.prompt_tokens, self.reusable_tokens = _MATCHED, prompt_tokens, reusable_tokens
 
     def predicted(self, prediction: Prediction) -> None:
-        """What was to be found, said once, of a first attempt, before it begins."""
+        """Record the prediction of a first attempt, once, between match and admission. Raises LedgerError otherwise."""
         if self.phase is not _MATCHED or self.attempt or self.prediction is not None:
             raise LedgerError(f"request {self.request}: a first attempt is predicted once, after its first match")
         if not 0 <= prediction.tokens <= self.prompt_tokens:
@@ -243,7 +246,10 @@ class OpenAccount(msgspec.Struct, gc=False):
         self.prediction = prediction
 
     def admitted(self, credit: Credit, lost: Losses) -> None:
-        """The attempt starts with `credit` on the device. What of the match is not credited is lost, once."""
+        """Begin the attempt with `credit` on the device; the rest of the match is `lost`.
+
+        Raises LedgerError unless matched, and if credit and lost do not add up to reusable.
+        """
         if self.phase is not _MATCHED:
             raise _out_of_order(self, "admitted")
         device, host = credit.device_tokens, credit.host_tokens
@@ -262,7 +268,10 @@ class OpenAccount(msgspec.Struct, gc=False):
         self.device_tokens, self.host_tokens, self.storage_tokens, self.peer_tokens = device, host, storage, peer
 
     def computed(self, tokens: int) -> None:
-        """A chunk of the prompt was computed. Never a hit: not even where a lookup finds the chunk before it."""
+        """Count a computed chunk of the prompt, which is no hit even if a lookup finds the chunk before it.
+
+        Raises LedgerError unless admitted, or beyond the prompt.
+        """
         if self.phase is not _ADMITTED:
             raise _out_of_order(self, "computed")
         done = self.computed_tokens + tokens
@@ -274,7 +283,10 @@ class OpenAccount(msgspec.Struct, gc=False):
         self.computed_tokens = done
 
     def withdrawn(self, credit: Credit, reason: Loss) -> None:
-        """Credited tokens that turned out not to be there: a copy failed, or its digest differs. They are lost."""
+        """Turn credited tokens into lost ones: their copy failed, or its digest differs.
+
+        Raises LedgerError unless admitted, or beyond the credit.
+        """
         if self.phase is not _ADMITTED:
             raise _out_of_order(self, "withdrawn")
         left = (
@@ -291,10 +303,10 @@ class OpenAccount(msgspec.Struct, gc=False):
         self.lost[reason] = self.lost.get(reason, 0) + credit.tokens
 
     def ended(self, phase: AttemptPhase, now_s: float, concurrent_tokens: int = 0) -> Account:
-        """The attempt is over. Only one that finished must have its whole prompt credited or computed.
+        """Return the account of the ended attempt. Only a finished one must have its whole prompt credited or computed.
 
-        `concurrent_tokens` were computed here although another request had put them into the tree by now: reusable, and
-        lost, since nobody waited for them.
+        `concurrent_tokens` were computed here although another request has put them into the tree by now: reusable, and
+        lost. Raises LedgerError if a law is broken, or if an attempt that was not aborted had not been admitted.
         """
         credited = self.credited_tokens
         rest = self.prompt_tokens - credited - self.computed_tokens

@@ -1,7 +1,7 @@
-"""A ledger is shown to others: by LedgerCollector as Prometheus metrics, by JsonLines as a line of JSON an account.
+"""A LedgerCollector exports a ledger as Prometheus metrics, and JsonLines as a line of JSON an account.
 
-Metrics are read when scraped, so nothing is counted twice and no event pays for them. They say too how long pages live,
-lie idle and wait for their next use: without these times a cache that is too small and an idle one look alike.
+Metrics are read at a scrape, so no token counts twice and no event pays for them. They include how long pages live, lie
+idle and wait for reuse, which tells a cache that is too small from an idle one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _HINTS = Metric(
 _FAULTS = Metric("ledger_faults", _COUNTER, "Events that did not balance.", ())
 _NEVER = Metric("never_admitted", _COUNTER, "Requests that ended before they began.", ())
 _NEVER_RESUMED = Metric("never_resumed", _COUNTER, "Requests that ended between a retraction and the next attempt.", ())
-#: By what a Residency calls them.
+#: Metrics by the attribute of Residency.
 _STAYS = {
     "lifetimes": Metric("page_lifetime", _TIMES, "From a page's storing to its removal.", ("tier",)),
     "idles": Metric("page_idle", _TIMES, "From a page's last use to its removal.", ("tier",)),
@@ -57,17 +57,17 @@ _STAYS = {
 
 
 class LedgerCollector:
-    """For `prometheus_client`: `REGISTRY.register(LedgerCollector(ledger, {"device": residency}))`.
+    """A collector for `prometheus_client`: `REGISTRY.register(LedgerCollector(ledger, {"device": residency}))`.
 
-    Sums over `source` are prompt tokens, label by label. `attempt` is `first`, or `again` after a retraction: rates of
-    traffic are of `first` alone. Scrape in the ledger's own thread, or between its events.
+    Sums over `source` are prompt tokens, label by label. `attempt` is `first`, or `again` after a retraction: take
+    rates of traffic from `first` alone. Scrape in the ledger's own thread, or between its events.
     """
 
     def __init__(self, ledger: Ledger, tiers: Mapping[str, Residency] = MappingProxyType({})) -> None:
         self._ledger, self._tiers = ledger, tiers
 
     def collect(self) -> Iterator[Family]:
-        """The metric families of docs/metrics.md. For prometheus_client."""
+        """Yield the metric families of docs/metrics.md. For prometheus_client."""
         tokens, lost, attempts, saved = (cast(Any, each.family()) for each in (_TOKENS, _LOST, _ATTEMPTS, _SAVED))
         predicted, predictions = (cast(Any, each.family()) for each in (_PREDICTED, _PREDICTIONS))
         for group in self._ledger.groups():
@@ -123,8 +123,8 @@ class _Stay:
 class Residency:
     """Three histograms of one tier's pages: `lifetimes`, `idles` (last use to removal) and `gaps` (use to use).
 
-    A page costs a third of a microsecond an event, so hand over a sample of them: always the same ids, for example
-    those divisible by 61. Pages whose storing was not seen are not counted.
+    An event costs a third of a microsecond a page, so pass a sample: always the same ids, such as those divisible by
+    61. Pages whose storing was not seen do not count.
 
     >>> residency = Residency()
     >>> residency.stored([7], 1.0)
@@ -139,16 +139,16 @@ class Residency:
         self._stays = dict[int, _Stay]()
 
     def __len__(self) -> int:
-        """Pages that are there."""
+        """Return the number of pages in the tier."""
         return len(self._stays)
 
     def stored(self, pages: Iterable[int], now_s: float) -> None:
-        """Pages have come to the tier, which counts as their first use."""
+        """Add pages that have come to the tier, which is their first use."""
         for page in pages:
             self._stays[page] = _Stay(now_s, now_s)
 
     def used(self, pages: Iterable[int], now_s: float) -> None:
-        """Pages were read; those that are not there are passed over."""
+        """Count a use of pages; unknown pages are skipped."""
         for page in pages:
             stay = self._stays.get(page)
             if stay:
@@ -156,7 +156,7 @@ class Residency:
                 stay.used_s = now_s
 
     def removed(self, pages: Iterable[int], now_s: float) -> None:
-        """Pages have left the tier."""
+        """Remove pages that have left the tier."""
         for page in pages:
             stay = self._stays.pop(page, None)
             if stay:
@@ -168,7 +168,10 @@ _FLUSH_BYTES = 1 << 16
 
 
 class JsonLines:
-    """Appends accounts to a file, 64 KiB at a time: `Ledger(sink=lines.write)`. Close it, or use it as a context."""
+    """An appender of accounts to a file, 64 KiB at a time: `Ledger(sink=lines.write)`. Close it, or use `with`.
+
+    Raises KvmoverError if the file cannot be opened.
+    """
 
     def __init__(self, path: Path) -> None:
         try:
@@ -179,19 +182,19 @@ class JsonLines:
         self._lines = bytearray()
 
     def write(self, account: Account) -> None:
-        """Buffer one line; the file has it after 64 KiB, `flush` or `close`. Raises OSError when the disk is full."""
+        """Buffer a line; the file has it after 64 KiB, `flush` or `close`. Raises OSError when the disk is full."""
         self._encoder.encode_into(account, self._lines, len(self._lines))
         self._lines += b"\n"
         if len(self._lines) >= _FLUSH_BYTES:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is buffered. Nothing is synced."""
+        """Write the buffer, without a sync."""
         self._file.write(self._lines)
         self._lines.clear()
 
     def close(self) -> None:
-        """Write the rest and close the file. Again is no error."""
+        """Write the rest and close the file. Closing again is no error."""
         if not self._file.closed:
             self.flush()
             self._file.close()
@@ -206,7 +209,7 @@ class JsonLines:
 
 
 def read_accounts(path: Path) -> Iterator[Account]:
-    """The accounts of a file, as they were. A last line that was cut off is refused like any other bad one."""
+    """Yield the accounts of a file. Raises KvmoverError for a bad line, a last one that was cut off included."""
     decoder = msgspec.json.Decoder(Account)
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):

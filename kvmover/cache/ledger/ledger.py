@@ -1,8 +1,8 @@
-"""The Ledger sums up what became of every prompt token of every request; the sums must balance.
+"""The Ledger sums up the fate of every prompt token of every request; the sums must balance.
 
-An engine tells it six things of a request: matched, admitted, computed (each chunk), withdrawn (a load that failed),
-and how it ended; and a seventh, what was predicted of it, where anybody did. A prompt is counted once: a request that
-was retracted and admitted again is in other sums.
+An engine reports a request's events: matched, admitted, computed (each chunk), withdrawn (a load that failed), its end,
+and a prediction if there was any. A prompt counts once: a request that was retracted and admitted again is in other
+sums.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from kvmover.fields import member
 
 @dataclass(slots=True)
 class PredictionTotals:
-    """Predicted hits against delivered ones, over first attempts of which there was a prediction.
+    """Predicted hits against delivered ones, in tokens over first attempts with a prediction.
 
-    `foreseen`: tokens that were predicted and delivered. `missed`: predicted, and not delivered. `unforeseen`:
-    delivered beyond what was predicted. A prefix has no holes, so of a request one of the last two is 0.
+    `foreseen`: predicted and delivered. `missed`: predicted, not delivered. `unforeseen`: delivered beyond the
+    prediction. A prefix has no holes, so one of the last two is 0 for each request.
     """
 
     requests: int = 0
@@ -53,7 +53,7 @@ class PredictionTotals:
         self.unforeseen_tokens += delivered_tokens - foreseen
 
     def merge(self, other: PredictionTotals) -> None:
-        """Add the sums of `other`, which stays as it is."""
+        """Add the sums of `other`, which is not changed."""
         self.requests += other.requests
         self.foreseen_tokens += other.foreseen_tokens
         self.missed_tokens += other.missed_tokens
@@ -62,7 +62,7 @@ class PredictionTotals:
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over attempts. Both laws of an account hold for the sums."""
+    """The sums over attempts, for which both laws of an account hold."""
 
     attempts: int = 0
     finished: int = 0
@@ -81,12 +81,12 @@ class Totals:
 
     @property
     def credited_tokens(self) -> int:
-        """On the device without being computed, from any tier."""
+        """Tokens on the device without being computed, from any tier."""
         return self.device_tokens + self.host_tokens + self.storage_tokens + self.peer_tokens
 
     @property
     def hit_rate(self) -> float:
-        """Credited tokens of all prompt tokens; 0 where there are none."""
+        """The credited share of all prompt tokens; 0 without prompts."""
         return self.credited_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def add(self, account: Account) -> None:
@@ -114,7 +114,7 @@ class Totals:
             self.aborted += 1
 
     def merge(self, other: Totals) -> None:
-        """Add the sums of `other`, which stays as it is."""
+        """Add the sums of `other`, which is not changed."""
         for name in _NUMBERS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for reason, tokens in other.lost.items():
@@ -123,7 +123,7 @@ class Totals:
             self.predictions.setdefault(by, PredictionTotals()).merge(sums)
 
     def check(self) -> None:
-        """Raise LedgerError where a law of accounts does not hold for the sums. O(reasons)."""
+        """Raise LedgerError if a law of accounts does not hold for the sums. O(reasons)."""
         if self.attempts != self.finished + self.retracted + self.aborted:
             raise LedgerError(f"attempts are not finished + retracted + aborted: {self}")
         if self.reusable_tokens != self.credited_tokens + sum(self.lost.values()):
@@ -132,7 +132,7 @@ class Totals:
             raise LedgerError(f"prompts are not credited + computed + abandoned: {self}")
 
     def as_data(self) -> dict[str, Any]:
-        """For JSON, with the sums that follow from the others; predictions where there were any."""
+        """Return the sums for JSON, with derived ones, and predictions if there were any."""
         data = {
             **{name: getattr(self, name) for name in _NUMBERS},
             "hit_rate": round(self.hit_rate, 6),
@@ -150,31 +150,31 @@ EVERYBODY = AccountGroup()
 
 
 class FaultPolicy(Enum):
-    """What becomes of an event that does not balance. It changes no account and no sum, either way."""
+    """The handling of an event that does not balance; either way it changes no sum."""
 
-    #: LedgerError, at the caller: for tests.
+    #: Raise LedgerError at the caller: for tests.
     RAISE = "raise"
-    #: `Ledger.faults` counts it, and `Ledger.last_fault` says which: for production. An attempt that does not balance
-    #: at its end is dropped, as nobody will end it again; it is in no sum.
+    #: Count it in `Ledger.faults` and keep it as `Ledger.last_fault`: for production. An attempt that does not balance
+    #: at its end is dropped, and is in no sum.
     COUNT = "count"
 
 
 @dataclass(slots=True)
 class Book:
-    """Sums of one group: of first attempts, and of those after a retraction, which do their work again."""
+    """The sums of one group: `first` attempts, and `again` after a retraction, which repeat work."""
 
     first: Totals = field(default_factory=Totals)
     again: Totals = field(default_factory=Totals)
 
     def check(self) -> None:
-        """Raise LedgerError where sums do not balance."""
+        """Raise LedgerError if the sums do not balance."""
         self.first.check()
         self.again.check()
 
 
 @dataclass(frozen=True, slots=True)
 class TimeWindow:
-    """Books of the attempts that ended within `seconds` from `start_s`."""
+    """The books of attempts that ended within `seconds` from `start_s`."""
 
     start_s: float
     seconds: float
@@ -182,11 +182,12 @@ class TimeWindow:
 
 
 class Ledger:
-    """Accounts of open requests, and sums of ended attempts by group and by window of time.
+    """The accounts of open requests, and the sums of ended attempts by group and time window. Use it from one thread.
 
-    Times are seconds of any one clock. The last `keep_windows` windows of `window_s` are kept, and the sums of all.
-    `sink` gets every ended attempt, for example `JsonLines.write`. `token_bytes` is the KV of one token, by the name of
-    the model, over all layers and components. Use it from one thread.
+    An event that does not balance raises LedgerError, or is counted, as `fault` says; an end then returns None. Times
+    are seconds of any one clock. The last `keep_windows` windows of `window_s` are kept, and the sums of all. `sink`
+    gets every ended attempt that was admitted, for example `JsonLines.write`. `token_bytes`: bytes of KV of one token
+    over all layers and components, by model.
 
     >>> ledger = Ledger()
     >>> ledger.matched("r", prompt_tokens=100, reusable_tokens=64, now_s=0.0)
@@ -208,12 +209,12 @@ class Ledger:
     ) -> None:
         self.faults = 0
         self.last_fault: LedgerError | None = None
-        #: Requests that ended without having been admitted: they have no prompt tokens in any sum.
+        #: Requests that ended before admission: their prompt tokens are in no sum.
         self.never_admitted = 0
-        #: Requests that were retracted and ended before they were admitted again: their attempts are in the sums, and
-        #: this end is in none.
+        #: Requests that ended between a retraction and the next admission: their attempts are in the sums, this end is
+        #: not.
         self.never_resumed = 0
-        #: Hints by what became of them: (group, action, `met` or why not).
+        #: Hints by (group, action, `met` or the reason of refusal).
         self.hints = Counter[tuple[AccountGroup, str, str]]()
         self.window_s = window_s
         self._fault = member(FaultPolicy, fault, "a ledger's fault", LedgerError)
@@ -225,11 +226,11 @@ class Ledger:
         self._windows = deque[TimeWindow](maxlen=keep_windows)
 
     def __len__(self) -> int:
-        """Requests that have not ended."""
+        """Return the number of requests that have not ended."""
         return len(self._open)
 
     def account(self, request: RequestId) -> Account:
-        """Of a request that has not ended. Raises LedgerError when it has, or never was."""
+        """Return the account of an open request. Raises LedgerError for a request that is not open."""
         return self._account(request).frozen()
 
     def matched(
@@ -240,7 +241,9 @@ class Ledger:
         now_s: float,
         group: AccountGroup = EVERYBODY,
     ) -> None:
-        """A lookup found `reusable_tokens`, on any tier. May come again until admission; the last one counts."""
+        """Open a request, or repeat its lookup before admission. `reusable_tokens` count any tier; the last lookup
+        counts.
+        """
         found = self._open.get(request)
         try:
             if found is not None:
@@ -253,54 +256,57 @@ class Ledger:
             self._refuse(error)
 
     def predicted(self, request: RequestId, prediction: Prediction) -> None:
-        """Before admission to a first attempt, and once: how much of the prompt was to be a hit, and who said so."""
+        """Record how much of the prompt was predicted to hit: once, before the first admission."""
         try:
             self._account(request).predicted(prediction)
         except LedgerError as error:
             self._refuse(error)
 
     def admitted(self, request: RequestId, credit: Credit, lost: Losses = NOTHING_LOST) -> None:
-        """An attempt begins with `credit` on the device; `lost` is the rest of what the match found reusable."""
+        """Begin an attempt with `credit` on the device; `lost` is the rest of the match."""
         try:
             self._account(request).admitted(credit, lost)
         except LedgerError as error:
             self._refuse(error)
 
     def computed(self, request: RequestId, tokens: int) -> None:
-        """A chunk of the prompt was computed."""
+        """Count a computed chunk of the prompt."""
         try:
             self._account(request).computed(tokens)
         except LedgerError as error:
             self._refuse(error)
 
     def withdrawn(self, request: RequestId, credit: Credit, reason: Loss) -> None:
-        """Credited tokens are not on the device after all; they are to be computed."""
+        """Turn credited tokens that are not on the device after all into lost ones, to be computed."""
         try:
             self._account(request).withdrawn(credit, member(Loss, reason, "reason", LedgerError))
         except LedgerError as error:
             self._refuse(error)
 
     def finished(self, request: RequestId, now_s: float, concurrent_tokens: int = 0) -> Account | None:
-        """The request is answered. `concurrent_tokens` of those it computed were in the tree already when it came."""
+        """End a request that is answered; returns its account.
+
+        `concurrent_tokens` of those it computed were in the tree already when it inserted them.
+        """
         return self._end(request, AttemptPhase.FINISHED, now_s, concurrent_tokens)
 
     def retracted(self, request: RequestId, now_s: float) -> Account | None:
-        """The attempt is over and its pages are gone; the request waits to be matched again."""
+        """End an attempt whose pages are gone; the request waits to be matched again. Returns the attempt's account."""
         over = self._end(request, AttemptPhase.RETRACTED, now_s)
         if over:
             self._open[request] = OpenAccount(request, over.group, over.attempt, now_s)
         return over
 
     def aborted(self, request: RequestId, now_s: float) -> Account | None:
-        """The request is over without an answer, at any time after its first match."""
+        """End a request without an answer, at any time after its first match. Returns its account."""
         return self._end(request, AttemptPhase.ABORTED, now_s)
 
     def hinted(self, action: str, outcome: str, group: AccountGroup = EVERYBODY) -> None:
-        """A hint was met, or refused: `action` and `outcome` are of few words each, for they are labels."""
+        """Count a hint. `action` and `outcome` are metric labels: keep their values few."""
         self.hints[group, action, outcome] += 1
 
     def total(self, group: AccountGroup | None = None) -> Book:
-        """Sums of all ended attempts, of one group or of all, as a copy."""
+        """Return the sums of all ended attempts, of one group or of all, as a copy."""
         whole = Book()
         for books in (self._closed, self._books):
             for name, book in books.items():
@@ -310,21 +316,21 @@ class Ledger:
         return whole
 
     def saved_bytes(self, group: AccountGroup) -> int:
-        """KV that was not computed, as every credited token is one. 0 for a model whose `token_bytes` nobody gave."""
+        """Return the bytes of KV that were credited and so not computed; 0 for a model without `token_bytes`."""
         book = self.total(group)
         tokens = book.first.credited_tokens + book.again.credited_tokens
         return tokens * self._token_bytes.get(group.model, 0)
 
     def groups(self) -> tuple[AccountGroup, ...]:
-        """All that ended an attempt, in order of names."""
+        """Return the groups with an ended attempt, sorted by name."""
         return tuple(sorted({*self._closed, *self._books}, key=lambda group: (group.tenant, group.model)))
 
     def windows(self) -> tuple[TimeWindow, ...]:
-        """Kept windows in which an attempt ended, oldest first; the last one is still open."""
+        """Return the kept windows in which an attempt ended, oldest first; the last one is still open."""
         return (*self._windows, self._now) if self._books else tuple(self._windows)
 
     def check(self) -> None:
-        """Raise LedgerError where an open account, a window or a sum does not balance. O(open requests + windows)."""
+        """Raise LedgerError if an open account, a window or a sum does not balance. O(open requests + windows)."""
         for account in self._open.values():
             account.frozen().check()
         for window in self.windows():
@@ -368,7 +374,7 @@ class Ledger:
         return over
 
     def _turn(self, now_s: float) -> None:
-        """Close the window, and open the one of `now_s`. A clock that goes back stays in the window that is open."""
+        """Close the window, and open that of `now_s`. A clock that goes back stays in the open window."""
         if self._books:
             self._windows.append(self._now)
             for group, book in self._books.items():
