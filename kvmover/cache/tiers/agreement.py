@@ -63,7 +63,7 @@ class Grouped:
     def __init__(self, group: dist.ProcessGroup) -> None:
         import torch.distributed as dist
 
-        self._group: Any = group  # the stub of a process group leaves its verbs out
+        self._group: Any = group  # the stub of a process group lacks its methods
         self._options: Any = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp.MIN
 
@@ -95,7 +95,7 @@ _HEAD = 6
 class CollectiveOp:
     """An operation as this rank sees it. `width`: numbers in its answer. `ids`: a checksum of page ids.
 
-    `ended` gets the agreed answer. `stop`: asks all ranks to answer, at their next step, with the pages done so far.
+    `ended` gets the agreed answer. `stop` asks all ranks to answer, at their next step, with the pages done so far.
     """
 
     serial: int
@@ -118,7 +118,7 @@ class CollectiveOp:
 class CollectiveOps:
     """The open operations, in order. `same_ids`: the checksum of page ids that ranks must share.
 
-    `rounds`: those with an open operation. `asked`: unsettled rounds and the operations in their rows.
+    `rounds`: the number that had an open operation. `asked`: unsettled rounds and the operations in their rows.
     """
 
     same_ids: Callable[[Sequence[int]], int] = lambda ids: 0
@@ -130,7 +130,7 @@ class CollectiveOps:
     )
 
     def begin(self, ended: Callable[[VoteRow], None], width: int = 1, ids: Sequence[int] = ()) -> CollectiveOp:
-        """Open an operation, whose agreed answer of `width` numbers is for `ended`.
+        """Open an operation. The caller of `settle` passes its agreed answer, `width` numbers, to `ended`.
 
         `ids`: pages that all ranks must have chosen.
         """
@@ -180,7 +180,7 @@ class CollectiveOps:
         return over
 
     def _asked_in(self, number: int) -> tuple[CollectiveOp, ...] | None:
-        """Return the operations of a round, and settle it and all before; None if it is settled or to come.
+        """Return the operations of a round, and settle it and all before; None if it is settled or in the future.
 
         Round 0 stands for any round without operations.
         """

@@ -97,7 +97,7 @@ class FreeList:
         """Ignore the call: a page here is found by its own id."""
 
     def check(self, others: Collection[int]) -> None:
-        """Raise InvariantBroken unless each page is free or in `others`, of the tree and the caller, once."""
+        """Raise InvariantBroken unless each page is once free or in `others`, the pages of the tree and the caller."""
         if sorted(self._heap) != sorted(self._ids):
             raise InvariantBroken(f"free pages of {self._name} are {sorted(self._ids)}, in order {sorted(self._heap)}")
         pages = sorted([*self._ids, *others])
@@ -115,7 +115,7 @@ _ROOM_PAGES = 512
 
 
 class PageAllocator:
-    """The free page ids of one rank. An id is free here, the tree's, a record's or the caller's, one of these.
+    """The free page ids of one rank. Each id is in one place: free here, or with the tree, a record or the caller.
 
     `device_pages`: by component, those that the engine allocates. Raises TierError if pools do not fit the tree's
     components.
@@ -226,7 +226,7 @@ class PageAllocator:
     def drop_second_copies(self) -> None:
         """Evict host pages that are on the device too, for a tree that writes back, while no load reads them.
 
-        Their host copies count as protected, and go first of all.
+        They count as protected on the host, and go first.
         """
         doubles = self.tree.sizes(FULL, Tier.HOST).protected
         if doubles:

@@ -1,9 +1,9 @@
 """Pipelined is the agreement of ranks whose pipeline stages run apart: a stage is some rounds behind the one before.
 
-A scheduler that waited in a round for a later stage would wait for ever: the requests and activations which that stage
-needs are sent by the scheduler itself, later. So rounds are not waited for. Rank 0 sees which rounds have ended on all
-ranks and says so in its next round; that travels from stage to stage, as requests do. Every rank thus settles the same
-round at the same place among the requests, waiting only for messages sent before.
+A scheduler that waited in a round for a later stage would wait for ever: it sends the requests and activations which
+that stage needs itself, later. So a round does not block. Rank 0 sees which rounds have ended on all ranks and says so
+in its next round; that travels from stage to stage, as requests do. Every rank thus settles a round at the same place
+among the requests, waiting only for messages sent before.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Pipelined:
     def __init__(self, group: dist.ProcessGroup, stage_ranks: int) -> None:
         import torch.distributed as dist
 
-        self._group: Any = group  # the stub of a process group leaves its verbs out
+        self._group: Any = group  # the stub of a process group lacks its methods
         self._options: Any = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp.MIN
         self._source, self._readers = line(group.rank(), group.size(), stage_ranks)

@@ -53,10 +53,10 @@ class Restore:
     """The restore of one request. `tokens`, `page_ids`, `held` and `handle` count when `phase` is READY.
 
     `found`: the match at the request's coming. `handle` locks the device pages: give it back by `Controller.release`.
-    In LOAD, `gate` lets a forward pass start on the first layers that have landed.
+    In LOAD, `gate` lets a forward pass start once the first layers have landed.
 
-    For the ledger: `ledger.matched(r, prompt, restore.reusable_tokens)`, and `ledger.admitted(r, restore.credit,
-    restore.lost)`.
+    Report it to the ledger: `ledger.matched(r, prompt, restore.reusable_tokens)`, and
+    `ledger.admitted(r, restore.credit, restore.lost)`.
     """
 
     key: RadixKey

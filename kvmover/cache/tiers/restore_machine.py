@@ -29,7 +29,7 @@ from kvmover.cache.tiers.restore_state import STORAGE, ReadSource, RestorePhase,
 class LookedUp(msgspec.Struct, frozen=True):
     """An event: peers and storage have answered this rank.
 
-    `pages`: ascending, prefix lengths that storage can complete; at most 0 after a failure. `peers`: leading pages of
+    `pages`: prefix lengths that storage can complete, ascending; 0 alone after a failure. `peers`: leading pages of
     each peer. `way`, `peer_way`: measured speeds of the tiers to come by, empty if unmeasured.
     """
 
@@ -53,7 +53,7 @@ class HostFull(msgspec.Struct, frozen=True):
 
 
 class FetchEnded(msgspec.Struct, frozen=True):
-    """An event: this rank's read ended with its first `pages` pages; `loss` says why not with more."""
+    """An event: this rank's read ended with its first `pages` pages; `loss` says why no more came."""
 
     pages: int
     loss: Loss | None = None
@@ -134,13 +134,13 @@ RestoreEvent: TypeAlias = (
 
 
 class LookUp(msgspec.Struct, frozen=True):
-    """An action: begin an operation and ask peers and storage for the first `pages` pages, up to LookedUp."""
+    """An action: begin an operation, and ask peers and storage for the first `pages` pages: LookedUp."""
 
     pages: int
 
 
 class BeginFetch(msgspec.Struct, frozen=True):
-    """An action: take host pages for the first `pages` pages, begin an operation and read: FetchBegun, or HostFull.
+    """An action: take host pages for the first `pages` pages, begin an operation, and read: FetchBegun or HostFull.
 
     `source`: a peer's number, or STORAGE.
     """
@@ -154,7 +154,7 @@ class Decline(msgspec.Struct, frozen=True):
 
 
 class BeginLoad(msgspec.Struct, frozen=True):
-    """An action: take device pages up to `tokens` tokens, begin an operation and copy: LoadBegun, or DeviceFull."""
+    """An action: take device pages up to `tokens` tokens, begin an operation, and copy: LoadBegun or DeviceFull."""
 
     tokens: int
 
@@ -239,8 +239,7 @@ def start(terms: RestoreTerms, limit_tokens: int, tokens: int, best_tokens: int,
 
 
 def step(state: Restoring, event: RestoreEvent, now: float) -> RestoreStep:
-    """Advance by one event at `now`, s. Returns the new state and its actions; a restore that is over does not change.
-    """
+    """Advance by an event at `now`, s. Returns the new state and its actions. A restore that is over stays as it is."""
     match event:
         case TimePassed():
             return _tick(state, now)

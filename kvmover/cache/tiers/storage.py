@@ -119,7 +119,7 @@ class Storage:
         self.stored_pools = [each.moved(self.store, namespace) for each in self.stored_pools]
 
     def whole(self, hashes: Sequence[bytes]) -> list[bool]:
-        """Return for each hash True if storage has this rank's part of the page."""
+        """Return for each hash True if storage has this rank's part, of all pools that need every page."""
         rows = [
             stored_pool.view.exists(hashes)
             for stored_pool in self.stored_pools
@@ -150,7 +150,7 @@ class StorageLookup:
 
 @dataclass(slots=True, eq=False)
 class StorageRead:
-    """A read into the host, in order of place, until a page is missing or `stopping()`.
+    """A read into the host, in order of place, until a page is missing or `stopping()` is True.
 
     `good`: places before it are all read, of this rank's share. `why`: the outcome that ended it early.
     """
