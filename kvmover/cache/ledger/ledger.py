@@ -241,9 +241,7 @@ class Ledger:
         now_s: float,
         group: AccountGroup = EVERYBODY,
     ) -> None:
-        """Open a request, or repeat its lookup before admission. `reusable_tokens` count any tier; the last lookup
-        counts.
-        """
+        """Open a request, or replace its lookup before admission: `reusable_tokens` were found, over all tiers."""
         found = self._open.get(request)
         try:
             if found is not None:

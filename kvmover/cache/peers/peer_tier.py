@@ -195,8 +195,8 @@ class PeerTier:
     def freed(self, ids: Sequence[int]) -> None:
         """Withdraw host pages that are about to be reused. Returns once all loans of them are over.
 
-        The mover then answers their borrowers so, which drop the bytes they have read. Waits for the poll under way if
-        there is such a loan, else returns at once.
+        A loan is over once the mover has told its borrower, which discards the bytes it has read. Waits for the poll
+        under way if there is such a loan, else returns at once.
         """
         with self._lock:
             self._inventory.drop(ids)

@@ -1,9 +1,9 @@
 """Pipelined is the agreement of ranks whose pipeline stages run apart: a stage is some rounds behind the one before.
 
-A scheduler that waited in a round for a later stage would wait for ever: it sends the requests and activations which
-that stage needs itself, later. So a round does not block. Rank 0 sees which rounds have ended on all ranks and says so
-in its next round; that travels from stage to stage, as requests do. Every rank thus settles a round at the same place
-among the requests, waiting only for messages sent before.
+A scheduler that waited in a round for a later stage would wait for ever: the requests and activations which that stage
+needs come from the scheduler itself, later. So a round does not block. Rank 0 sees which rounds have ended on all ranks
+and says so in its next round; that travels from stage to stage, as requests do. Every rank thus settles a round at the
+same place among the requests, waiting only for messages sent before.
 """
 
 from __future__ import annotations
