@@ -1,1 +1,1 @@
-"""Pages in an object store: sealed segments that are written whole, listed, and read by range."""
+"""A page store in an object store: sealed segments, written whole, listed, and read by range."""

@@ -1,8 +1,7 @@
-"""A BucketCatalog is what a process knows of a namespace in a bucket, and how it learns more.
+"""A BucketCatalog is one process's index of a namespace in a bucket, and refreshes it from listings.
 
-A question looks at memory alone. What others wrote is learnt by listings, in a thread of the bucket's and in upkeep:
-the youngest names every few seconds, all of them now and then. What the service does not say is as it was, and is
-counted.
+Lookups read memory only. Listings find segments of other writers: the youngest every `_LOOK_S` seconds, all every
+`_SURVEY_S`, in the bucket's threads and in upkeep. Failed requests leave the index unchanged and count in `lagged`.
 """
 
 from __future__ import annotations
@@ -25,25 +24,25 @@ from kvmover.store.files import reason_of
 from kvmover.store.index import Index
 from kvmover.store.stored import StoredObject
 
-#: The youngest segments are looked for so often, and all of them.
+#: Seconds between listings of the youngest segments, and of all segments.
 _LOOK_S, _SURVEY_S = 3.0, 300.0
 
-#: A segment may be written so long after it was begun, by a clock that is so wrong: a listing begins before.
+#: A listing of the youngest begins this many seconds ago: it allows for slow filling plus clock skew of writers.
 _LATE_S = 900
 
-#: Heads that are in memory at once: some 100 MB.
+#: Heads fetched at a time: about 100 MB of memory.
 _HEADS = 32
 
-#: So many heads are read one by one rather than a catalog that may have them.
+#: Up to this many unknown segments are read by their heads; with more, unread catalogs are read first.
 _FEW_HEADS = 8
 
-#: What of a catalog is read to know which segments it has.
+#: Bytes read from the beginning of a catalog to list its segments.
 _CONTENTS_BYTES = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
 class KeptSegment:
-    """A segment of the bucket. `dead`: what this process knows to be deleted; `told`: what `.dead` said by `tag`."""
+    """A segment of the bucket. `dead`: deletions known here; `told`: deletions in its `.dead` object, version `tag`."""
 
     name: str
     data_bytes: int
@@ -55,16 +54,16 @@ class KeptSegment:
 
 
 class BucketCatalog:
-    """Segments of one folder of a bucket, and their index. `lock` is held for a moment, and never around a request."""
+    """The segments of one folder of a bucket, and their index. `lock` is held briefly, never during a request."""
 
     def __init__(self, bucket: ObjectBucket, folder: str, namespace: bytes, machine: HostBoot) -> None:
         self.bucket, self.folder, self.namespace, self.machine = bucket, folder, namespace, machine
         self.lock = RLock()
         self.index = Index()
-        #: Whatever is deleted for others passes here.
+        #: Permits every deletion that other processes see.
         self.door = DeletionDoor(machine.now())
         self.segments: dict[str, KeptSegment] = {}
-        #: Segments that are in each catalog; None where that is not known yet.
+        #: Names of the segments in each catalog object; None while the catalog is unread.
         self.catalogs: dict[str, list[str] | None] = {}
         self.dropped: Counter[str] = Counter()
         self.lagged: Counter[str] = Counter()
@@ -75,26 +74,26 @@ class BucketCatalog:
         self._looked_s = self._surveyed_s = -_SURVEY_S
 
     def path(self, name: str) -> str:
-        """The name of an object of this namespace in the bucket."""
+        """Return the full object name of `name` within this namespace's folder."""
         return f"{self.folder}/{name}"
 
     @property
     def held_bytes(self) -> int:
-        """What the namespace's payloads take of the bucket."""
+        """Bytes of all known `.data` objects, dead payloads included."""
         return sum(segment.data_bytes for segment in self.segments.values())
 
     def lag(self, error: OSError) -> None:
-        """The service did not say: it is known another time."""
+        """Count a failed request by its reason; a later listing tries again."""
         self.lagged[reason_of(error)] += 1
 
     def refresh(self) -> None:
-        """Look at memory, and let a thread look for what others wrote, where nobody has of late. Raises nothing."""
+        """Start `look` in a thread of the bucket if the last one began more than `_LOOK_S` ago. Never raises."""
         if time.monotonic() - self._looked_s > _LOOK_S and not self._learning.locked():
             self._looked_s = time.monotonic()
             self.bucket.begin(self.look)
 
     def look(self) -> None:
-        """Learn of the youngest segments, or of all where that is due. Raises nothing."""
+        """Index the youngest segments of other writers, or call `survey` if due. Never raises OSError."""
         if time.monotonic() - self._surveyed_s > _SURVEY_S:
             self.survey()
             return
@@ -107,7 +106,7 @@ class BucketCatalog:
                 self.lag(error)
 
     def survey(self) -> bool:
-        """Learn all that is in the bucket, and what is there no more; whether the service said. Raises nothing."""
+        """List the whole namespace, index new segments and forget removed ones. Returns False if the listing failed."""
         with self._learning:
             self._looked_s = time.monotonic()
             with self.lock:
@@ -127,7 +126,7 @@ class BucketCatalog:
             return True
 
     def _learn(self, listing: Listing) -> bool:
-        """Segments, deletions and uses that were not known here; whether the service said all of it."""
+        """Read new segments, deletions and uses. Returns True if every request succeeded."""
         before = self.lagged.total()
         fresh = self._fresh(listing)
         if len(fresh) > _FEW_HEADS:
@@ -142,7 +141,7 @@ class BucketCatalog:
         return self.lagged.total() == before
 
     def _read_heads(self, names: Sequence[str], listing: Listing) -> None:
-        """All that the heads of segments say, which are read at once."""
+        """Fetch these segments' heads concurrently and index their objects."""
         heads = self.bucket.gather([partial(self.bucket.get, self.path(name + HEAD)) for name in names])
         for name, head in zip(names, heads, strict=True):
             if isinstance(head, OSError):
@@ -158,7 +157,7 @@ class BucketCatalog:
             return [n for n, e in listing.heads.items() if n not in known and self._refused.get(n) != e.tag]
 
     def _read_catalog(self, name: str, listing: Listing) -> None:
-        """All that a catalog says of segments that are there, and are not known."""
+        """Read a catalog and index those of its segments that are listed and still unknown."""
         try:
             data = self.bucket.get(self.path(name))
         except OSError as error:
@@ -172,14 +171,17 @@ class BucketCatalog:
         self._take([each for each in found or () if each.name in fresh], (), listing)
 
     def read_contents(self) -> None:
-        """Learn which segments are in the catalogs that nobody here has read. Raises OSError."""
+        """Read the segment names of catalogs not read yet, from their first bytes. Raises OSError."""
         for name in [name for name, within in self.catalogs.items() if within is None]:
             within = segments_within(bytes(self.bucket.read(self.path(name), 0, _CONTENTS_BYTES)))
             with self.lock:
                 self.catalogs[name] = within or []
 
     def _take(self, found: Sequence[SealedSegment] | str, names: Sequence[str], listing: Listing) -> None:
-        """Believe segments whose data is as long as they say; leave out what is none, by `names`, for ever."""
+        """Index segments whose listed `.data` has the stated length; or refuse `names` for the reason `found`.
+
+        A refused segment is skipped until its head's tag changes.
+        """
         if isinstance(found, str):
             self._refuse(names, found, listing)
             return
@@ -188,7 +190,7 @@ class BucketCatalog:
             if data is not None and data.nbytes != each.data_bytes:
                 self._refuse([each.name], "truncated", listing)
                 continue
-            with self.lock:  # a segment at a time: the scheduler waits for it
+            with self.lock:  # one segment at a time: the scheduler's lookups wait for this lock
                 if each.name not in self.segments:
                     kept = KeptSegment(each.name, each.data_bytes, each.head_bytes, each.objects)
                     self.segments[each.name] = kept
@@ -200,7 +202,7 @@ class BucketCatalog:
             self.dropped[reason] += 1
 
     def _read_dead(self, listing: Listing) -> None:
-        """What others deleted in segments that are known."""
+        """Read changed `.dead` objects of known segments and drop the objects they list."""
         with self.lock:
             kept = [(self.segments[n], e) for n, e in listing.dead.items() if n in self.segments]
             kept = [(segment, entry) for segment, entry in kept if segment.tag != entry.tag]
@@ -216,14 +218,14 @@ class BucketCatalog:
                     self.heard(segment, told)
 
     def heard(self, segment: KeptSegment, told: Dead) -> None:
-        """Somebody has deleted objects of a segment. Under the lock."""
+        """Apply deletions that a segment's `.dead` lists. Under the lock."""
         segment.told = told
         segment.dead.join(told)
         gone = [each.record for each in self.index.objects(segment.name) if told.has(each.offset)]
         self.index.remove_at(segment.name, gone)
 
     def _read_uses(self, listing: Listing) -> None:
-        """When others used pages."""
+        """Read changed `.used` objects of other processes. Stamps in the future are ignored."""
         kept: list[BucketEntry] = [e for n, e in listing.uses.items() if self._uses.get(n) != e.tag]
         answers = self.bucket.gather([partial(self.bucket.get, entry.name) for entry in kept])
         latest = self.machine.now()
@@ -236,24 +238,24 @@ class BucketCatalog:
                 self.used({page: stamp for page, stamp in decode_uses(data).items() if stamp <= latest})
 
     def used(self, stamps: dict[bytes, int]) -> None:
-        """Others used pages at these seconds: those that are later than what is known count. Under the lock."""
+        """Raise last-use times (s) of pages to `stamps` where these are later. Under the lock."""
         known = self.index.stamps_of(list(stamps))
         late = sorted((stamp, page) for (page, stamp), was in zip(stamps.items(), known, strict=True) if stamp > was)
         for stamp, page in late:
             self.index.use([page], stamp)
 
     def forget(self, name: str) -> None:
-        """A segment that is gone from the bucket. Under the lock."""
+        """Drop a segment that has left the bucket, with its objects. Under the lock."""
         self.index.drop(name)
         self.segments.pop(name, None)
 
     def delete(self, objects: Sequence[StoredObject], permit: Permit) -> int:
-        """Find objects no more; upkeep tells the others. The bytes that nobody needs. Under the lock."""
+        """Delete objects from the index; upkeep later writes `.dead`. Returns their bytes in blocks. Under the lock."""
         for each in objects:
             if segment := self.segments.get(each.segment):
                 segment.dead.kill([each.offset])
         return self.index.remove(objects)
 
     def names_of(self, segment: str) -> list[str]:
-        """The objects that a segment is, in the order in which they are deleted."""
+        """Return the object names of a segment in deletion order: head first."""
         return [self.path(segment + suffix) for suffix in (HEAD, DATA, DEAD)]

@@ -1,7 +1,7 @@
-"""BucketObjects keeps the pages of a namespace in an object store, as sealed segments that many machines share.
+"""BucketObjects stores the pages of a namespace in an object store, as sealed segments shared by many machines.
 
-A put is answered once its bytes are in this process's memory and found here; `flush` sends them, and only then do they
-outlive the process and are found by others. Questions look at memory alone.
+A put returns once its bytes are copied into this process's memory, where lookups find them. Only after `flush`, or
+after a full segment was sent, do they outlive the process and become visible to others. Lookups read memory only.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from kvmover.transport import Memory
 
 log = logging.getLogger(__name__)
 
-#: Eviction frees this share of the quota beyond what is needed, and a segment is no more than this one of it.
+#: Eviction frees at least this share of the quota at once; a segment takes at most the second share of the quota.
 _SLACK, _SHARE = 1 / 64, 1 / 8
 
-#: Bytes that `verify` has in memory.
+#: Payload bytes that `verify` reads at a time.
 _VERIFIED_BYTES = 64 << 20
 
 
 class BucketObjects(Objects[StoredObject]):
-    """Objects of one namespace, in the folder of a bucket that its digest names.
+    """The objects of one namespace, in the bucket folder named by its digest.
 
-    `writing` is held for as long as one writes, `tidying` for as long as one flushes or collects, which no put waits
-    for, and `lock` for a moment, never around a request. They are taken in the order tidying, writing, lock.
+    Locks, acquired in this order: `tidying` during flush and collect (puts do not wait for it), `writing` during a put
+    or an eviction, `lock` briefly and never during a request.
     """
 
     def __init__(self, bucket: ObjectBucket, folder: str, namespace: bytes, policy: Policy) -> None:
-        """The caller gives up `bucket`. Raises StoreError where it cannot be listed."""
+        """Take ownership of `bucket` and index its segments. Raises StoreError if the folder cannot be listed."""
         self.policy = policy
         self._bucket = bucket
         self._memory = HostMemory()
@@ -92,7 +92,7 @@ class BucketObjects(Objects[StoredObject]):
         return [None if page in stale else entry for page, entry in zip(pages, entries, strict=True)]
 
     def _stale(self, pages: Sequence[bytes]) -> set[bytes]:
-        """Which of `pages` nobody is known to have used for the TTL. Under the lock."""
+        """Return those of `pages` whose last known use is older than the TTL. Under the lock."""
         if self.policy.ttl_s is None:
             return set()
         before = self.catalog.machine.now() - self.policy.ttl_s
@@ -118,11 +118,11 @@ class BucketObjects(Objects[StoredObject]):
             return answers
 
     def lag(self, error: OSError) -> None:
-        """The service did not say, or do, what nothing depends on."""
+        """Count a failed request whose result is optional."""
         self.catalog.lag(error)
 
     def owe(self, objects: Sequence[StoredObject]) -> None:
-        """What is in the bucket is safe, and what is in memory here goes with the next flush."""
+        """Return at once: objects in the bucket are durable, and `flush` sends all that are in memory."""
 
     def read(self, part: PagePart, reads: Sequence[ObjectRead[StoredObject]]) -> list[Failure[StoredObject]]:
         return self._reader.fetch(part, reads)
@@ -134,7 +134,10 @@ class BucketObjects(Objects[StoredObject]):
             return Verdict.UNKNOWN, reason_of(error)
 
     def _judge(self, each: StoredObject, read: str) -> tuple[Verdict, str]:
-        """Look again at an object that did not come whole, for a reason. Raises OSError where the service is silent."""
+        """Check an object anew after a failed read (`read`: the reason), and delete it if bad. Raises OSError.
+
+        Returns SPARED where the deletion budget is spent: the object is then only dropped from this index.
+        """
         verdict, reason = self._reader.look_again(each)
         if verdict is Verdict.WELL:
             return verdict, reason
@@ -170,7 +173,7 @@ class BucketObjects(Objects[StoredObject]):
             return self.catalog.held_bytes + self._writer.held_bytes
 
     def _make_room(self, nbytes: int, keep: Collection[bytes]) -> bool:
-        """Evict until `nbytes` more fit the quota, as far as the service lets us; False where they never do."""
+        """Evict until `nbytes` more fit the quota or the service fails. Returns False if they exceed the quota."""
         quota = self.policy.quota_bytes
         if quota is None:
             return True
@@ -181,7 +184,7 @@ class BucketObjects(Objects[StoredObject]):
         return True
 
     def _evict_to(self, held_bytes: int, keep: Collection[bytes]) -> int:
-        """Evict whole segments until at most so much is held; the bytes freed. While writing."""
+        """Evict whole segments until at most `held_bytes` are held. Returns the bytes freed. Requires `writing`."""
         freed, kept = 0, frozenset(keep)
         with self.lock:
             self.catalog.index.use(list(keep), 0)
@@ -195,15 +198,15 @@ class BucketObjects(Objects[StoredObject]):
         return freed
 
     def evict(self, nbytes: int) -> int:
-        """Evict whole segments, with what is least recently used in them, until `nbytes` bytes are free."""
+        """Evict whole segments, coldest first, until `nbytes` are freed. Returns the bytes freed."""
         self.catalog.look()
         with self.writing:
             return self._evict_to(max(0, self._held_bytes - nbytes), ())
 
     def collect(self) -> Collected:
-        """Upkeep: learn what others did, tell them what was used and deleted here, delete what is too old or too much.
+        """Run upkeep: refresh the index, expire, evict, publish uses and deletions, remove left-overs, compact.
 
-        Raises nothing for what the service refuses: it is done another time.
+        A failed request counts in `counters.lagged` and is left to a later call.
         """
         with self.tidying:
             evicted, freed = self.counters.evicted_pages, self.counters.evicted_bytes
@@ -216,7 +219,7 @@ class BucketObjects(Objects[StoredObject]):
             return Collected(expired, counters.evicted_pages - evicted, counters.evicted_bytes - freed, 0)
 
     def _expire(self) -> int:
-        """Delete pages that nobody used for the policy's TTL; how many."""
+        """Delete pages unused for the policy's TTL. Returns the number of pages."""
         if self.policy.ttl_s is None:
             return 0
         before = self.catalog.machine.now() - self.policy.ttl_s
@@ -232,9 +235,9 @@ class BucketObjects(Objects[StoredObject]):
         return len(old)
 
     def flush(self) -> None:
-        """Send all that was put here: it outlives this process from here on, and others find it in seconds.
+        """Send all pages put here: they then outlive this process, and other processes find them within seconds.
 
-        Raises StoreError: what was not sent is found here as before, and is sent by the next flush.
+        Raises StoreError if a request fails: unsent pages stay readable here, and the next flush sends them.
         """
         with self.tidying:
             try:
@@ -245,7 +248,7 @@ class BucketObjects(Objects[StoredObject]):
                 raise StoreError(f"cannot flush {self._where}: {error.strerror}") from error
 
     def clear(self) -> int:
-        """Delete every page of this namespace, and nothing else; how many. Raises StoreError."""
+        """Delete every page of this namespace. Returns the number of pages. Raises StoreError if a request fails."""
         with self.tidying, self.writing:
             if not self.catalog.survey():
                 raise StoreError(f"cannot clear {self._where}: {', '.join(self.catalog.lagged)}")
@@ -268,7 +271,7 @@ class BucketObjects(Objects[StoredObject]):
         return f"{self._bucket.location}/{self.catalog.folder}"
 
     def stat(self) -> Stat:
-        """What the namespace holds as far as is known here, what is in memory included."""
+        """Return the totals of this process's index, unsent segments included."""
         with self.lock:
             segments, head_bytes = (
                 len(self.catalog.segments) + len(self._writer.held),
@@ -277,9 +280,10 @@ class BucketObjects(Objects[StoredObject]):
             return self.catalog.index.stat(segments, self._held_bytes, head_bytes)
 
     def verify(self, progress: Callable[[int], None] | None = None) -> Verified:
-        """Read every object whole and delete those that are bad, as far as the budget goes. `progress` hears of bytes.
+        """Read and check every object, and delete bad ones within the deletion budget.
 
-        Raises StoreError where the service does not say: nothing is deleted for that.
+        `progress` is called with the bytes of each object. Raises StoreError if the service does not answer, which
+        deletes no object.
         """
         with self.lock:
             names = [*self.catalog.segments, *self._writer.held]
@@ -300,7 +304,7 @@ class BucketObjects(Objects[StoredObject]):
         return Verified(count, nbytes, dict(verdicts[Verdict.BAD]), dict(verdicts[Verdict.SPARED]))
 
     def _verdicts(self, objects: Sequence[StoredObject]) -> list[tuple[Verdict, str]]:
-        """Returns of each object whether it is well, and why not. Raises StoreError where the service does not say."""
+        """Return the verdict and reason for each object. Raises StoreError if the service does not answer."""
         digests, payloads = self._reader.digests(objects), self._reader.payloads(objects)
         verdicts: list[tuple[Verdict, str]] = []
         for each, digest, payload in zip(objects, digests, payloads, strict=True):
@@ -314,7 +318,7 @@ class BucketObjects(Objects[StoredObject]):
         return verdicts
 
     def close(self) -> None:
-        """Send what can be sent, and give everything back. Safe to call twice, and raises nothing."""
+        """Flush, log the bytes that could not be sent, and close the bucket. Idempotent; never raises StoreError."""
         with self.tidying, self.writing:
             try:
                 self.flush()
@@ -325,13 +329,13 @@ class BucketObjects(Objects[StoredObject]):
 
 
 def _segment_bytes(policy: Policy) -> int:
-    """Small beside the quota, of which whole segments are evicted."""
+    """Return the segment size: small against the quota, because eviction removes whole segments."""
     most = min(policy.segment_bytes, SEGMENT_BYTES)
     return most if policy.quota_bytes is None else max(1, min(most, int(policy.quota_bytes * _SHARE)))
 
 
 def _some(objects: Sequence[StoredObject]) -> Iterator[Sequence[StoredObject]]:
-    """A few at a time, of so many bytes as may be in memory."""
+    """Yield runs of objects of up to `_VERIFIED_BYTES` together, at least one object each."""
     first, nbytes = 0, 0
     for number, each in enumerate(objects):
         if number > first and nbytes + each.nbytes > _VERIFIED_BYTES:

@@ -1,6 +1,6 @@
-"""A BucketReader brings the cells that a part needs by ranged reads, neighbours in one, and looks at objects again.
+"""A BucketReader loads the cells of a part by ranged reads, merging neighbours, and rechecks objects.
 
-Digests come from the heads by range, beside the cells. What the process has not sent yet is read from its memory.
+Digests come from the heads, by ranged reads too. Segments not sent yet are read from this process's memory.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from kvmover.store.part import PagePart
 from kvmover.store.record import DIGEST_BYTES, FIXED_BYTES, decode, holds
 from kvmover.store.stored import StoredObject
 
-#: What is on its way, and in memory twice, at once.
+#: Payload bytes requested at a time, which are in memory twice: as answers and at their destination.
 _BATCH_BYTES = 64 << 20
 
 View = Callable[[int, int], memoryview]
 
 
 class BucketReader:
-    """Reads of one catalog, into memory that `view` gives: address and bytes."""
+    """A reader of one catalog's objects into registered memory: `view(address, nbytes)` returns the destination."""
 
     def __init__(self, catalog: BucketCatalog, writer: BucketWriter, view: View) -> None:
         self._catalog, self._writer, self._view = catalog, writer, view
 
     def fetch(self, part: PagePart, reads: Sequence[ObjectRead[StoredObject]]) -> list[Failure[StoredObject]]:
-        """Read and check; what failed. Raises nothing."""
+        """Load these reads' cells to their addresses and check each digest. Returns the failed reads."""
         count = max(1, _BATCH_BYTES // part.nbytes)
         some = (reads[first : first + count] for first in range(0, len(reads), count))
         return [failure for few in some for failure in self._fetch_some(part, few)]
@@ -55,7 +55,10 @@ class BucketReader:
         return failures
 
     def _place(self, part: PagePart, read: ObjectRead[StoredObject], came: Sequence[memoryview]) -> str:
-        """Check the cells of a read, and copy them to their places: why not, or ""."""
+        """Check a read's cells and copy them to their addresses. Returns "" or the reason of failure.
+
+        `came`: the digests, then the cells of each run.
+        """
         digests, cell = bytes(came[0]), part.cell_bytes
         for run, payload in zip(read.source.runs, came[1:], strict=True):
             if not holds(payload, run.count, digests, run.source_cell):
@@ -67,7 +70,7 @@ class BucketReader:
         return ""
 
     def _bytes(self, wanted: Sequence[tuple[str, int, int]]) -> list[memoryview | str]:
-        """What is at each (object, offset, bytes), or why it did not come."""
+        """Return the bytes of each (object, offset, length), or the reason why they are missing."""
         found: list[memoryview | str] = [MISSING] * len(wanted)
         far: list[int] = []
         for item, (name, start, nbytes) in enumerate(wanted):
@@ -86,7 +89,7 @@ class BucketReader:
         return self._catalog.bucket.read(self._catalog.path(request.name), request.start, request.nbytes)
 
     def _held(self, name: str, start: int, nbytes: int) -> memoryview | None:
-        """A range of what is in memory still."""
+        """Return a range of an unsent segment, or None if the segment is not in memory."""
         segment, _, suffix = name.partition(".")
         with self._catalog.lock:
             filling = self._writer.held.get(segment)
@@ -97,15 +100,15 @@ class BucketReader:
         return memoryview(filling.digests_at(start - FIXED_BYTES))[:nbytes]
 
     def digests(self, objects: Sequence[StoredObject]) -> list[bytes | str]:
-        """The digests that the heads have of objects, or why they did not come."""
+        """Return each object's digests from its head, 8 bytes a cell, or the reason why they are missing."""
         return [each if isinstance(each, str) else bytes(each) for each in self._bytes([*map(_digests_of, objects)])]
 
     def payloads(self, objects: Sequence[StoredObject]) -> list[memoryview | str]:
-        """The payloads of objects, unchecked, or why they did not come."""
+        """Return each object's payload, unchecked, or the reason why it is missing."""
         return self._bytes([(each.segment + DATA, each.offset, each.nbytes) for each in objects])
 
     def look_again(self, each: StoredObject) -> tuple[Verdict, str]:
-        """A second opinion on an object, by requests of its own. Raises OSError where the service does not say."""
+        """Recheck an object by fresh requests. Returns verdict and reason. Raises OSError if the service fails."""
         catalog, bucket = self._catalog, self._catalog.bucket
         if self._held(each.segment + DATA, each.offset, each.nbytes) is not None:
             return Verdict.WELL, ""
@@ -136,12 +139,12 @@ def _record_bytes(each: StoredObject) -> int:
 
 
 def _digests_of(each: StoredObject) -> tuple[str, int, int]:
-    """Where the digests of an object are in its head."""
+    """Return the name of an object's head, and offset and bytes of its digests there."""
     return each.segment + HEAD, each.record + FIXED_BYTES, each.cells * DIGEST_BYTES
 
 
 def answer_for(answer: memoryview | OSError, at: int, nbytes: int) -> memoryview | str:
-    """The share that one range has of a request's answer, or the reason why it has none."""
+    """Return bytes `at` to `at + nbytes` of a request's answer, or the reason if it failed or is too short."""
     if isinstance(answer, FileNotFoundError):
         return MISSING
     if isinstance(answer, OSError):

@@ -1,8 +1,8 @@
-"""A BucketWriter fills segments in memory and sends them, data first and then the head that commits it.
+"""A BucketWriter fills segments in memory and sends each to the bucket: data first, then the head that commits it.
 
-What was put is found by this process at once, and by others once its segment was sent: when it is full, at a flush, or
-when the writer is closed. A process that dies before loses it; what it had sent of a segment without a head is a
-left-over. What cannot be sent stays in memory, found as before, and is tried again; beyond a few segments puts fail.
+This process finds a put page at once; other processes find it after its segment is sent: when full, at a flush, or on
+close. A crash before that loses the page, and `.data` sent without its head becomes a left-over. A segment that cannot
+be sent stays in memory, readable, and is resent later; once more than `_WAITING` are held, puts fail.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from kvmover.store.stored import StoredObject, padded
 
 log = logging.getLogger(__name__)
 
-#: Segments are no longer, whatever the policy says: they are filled in memory.
+#: Upper limit of the policy's segment size, because segments are filled in memory.
 SEGMENT_BYTES = 64 << 20
 
-#: Segments in memory beside the one that is filled; and how long puts leave a service alone that did not take one.
+#: Unsent segments in memory beside the one being filled; and seconds without sending by puts after a failure.
 _WAITING, _AGAIN_S = 3, 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class SentPayload:
-    """What a put is of: the payload, 8 bytes of digest a cell, and the second that it was put."""
+    """A put object: its payload, 8 bytes of digest per cell, and the second of the put."""
 
     payload: memoryview
     page: bytes
@@ -41,7 +41,7 @@ class SentPayload:
 
 
 class BucketWriter:
-    """The segments of one process. Methods say which of them the caller holds the catalog's lock for."""
+    """The unsent segments of one process. "Under the lock" means that the caller holds the catalog's lock."""
 
     def __init__(self, catalog: BucketCatalog, segment_bytes: int) -> None:
         self._catalog = catalog
@@ -49,7 +49,7 @@ class BucketWriter:
         self._id = os.urandom(4)
         self._made = 0
         self._current: FillingSegment | None = None
-        #: All that are in memory, the current one too.
+        #: All unsent segments by name, the current one included.
         self.held: dict[str, FillingSegment] = {}
         self._sending = Lock()
         self._fresh: list[StoredObject] = []
@@ -57,13 +57,13 @@ class BucketWriter:
 
     @property
     def held_bytes(self) -> int:
-        """Payload that is in memory alone. Under the lock."""
+        """Bytes of unsent payloads, padded to blocks. Under the lock."""
         return sum(segment.end for segment in self.held.values())
 
     def add(self, put: SentPayload) -> StoredObject | str:
-        """Keep a copy of a payload; the object, which `publish` lets be found, or why there is none.
+        """Copy a payload into the current segment. Returns its object, for `publish` to index, or a refusal's reason.
 
-        Not under the lock: a full segment is sent.
+        Call without the lock: full segments are sent here.
         """
         with self._catalog.lock:
             is_full = self._current is not None and not self._current.fits(len(put.payload))
@@ -81,7 +81,7 @@ class BucketWriter:
             return each
 
     def publish(self) -> None:
-        """Find what was added: many at once, which costs a tenth of one at a time. Under the lock."""
+        """Index the added objects, all at once: a tenth of the cost of one at a time. Under the lock."""
         fresh, self._fresh = self._fresh, []
         self._catalog.index.add(fresh)
 
@@ -93,7 +93,7 @@ class BucketWriter:
         return self.held[name]
 
     def _send_full(self) -> None:
-        """Send what can be, and try it again later where the service does not take it."""
+        """Send full segments; after a failure they stay here and are resent later."""
         try:
             self._send_all()
         except OSError as error:
@@ -101,7 +101,7 @@ class BucketWriter:
             self._catalog.lag(error)
 
     def sync(self) -> None:
-        """Send all that was put before. Raises OSError for the first segment that could not be; it stays here."""
+        """Send all segments, the current one included. Raises OSError at the first failure; unsent segments stay."""
         with self._catalog.lock:
             self._current = None
         self._send_all()
@@ -117,12 +117,16 @@ class BucketWriter:
                     self._send(segment)
                 except OSError as error:
                     failures.append(error)
-                    break  # a service that does not answer is not asked for each of them
+                    break  # each further segment would wait for the same failing service
         for error in failures:
             raise error
 
     def _send(self, segment: FillingSegment) -> None:
-        """Make a segment the bucket's: from the moment of its head on it is safe, and others find it."""
+        """Write a segment's data, then its head, which makes it durable and visible to others.
+
+        A segment whose objects are all deleted is dropped unsent. Raises OSError if a request fails, or if another
+        writer has taken the name: the segment is then lost.
+        """
         catalog, bucket = self._catalog, self._catalog.bucket
         with catalog.lock:
             is_wanted = not catalog.index.empty(segment.name)
@@ -132,13 +136,13 @@ class BucketWriter:
             try:
                 bucket.put(catalog.path(segment.name + HEAD), head, PutMode.CREATE)
             except FileExistsError:
-                # An attempt that seemed to fail may have come through; somebody else's head is somebody else's segment.
+                # A retried request may have succeeded the first time; a different head belongs to another writer.
                 if bucket.get(catalog.path(segment.name + HEAD)) != head:
                     self._lose(segment)
                     raise OSError(errno.EEXIST, f"segment {segment.name} is another writer's") from None
         with catalog.lock:
             if self.held.pop(segment.name, None) is None or not is_wanted:
-                return  # it was cleared meanwhile
+                return  # cleared meanwhile, or empty
             kept = KeptSegment(segment.name, segment.end, len(head), len(segment.objects))
             living = set(catalog.index.records(segment.name).tolist())
             kept.dead.kill(each.offset for each in segment.objects.values() if each.record not in living)
@@ -150,7 +154,7 @@ class BucketWriter:
             self._catalog.index.drop(segment.name)
 
     def drop(self) -> None:
-        """Forget all that was not sent. Under the lock."""
+        """Discard all unsent segments. Under the lock."""
         self._current = None
         self.publish()
         for segment in list(self.held.values()):

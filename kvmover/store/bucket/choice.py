@@ -1,4 +1,4 @@
-"""Left-overs of a bucket: objects that a listing shows and no process will ask for again. Pure."""
+"""The choice of a bucket's left-overs: listed objects that no process will read again. Pure."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from kvmover.store.bucket.sealed import DATA, DEAD, HEAD, USED, segment_of
 from kvmover.store.bucket.service import BucketEntry
 from kvmover.store.record import BLOCK_BYTES
 
-#: A head follows its data within minutes: what has stayed alone for so long belongs to nobody.
+#: Age in seconds at which a `.data` or `.head` without its other half is a left-over: writers need minutes.
 ALONE_S = 3600
-#: Nobody who still tells of its uses is silent for so long.
+#: Age in seconds at which a `.used` object is a left-over: a living reader rewrites its own more often.
 _SILENT_S = 86_400
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What lies in a namespace, by segment; catalogs and uses by name."""
+    """The objects of a namespace by segment name; catalogs and uses by object name."""
 
     heads: dict[str, BucketEntry]
     data: dict[str, BucketEntry]
@@ -28,12 +28,12 @@ class Listing:
 
     @property
     def all(self) -> tuple[dict[str, BucketEntry], ...]:
-        """Each kind, in the order in which they may be deleted: nobody then believes what he cannot read."""
+        """Each kind in deletion order: heads go first, so that readers never index missing data."""
         return self.heads, self.catalogs, self.data, self.dead, self.uses
 
     @classmethod
     def of(cls, entries: Iterable[BucketEntry]) -> Listing:
-        """By what follows the last `/` of each name; what no kvmover writes is left out."""
+        """Sort entries by the last component of their names; foreign objects are skipped."""
         found = cls({}, {}, {}, {}, {})
         of_segments = {HEAD: found.heads, DATA: found.data, DEAD: found.dead}
         for entry in entries:
@@ -49,9 +49,9 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class LeftOver:
-    """An object that nobody will ever ask for: by its name, and that of the other half which it lacks, or "" if none.
+    """An object that no process will read: its name, and the name of its missing other half ("" for `.used`).
 
-    `blocks`: so many objects may have their bytes in it.
+    `blocks`: its size in blocks, the upper bound of page objects stored in it.
     """
 
     name: str
@@ -60,10 +60,10 @@ class LeftOver:
 
 
 def left_overs(listing: Listing, now_s: float) -> list[LeftOver]:
-    """Returns the files without their other half, by a listing, and uses of writers that are gone.
+    """Return the objects of a listing that lack their other half, and old `.used` objects.
 
-    Ages count from the youngest object of the listing where that is before `now_s`: a clock that is ahead here makes
-    nothing old.
+    Ages count from the youngest listed object if that is before `now_s`, so that a local clock running ahead ages no
+    object.
     """
     now_s = min(now_s, max((entry.modified_s for entries in listing.all for entry in entries.values()), default=now_s))
     pairs = (

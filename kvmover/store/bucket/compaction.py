@@ -1,8 +1,8 @@
-"""A compacted catalog is one object that says what many heads say, without their digests: what a start reads.
+"""A compacted catalog is one object that lists the records of many heads without digests, for a fast start.
 
-Pure. A million objects are some tens of MB here, and 600 in their heads. Digests are needed by who reads, which fetches
-them by range. A catalog is written once, under a name of its own, and never has to be right: a segment that it lacks is
-learnt from its head, and one that is gone is left out by who reads.
+Pure. A million objects take tens of MB in a catalog and 600 MB in heads; a read fetches digests from the heads by
+range. A catalog is written once under a fresh name and may be stale: segments missing from it are read by their heads,
+and readers skip its removed segments.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ CATALOG = ".catalog"
 
 _FORMAT = b"KVMCAT01"
 _CHECK_BYTES = 8
-#: So many segments beside the catalogs are worth another object.
+#: Segments outside all catalogs that make a new catalog worth writing.
 LOOSE = 32
 
 Numbers = npt.NDArray[np.int64]
 
 
 class _Listed(msgspec.Struct, frozen=True):
-    """A segment, how many of the rows are its own, and of how many objects they are what is left."""
+    """A segment of a catalog. `rows`: its rows in the columns; `objects`: objects once written to it, dead included."""
 
     name: str
     data_bytes: int
@@ -42,7 +42,10 @@ class _Listed(msgspec.Struct, frozen=True):
 
 
 class _Contents(msgspec.Struct, frozen=True):
-    """What comes before the columns. `kinds`: number of a part and bytes of a payload. `columns`: bytes of each."""
+    """The part of a catalog before its columns.
+
+    `kinds`: (index in `parts`, payload bytes). `pages`: distinct hashes. `columns`: compressed bytes of each column.
+    """
 
     namespace: bytes
     segments: list[_Listed]
@@ -53,7 +56,7 @@ class _Contents(msgspec.Struct, frozen=True):
 
 
 def encode_catalog(namespace: bytes, segments: Sequence[SealedSegment]) -> bytes:
-    """What `segments` say, of one namespace: their objects in the order of the heads."""
+    """Encode `segments` of one namespace as a catalog; their objects keep the order of the heads."""
     tables = [each.table for each in segments]
     parts: dict[PartKey, int] = {}
     kinds: dict[tuple[int, int], int] = {}
@@ -82,7 +85,7 @@ def encode_catalog(namespace: bytes, segments: Sequence[SealedSegment]) -> bytes
 
 
 def _kinds(table: RecordTable, parts: dict[PartKey, int], kinds: dict[tuple[int, int], int]) -> Numbers:
-    """Of each object the number of its part and size, which are told apart over all segments."""
+    """Return each row's index in `kinds`, adding new parts and (part, bytes) kinds to the shared dicts."""
     numbers = np.array([parts.setdefault(part, len(parts)) for part in table.parts], np.int64)
     pairs, which = np.unique(np.stack([numbers[table.part], table.nbytes]), axis=1, return_inverse=True)
     known = [kinds.setdefault((int(part), int(nbytes)), len(kinds)) for part, nbytes in pairs.T.tolist()]
@@ -90,7 +93,10 @@ def _kinds(table: RecordTable, parts: dict[PartKey, int], kinds: dict[tuple[int,
 
 
 def _told_apart(pages: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.void], Numbers]:
-    """Each hash once, in the order that they come in, and of each row which it is: most follow the one before."""
+    """Return the distinct hashes in order of first appearance, and each row's index in them.
+
+    Indices mostly rise by one, which compresses well.
+    """
     whole = np.ascontiguousarray(pages).view(f"V{HASH_BYTES}").reshape(-1)
     _, first, which = np.unique(whole, return_index=True, return_inverse=True)
     order = np.argsort(first)
@@ -105,12 +111,12 @@ def _packed(columns: Sequence[Numbers], kind: str) -> bytes:
 
 
 def _delta(columns: Sequence[Numbers]) -> bytes:
-    """Steps instead of places: most records, and most payloads, are as long as those before."""
+    """Pack differences instead of positions: most records and payloads have the length of the one before."""
     return _packed([np.diff(each, prepend=0) for each in columns], "<i4")
 
 
 def decode_catalog(data: bytes, namespace: bytes) -> list[SealedSegment] | None:
-    """The segments of a catalog; None for what is damaged, or of another namespace."""
+    """Return the segments of a catalog, or None if it is damaged or of another namespace."""
     whole, check = data[:-_CHECK_BYTES], data[-_CHECK_BYTES:]
     if not data.startswith(_FORMAT) or xxh3_64_intdigest(whole).to_bytes(_CHECK_BYTES, "little") != check:
         return None
@@ -152,7 +158,7 @@ def decode_catalog(data: bytes, namespace: bytes) -> list[SealedSegment] | None:
 
 
 def segments_within(data: bytes) -> list[str] | None:
-    """The segments of a catalog by its beginning, unchecked; None where that is not all of them."""
+    """Return a catalog's segment names from its first bytes, unchecked; None if `data` ends before all names."""
     at = len(_FORMAT) + 8
     stop = at + int.from_bytes(data[len(_FORMAT) : at], "little")
     if not data.startswith(_FORMAT) or stop > len(data):
@@ -165,17 +171,17 @@ def segments_within(data: bytes) -> list[str] | None:
 
 @dataclass(frozen=True, slots=True)
 class Compaction:
-    """What the next catalog says, and the catalogs whose place it takes."""
+    """A plan of the next catalog: its segments, and the catalogs that it replaces."""
 
     segments: tuple[str, ...]
     replaces: tuple[str, ...]
 
 
 def compaction(catalogs: Mapping[str, Sequence[str]], segments: Iterable[str]) -> Compaction | None:
-    """The next catalog of the living `segments`, where `catalogs` say which are in which; None while it can wait.
+    """Plan the next catalog of the living `segments`; None while fewer than `LOOSE` are outside all `catalogs`.
 
-    It takes in the segments that are in none, and each catalog of which less than twice as many still live, so that
-    there are few catalogs and each segment is written again few times.
+    `catalogs`: segment names of each. The plan takes all segments outside catalogs, then, smallest first, each catalog
+    whose living segments are fewer than twice those taken so far. So catalogs stay few and rewrites rare.
 
     >>> few = [f"s{n:02}" for n in range(32)]
     >>> compaction({"old": ["a"], "large": [f"l{n:02}" for n in range(99)]}, [*few, "a"]).replaces

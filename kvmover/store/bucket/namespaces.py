@@ -1,4 +1,4 @@
-"""Namespaces of an object store: folders under a location, opened by who knows their model or found by tools."""
+"""The namespaces of an object store: folders under a location, opened for a model or listed for tools."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvmover.store.store_policy import Policy
 
 
 def open_bucket(location: str, namespace: Namespace, policy: Policy) -> BucketObjects:
-    """The pages of `namespace` under a location. Raises StoreError."""
+    """Open `namespace` under a location and write its manifest if missing. Raises StoreError if it cannot be listed."""
     bucket = ObjectBucket.open(location)
     objects = BucketObjects(bucket, namespace.folder, namespace.digest, policy)
     try:
@@ -27,18 +27,18 @@ def open_bucket(location: str, namespace: Namespace, policy: Policy) -> BucketOb
         if _manifest(bucket, namespace.folder) is None:
             bucket.put(path, encode_manifest(namespace), PutMode.OVERWRITE)
     except OSError as error:
-        objects.lag(error)  # for people and tools: one who may only read is one of them
+        objects.lag(error)  # manifests serve people and tools, and credentials may be read-only
     return objects
 
 
 def bucket_of_namespace(found: Found, policy: Policy) -> BucketObjects:
-    """A namespace that was found, for tools that know no model. Raises StoreError."""
+    """Open a found namespace without knowing its model, for tools. Raises StoreError if it cannot be listed."""
     bucket = ObjectBucket.open(str(found.folder).removesuffix("/" + found.name))
     return BucketObjects(bucket, found.name, found.digest, policy)
 
 
 def bucket_namespaces(location: str) -> list[Found]:
-    """Every namespace under a location, by model. Raises StoreError."""
+    """Return every namespace under a location, sorted by model. Raises StoreError if the service fails."""
     bucket = ObjectBucket.open(location)
     try:
         folders = [name for name in bucket.folders() if re.fullmatch("[0-9a-f]{32}", name)]
@@ -51,10 +51,11 @@ def bucket_namespaces(location: str) -> list[Found]:
 
 
 def empty_unused(location: str, names: Sequence[str], unused_s: float, spare: str) -> set[str]:
-    """Remove what nobody has written or read for `unused_s` of the namespaces in folders `names`, but of `spare`, and
-    leave the manifests: which had any. Raises StoreError or OSError.
+    """Empty the namespaces in folders `names` unused for `unused_s` seconds, except `spare`; manifests stay.
 
-    What is put at every use has the service's time; the youngest of all says how late it is there.
+    Returns the emptied folders. Raises StoreError if the location cannot be opened, OSError if a request fails. A
+    namespace's last use is the modification time of its youngest object, by the service's clock; the youngest object
+    of all bounds the local clock.
     """
     bucket, door = ObjectBucket.open(location), DeletionDoor(time.time())
     try:
@@ -71,7 +72,7 @@ def empty_unused(location: str, names: Sequence[str], unused_s: float, spare: st
                 continue
             if (permit := door.ask(looks, len(gone), time.time())) is None:
                 continue
-            bucket.delete_all(sorted(gone, key=lambda path: not path.endswith(HEAD)), permit)  # data alone is nobody's
+            bucket.delete_all(sorted(gone, key=lambda path: not path.endswith(HEAD)), permit)  # heads before data
             emptied.add(name)
         return emptied
     finally:
@@ -86,7 +87,7 @@ def _manifest(bucket: ObjectBucket, folder: str) -> Manifest | None:
 
 
 def _by_heads(bucket: ObjectBucket, folder: str) -> Manifest | None:
-    """The digest alone, from the first head that is of this folder. Raises OSError."""
+    """Return a manifest with the digest alone, from the first head that belongs to this folder. Raises OSError."""
     for entry in bucket.list(folder):
         if entry.name.endswith(HEAD):
             preamble = Preamble.decode(bytes(bucket.read(entry.name, 0, PREAMBLE_BYTES)))

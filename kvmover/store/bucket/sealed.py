@@ -1,8 +1,8 @@
-"""A sealed segment as an object store has it: the bytes of its head, of what died in it, and of when pages were used.
+"""The formats of a sealed segment in an object store: head, data, deletions and last uses.
 
-Pure. A head has the records of any other segment, is sealed at birth, and was written on no boot, so that whoever reads
-`.head` knows that all of `.data` is there. Neither is ever changed: deaths and uses are objects of their own, which any
-process may write again. Whichever of two stays, a deletion or a use may be forgotten; never an object made up.
+Pure. A head has the record format of file segments and is sealed from the start, with no boot; a present `.head`
+implies a complete `.data`. Both are immutable: deletions (`.dead`) and uses (`.used`) are separate objects that any
+process may overwrite. A lost race between two writers may forget a deletion or a use, and never invents an object.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _DEAD_FORMAT, _USED_FORMAT = b"KVMDEAD1", b"KVMUSED1"
 _CHECK = struct.Struct("<Q")
 _USE = np.dtype([("page", np.uint8, HASH_BYTES), ("stamp", "<u4")])
 
-#: Uses that one process tells: some MiB.
+#: Last uses that one process publishes: a few MiB.
 USES = 1 << 16
 
 Places = npt.NDArray[np.int64]
 
 
 def segment_name(second: int, writer: bytes, number: int) -> str:
-    """Name of a segment: the second that it was begun, 4 bytes of its writer, and a number. Later ones sort later.
+    """Return a segment's name: second of its begin, 4 bytes of writer, number. Later segments sort later.
 
     >>> segment_name(1_700_000_000, bytes(4), 7)
     '6553f10000000000-00000007'
@@ -57,16 +57,16 @@ def segment_name(second: int, writer: bytes, number: int) -> str:
 
 
 def segment_of(name: str) -> tuple[str, str] | None:
-    """Segment and suffix that an object's name says, or None."""
+    """Split an object's name into segment and suffix; None if it belongs to no segment."""
     found = _NAME.fullmatch(name)
     return (found[1], found[2]) if found else None
 
 
 @dataclass(slots=True, eq=False)
 class FillingSegment:
-    """A segment that is filled in memory: payloads padded to whole blocks, and their records.
+    """A segment being filled in memory: payloads padded to whole blocks, and their records.
 
-    `payload` is as long as `room_bytes` from the beginning, and takes memory as it is written: views of it stay.
+    `payload` is mapped with all `room_bytes` at once and takes memory only as written, so views of it stay valid.
     """
 
     name: str
@@ -83,11 +83,11 @@ class FillingSegment:
         self.payload = mmap.mmap(-1, self.room_bytes)
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a payload of `nbytes` has room."""
+        """Return True if a payload of `nbytes` has room."""
         return self.end + padded(nbytes) <= self.room_bytes
 
     def add(self, payload: memoryview, page: bytes, part: PartKey, digests: bytes, stamp: int) -> StoredObject:
-        """Copy a payload to the end; the object that it is from here on. It fits."""
+        """Append a copy of a payload. Returns its object. Requires `fits(len(payload))`."""
         offset, nbytes = self.end, len(payload)
         assert self.fits(nbytes), f"{nbytes} bytes behind {self.end} of {self.room_bytes}"
         self.payload[offset : offset + nbytes] = payload
@@ -100,15 +100,15 @@ class FillingSegment:
         return each
 
     def digests_at(self, record: int) -> bytes:
-        """The digests of the object whose record begins at byte `record` of the head."""
+        """Return the digests of the object whose record begins at byte `record` of the head."""
         return self._records[record][FIXED_BYTES:]
 
     def data(self) -> memoryview:
-        """What `.data` is: all payloads."""
+        """Return a view of the bytes of `.data`: all payloads."""
         return memoryview(self.payload)[: self.end]
 
     def head(self) -> bytes:
-        """What `.head` is: all records, safe to their end, and nothing after them."""
+        """Return the bytes of `.head`: preamble, all records, a SYNCED mark up to `end`, and a SEALED mark."""
         marks = encode_mark(self._at, Kind.SYNCED, self.end)
         sealed = encode_mark(self._at + len(marks), Kind.SEALED, 0)
         return b"".join((Preamble(self.namespace, NO_BOOT).encode(), *self._records.values(), marks, sealed))
@@ -116,9 +116,9 @@ class FillingSegment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SealedSegment:
-    """What a segment has, by its head or by a catalog. `data_bytes`: size of `.data`, `head_bytes` of `.head`.
+    """A segment as its head or a catalog lists it. `data_bytes`: size of `.data`; `head_bytes`: size of `.head`.
 
-    `objects`: how many were written to it; those that died since may be missing in `table`.
+    `objects`: number of objects written to it; deleted ones may be missing in `table`.
     """
 
     name: str
@@ -129,7 +129,7 @@ class SealedSegment:
 
 
 def read_head(name: str, data: bytes, namespace: bytes) -> SealedSegment | str:
-    """What the head of segment `name` says, or why it is not believed."""
+    """Decode the head of segment `name`. Returns the segment, or the reason to refuse it."""
     found = Preamble.decode(data)
     if found is None:
         return "damaged header"
@@ -143,31 +143,31 @@ def read_head(name: str, data: bytes, namespace: bytes) -> SealedSegment | str:
 
 
 class Dead:
-    """Which objects of a segment are deleted, as a bit for each block of `.data` that a payload may begin at."""
+    """A set of deleted objects of a segment, encoded as one bit per block of `.data` at which a payload may begin."""
 
     def __init__(self, bits: Iterable[int] = ()) -> None:
         self._blocks = set(bits)
 
     @classmethod
     def decode(cls, data: bytes) -> Dead | None:
-        """None for what is damaged: nobody is dead then."""
+        """Decode the bytes of `.dead`; None if damaged, which counts as no deletions."""
         body = _checked(data, _DEAD_FORMAT)
         if body is None:
             return None
         return cls(np.flatnonzero(np.unpackbits(np.frombuffer(body, np.uint8), bitorder="little")).tolist())
 
     def encode(self) -> bytes:
-        """The bytes of `.dead`."""
+        """Encode as the bytes of `.dead`."""
         bits = np.zeros(max(self._blocks, default=-1) + 1, np.uint8)
         bits[list(self._blocks)] = 1
         return _with_check(_DEAD_FORMAT, np.packbits(bits, bitorder="little").tobytes())
 
     def kill(self, offsets: Iterable[int]) -> None:
-        """Objects whose payloads begin at these bytes."""
+        """Mark the objects whose payloads begin at these bytes of `.data` as deleted."""
         self._blocks.update(offset // BLOCK_BYTES for offset in offsets)
 
     def join(self, other: Dead) -> None:
-        """Whatever either says is dead."""
+        """Add the deletions of `other`."""
         self._blocks |= other._blocks
 
     def __len__(self) -> int:
@@ -177,16 +177,16 @@ class Dead:
         return self._blocks >= other._blocks
 
     def has(self, offset: int) -> bool:
-        """Whether the object whose payload begins there is dead."""
+        """Return True if the object whose payload begins at byte `offset` is deleted."""
         return offset // BLOCK_BYTES in self._blocks
 
     def among(self, offsets: Places) -> npt.NDArray[np.bool_]:
-        """Of payloads by where they begin, which are dead."""
+        """Return a mask of the payloads, by byte offset, that are deleted."""
         return np.isin(offsets // BLOCK_BYTES, list(self._blocks))
 
 
 def encode_uses(stamps: Mapping[bytes, int]) -> bytes:
-    """The bytes of `.used`: pages and the second of their last use, the latest `USES` of them."""
+    """Encode the latest `USES` last-use times (page hash to seconds) as the bytes of `.used`."""
     latest = sorted(stamps.items(), key=lambda each: each[1])[-USES:]
     rows = np.zeros(len(latest), _USE)
     if latest:
@@ -196,7 +196,7 @@ def encode_uses(stamps: Mapping[bytes, int]) -> bytes:
 
 
 def decode_uses(data: bytes) -> dict[bytes, int]:
-    """Pages and seconds; none for what is damaged."""
+    """Decode the bytes of `.used`: page hash to last-use second. Returns an empty dict if damaged."""
     body = _checked(data, _USED_FORMAT)
     if body is None or len(body) % _USE.itemsize:
         return {}

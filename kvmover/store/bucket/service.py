@@ -1,7 +1,7 @@
-"""An ObjectBucket is one prefix of an object store, by obstore: objects are written whole, listed, and read in ranges.
+"""An ObjectBucket is one prefix of an object store, through obstore: objects are put whole, listed and read by range.
 
-Whatever the service says becomes an OSError with a reason of few words, so that counters have few names; its own words
-go to the log. Every call ends: obstore's attempts and this module's limits are bounded in number and in time.
+Every error of the service becomes an OSError with one of few reasons, so that counters stay few; its own message goes
+to the log. Every call ends: retries are bounded in number and time.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
-#: One request, its connection, and all attempts at it together.
+#: Seconds for one request, for its connection, and for all its attempts together; and the number of retries.
 _REQUEST_S, _CONNECT_S, _ATTEMPTS_S, _RETRIES = 20, 3, 30, 3
 
-#: Requests that are under way at once.
+#: Concurrent requests of one bucket.
 _AT_ONCE = 16
 
-#: The environment's own name for leave to speak without TLS: what is given to obstore by hand hides it.
+#: Environment variable that permits plain HTTP. Explicit client options make obstore ignore it, so it is read here.
 _PLAIN_HTTP = "AWS_ALLOW_HTTP"
 
-#: What the service may answer, by the name of obstore's exception; everything else is a service that does not serve.
+#: Error number by the name of obstore's exception; every other exception counts as an unreachable service.
 _CODES = MappingProxyType(
     {
         "FileNotFoundError": errno.ENOENT,
@@ -52,7 +52,7 @@ _UNREACHED = "the object store does not answer"
 
 
 class PutMode(StrEnum):
-    """CREATE refuses a name that is taken; OVERWRITE takes the place of what was there."""
+    """A mode of writing: CREATE refuses a name that exists; OVERWRITE replaces the object."""
 
     CREATE = "create"
     OVERWRITE = "overwrite"
@@ -60,7 +60,7 @@ class PutMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BucketEntry:
-    """An object of a listing. `tag` changes with its bytes; `modified_s` is the service's clock."""
+    """An object of a listing. `tag` changes with its bytes; `modified_s` is by the service's clock."""
 
     name: str
     nbytes: int
@@ -69,39 +69,39 @@ class BucketEntry:
 
 
 class ObstoreClient(Protocol):
-    """The calls of obstore that are used, so that a test may stand in for it."""
+    """The used subset of obstore's functions, which tests replace."""
 
     def put(self, store: Any, path: str, file: Any, *, mode: str) -> Any:
         """Write an object whole."""
         ...
 
     def get(self, store: Any, path: str) -> Any:
-        """An object, whole."""
+        """Read an object whole."""
         ...
 
     def get_range(self, store: Any, path: str, *, start: int, length: int) -> Any:
-        """A range of an object, shorter where it ends before."""
+        """Read a range of an object, shorter if the object ends before."""
         ...
 
     def head(self, store: Any, path: str) -> Mapping[str, Any]:
-        """Size and times of an object."""
+        """Read size and times of an object."""
         ...
 
     def list(self, store: Any, prefix: str | None, *, offset: str | None) -> Iterable[Sequence[Mapping[str, Any]]]:
-        """Objects by name, behind `offset`."""
+        """List objects sorted by name, those after `offset`."""
         ...
 
     def list_with_delimiter(self, store: Any, prefix: str | None) -> Mapping[str, Any]:
-        """Objects and folders right under a prefix."""
+        """List objects and folders directly under a prefix."""
         ...
 
     def delete(self, store: Any, paths: str | Sequence[str]) -> None:
-        """Delete objects; some services raise FileNotFoundError for one that is gone."""
+        """Delete objects; some services raise FileNotFoundError for an absent object."""
         ...
 
 
 class ObjectBucket:
-    """Objects under `location`, such as `s3://bucket/prefix`. Safe for several threads."""
+    """A prefix of an object store, `location`, such as `s3://bucket/prefix`. Thread-safe."""
 
     def __init__(self, location: str, client: ObstoreClient, store: Any) -> None:
         self.location = location
@@ -110,10 +110,10 @@ class ObjectBucket:
 
     @classmethod
     def open(cls, location: str) -> ObjectBucket:
-        """The bucket of a location; nothing is asked of it yet. Raises StoreError.
+        """Open a location without sending a request yet.
 
-        Credentials, region and endpoint are what obstore finds in the environment: `AWS_ACCESS_KEY_ID`,
-        `AWS_ENDPOINT_URL` and their like.
+        obstore reads credentials, region and endpoint from the environment: `AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`
+        and so on. Raises StoreError if the location is no bucket URL, obstore is missing, or it refuses the location.
         """
         if not is_bucket(location):
             raise StoreError(f"{location} is no object store; those begin with {', '.join(SCHEMES)}")
@@ -124,15 +124,15 @@ class ObjectBucket:
             raise StoreError(f"{location} needs obstore: {how_to_install('s3')}") from error
         try:
             store = from_url(location, client_options=_client_options(), retry_config=_retry_config())
-        except Exception as error:  # obstore has a base of its own for what it cannot make of a location
+        except Exception as error:  # obstore's errors for a bad location have a base class of their own
             raise StoreError(f"cannot use {location}: {_first_line(error)}") from error
         return cls(location.rstrip("/"), cast(ObstoreClient, obstore), store)
 
     def gather(self, calls: Sequence[Callable[[], Answer]]) -> list[Answer | OSError]:
-        """What each call answers, or the OSError that it raised; `_AT_ONCE` at a time, and one after `close`."""
+        """Run calls concurrently, `_AT_ONCE` at a time (serially after `close`). Returns each result or OSError."""
         waits = calls
         if len(calls) > 1:
-            with suppress(RuntimeError):  # of a pool that is shut down, by `close` or with the process
+            with suppress(RuntimeError):  # the pool is shut down, by `close` or at interpreter exit
                 waits = [self._pool.submit(call).result for call in calls]
         answers: list[Answer | OSError] = []
         for wait in waits:
@@ -143,28 +143,30 @@ class ObjectBucket:
         return answers
 
     def begin(self, call: Callable[[], object]) -> None:
-        """Let `call`, which raises nothing, run in a thread of the bucket's. Not after `close`."""
+        """Run `call`, which must not raise, in a thread of the bucket. Ignored after `close`."""
         with suppress(RuntimeError):
             self._pool.submit(call)
 
     def close(self) -> None:
-        """End the threads, once what they are at is done. Safe to call twice."""
+        """Cancel waiting calls, wait for running ones, and end the threads. Idempotent."""
         self._pool.shutdown(cancel_futures=True)
 
     def put(self, name: str, data: bytes | bytearray | memoryview, mode: PutMode) -> None:
-        """Write an object: it is there whole, or not at all. Raises OSError, FileExistsError for CREATE of a name that
-        is taken. After another error it may be there all the same.
+        """Write an object atomically.
+
+        Raises FileExistsError for CREATE of an existing name. Raises OSError for other failures, after which the object
+        may have been written all the same.
         """
         with _said("put", self.location, name):
             self._client.put(self._store, name, data, mode=mode.value)
 
     def get(self, name: str) -> bytes:
-        """An object, whole. Raises OSError, FileNotFoundError where there is none."""
+        """Read an object whole. Raises FileNotFoundError if it is absent, OSError for other failures."""
         with _said("get", self.location, name):
             return bytes(self._client.get(self._store, name).bytes())
 
     def read(self, name: str, start: int, nbytes: int) -> memoryview:
-        """A range of an object, shorter where it ends before. Raises OSError."""
+        """Read a range of an object, shorter if the object ends before. Raises OSError."""
         try:
             with _said("read", self.location, name):
                 return memoryview(self._client.get_range(self._store, name, start=start, length=nbytes))
@@ -179,12 +181,12 @@ class ObjectBucket:
             return int(self._client.head(self._store, name)["size"])
 
     def modified_s(self, name: str) -> float:
-        """When an object was put last, by the service's clock. Raises OSError."""
+        """Return when an object was last put, in seconds of the service's clock. Raises OSError."""
         with _said("head", self.location, name):
             return float(self._client.head(self._store, name)["last_modified"].timestamp())
 
     def has(self, name: str) -> bool:
-        """Returns whether there is an object of that name. Raises OSError where the service does not say."""
+        """Return True if an object of that name exists. Raises OSError if the service does not answer."""
         try:
             self.size(name)
         except FileNotFoundError:
@@ -192,19 +194,19 @@ class ObjectBucket:
         return True
 
     def list(self, prefix: str, after: str = "") -> list[BucketEntry]:
-        """Objects whose name begins with the folder `prefix`, by name, behind `after`. Raises OSError."""
+        """List the objects in folder `prefix` with names after `after`, sorted by name. Raises OSError."""
         with _said("list", self.location, prefix):
             pages = self._client.list(self._store, prefix or None, offset=after or None)
             return sorted((_entry(each) for page in pages for each in page), key=lambda entry: entry.name)
 
     def folders(self) -> list[str]:
-        """Names of the folders right under the location. Raises OSError."""
+        """Return the names of the folders directly under the location. Raises OSError."""
         with _said("list", self.location, ""):
             found = self._client.list_with_delimiter(self._store, None)["common_prefixes"]
             return sorted(name.rstrip("/") for name in found)
 
     def delete(self, names: Sequence[str], permit: Permit) -> None:
-        """Delete objects, in this order, one request each; those that are gone are no matter. Raises OSError."""
+        """Delete objects in this order, one request each, skipping absent ones. Raises OSError at the first failure."""
         for name in names:
             try:
                 with _said("delete", self.location, name):
@@ -213,7 +215,7 @@ class ObjectBucket:
                 continue
 
     def delete_all(self, names: Sequence[str], permit: Permit) -> None:
-        """Delete objects in any order, many at a time. Raises OSError for the first that could not be."""
+        """Delete objects concurrently, in any order. Raises the first OSError after all requests ended."""
         for answer in self.gather([partial(self.delete, [name], permit) for name in names]):
             if isinstance(answer, OSError):
                 raise answer
@@ -238,7 +240,7 @@ def _entry(found: Mapping[str, Any]) -> BucketEntry:
 
 @contextmanager
 def _said(call: str, location: str, name: str) -> Generator[None]:
-    """Raise an OSError for what obstore raises in a block, and tell the log its words."""
+    """Raise an OSError in place of an obstore exception, and log the message if the service is unreachable."""
     try:
         yield
     except Exception as error:
@@ -253,15 +255,15 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-#: Ranges with less between them are asked for at once: what a request costs is some hundred KiB of time.
+#: Ranges with smaller gaps are merged into one request: a request costs the time of a few hundred KiB.
 _NEAR_BYTES = 256 << 10
-#: One request asks for no more: a service answers several faster than a long one.
+#: Merged requests stay below this size: a service answers several in parallel faster than a long one.
 _REQUEST_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class RangeRequest:
-    """One ranged read, and which of the ranges that were asked for lie in it."""
+    """A ranged read. `items`: indices of the wanted ranges that lie in it."""
 
     name: str
     start: int
@@ -270,9 +272,9 @@ class RangeRequest:
 
 
 def requests(ranges: Sequence[tuple[str, int, int]]) -> Iterator[RangeRequest]:
-    """Ranged reads that together bring `ranges`, (object, offset, bytes) each: neighbours of an object in one.
+    """Yield ranged reads that cover `ranges`, (object, offset, bytes) each, with neighbours of an object merged.
 
-    A range is in one request, however long it is.
+    A range is never split, however long.
 
     >>> [(each.start, each.nbytes, each.items) for each in requests([("a", 4096, 10), ("a", 0, 10), ("b", 0, 5)])]
     [(0, 4106, (1, 0)), (0, 5, (2,))]

@@ -1,7 +1,7 @@
-"""Upkeep of a bucket: deaths and uses are told, left-overs go, catalogs are compacted, and segments are evicted whole.
+"""The upkeep of a bucket: publishes deletions and uses, removes left-overs, compacts catalogs, evicts whole segments.
 
-Any number of processes may do all of it at once. Each step is one that another may have done already: two who evict one
-segment carry its hot pages twice, two who compact write two catalogs, and either of two `.dead` may stay.
+Any number of processes may run it concurrently. Races only cost work: two evictions of one segment carry its hot pages
+twice, two compactions write two catalogs, and one of two concurrent `.dead` writes wins.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from kvmover.store.eviction import EvictionCandidate, carried, victim
 from kvmover.store.record import holds
 from kvmover.store.stored import Page, StoredObject
 
-#: Pages that are looked at under the lock to choose a segment: some 20 ms.
+#: Pages scanned under the lock to choose a segment: about 20 ms.
 _COLD_PAGES = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class EvictedSegment:
-    """A segment that went: what the bucket has back, beside what was carried forward, and pages that went with it."""
+    """An evicted segment: bytes freed in the bucket, net of objects carried forward, and pages evicted with it."""
 
     freed_bytes: int
     pages: int
 
 
 class BucketUpkeep:
-    """What one process does for a namespace. Nothing here is called under the catalog's lock."""
+    """The upkeep that one process does for a namespace. Call without the catalog's lock unless said otherwise."""
 
     def __init__(self, catalog: BucketCatalog, writer: BucketWriter, reader: BucketReader, stamp_s: int) -> None:
         self._catalog, self._writer, self._reader = catalog, writer, reader
@@ -46,7 +46,7 @@ class BucketUpkeep:
         self._told_s = float("-inf")
 
     def tidy(self) -> None:
-        """All but eviction. Raises nothing: what the service refuses is done another time."""
+        """Run every step except eviction. A step that raises OSError is counted and left to a later call."""
         for step in (self.tell_deaths, self.tell_uses, self._sweep, self._compact):
             try:
                 step()
@@ -54,14 +54,14 @@ class BucketUpkeep:
                 self._catalog.lag(error)
 
     def used(self, pages: Sequence[bytes], second: int) -> None:
-        """Pages were read here. Under the lock, which guards it."""
+        """Record that pages were read here at `second`. Under the lock."""
         self._uses.update(dict.fromkeys(pages, second))
         if len(self._uses) > 2 * USES:
             latest = sorted(self._uses.items(), key=lambda each: each[1])[-USES:]
             self._uses = dict(latest)
 
     def tell_deaths(self) -> None:
-        """Write down which objects this process found dead, or deleted; a segment of dead ones goes. Raises OSError."""
+        """Publish new deletions in `.dead`, and remove segments without living objects. Raises OSError."""
         catalog = self._catalog
         with catalog.lock:
             behind = [each for each in catalog.segments.values() if not each.told >= each.dead]
@@ -86,7 +86,7 @@ class BucketUpkeep:
                 segment.told = whole
 
     def _why_empty(self, segment: KeptSegment, dead: Dead) -> TwoLooks | None:
-        """Grounds to remove a segment: all that its head has, asked for anew, is deleted. None where something lives.
+        """Return grounds to remove a segment if every object of its head, read anew, is deleted; else None.
 
         Raises OSError.
         """
@@ -97,13 +97,13 @@ class BucketUpkeep:
         return TwoLooks(Look(Seen.READ, "all are deleted"), Look(Seen.ANEW, EMPTY), 0)
 
     def _remove(self, segment: KeptSegment, permit: Permit) -> None:
-        """A segment goes for everybody: its head first, so that nobody believes what he cannot read."""
+        """Remove a segment from index and bucket, head first, so that readers never index missing data."""
         with self._catalog.lock:
             self._catalog.forget(segment.name)
         self._catalog.bucket.delete(self._catalog.names_of(segment.name), permit)
 
     def tell_uses(self) -> None:
-        """Say which pages were read here of late, once in `stamp_s` seconds. Raises OSError."""
+        """Publish the pages read here, at most once per `stamp_s` seconds. Raises OSError."""
         if time.monotonic() - self._told_s < self._stamp_s:
             return
         with self._catalog.lock:
@@ -114,7 +114,7 @@ class BucketUpkeep:
             self._told_s = time.monotonic()
 
     def _sweep(self) -> None:
-        """Delete left-overs of the last survey, each once, if the other half has no name either. Raises OSError."""
+        """Delete left-overs of the last survey whose other half is still absent. Raises OSError."""
         catalog = self._catalog
         listing, catalog.listing = catalog.listing, Listing.of(())
         for each in left_overs(listing, time.time()):
@@ -125,7 +125,7 @@ class BucketUpkeep:
                 catalog.bucket.delete([each.name], permit)
 
     def _compact(self) -> None:
-        """Write a catalog of what has none, where there is enough of it and it is this process's turn."""
+        """Write the catalog planned by `compaction`, if any, and delete the catalogs it replaces. Raises OSError."""
         catalog = self._catalog
         with catalog.lock:
             known = dict(catalog.segments)
@@ -141,7 +141,7 @@ class BucketUpkeep:
         for name in plan.segments:
             with catalog.lock:
                 kept, table = catalog.segments.get(name), catalog.index.table(name)
-            if kept and len(table) + len(kept.dead) == kept.objects:  # else something is not known here
+            if kept and len(table) + len(kept.dead) == kept.objects:  # else objects of it are unknown here
                 segments.append(SealedSegment(name, kept.data_bytes, kept.head_bytes, kept.objects, table))
         fresh = f"00-{os.urandom(8).hex()}{CATALOG}"
         catalog.bucket.put(catalog.path(fresh), encode_catalog(catalog.namespace, segments), PutMode.CREATE)
@@ -154,9 +154,10 @@ class BucketUpkeep:
         catalog.bucket.delete(replaced, permit)
 
     def evict(self, nbytes: int, keep: frozenset[bytes]) -> EvictedSegment | None:
-        """Remove one segment, carrying forward what is hot in it. None where nothing can go, or the service is away.
+        """Evict the segment with the smallest hot share, carrying hot objects forward.
 
-        Cold are the least recently used pages, of `nbytes` together; never those of `keep`.
+        Cold pages are the least recently used, up to `nbytes` together, excluding `keep`. Returns None if no segment
+        can go or the service fails.
         """
         catalog = self._catalog
         with catalog.lock:
@@ -179,7 +180,7 @@ class BucketUpkeep:
         return EvictedSegment(chosen.data_bytes - sum(each.held_bytes for each in sent), pages)
 
     def _is_there(self, segment: KeptSegment) -> bool:
-        """Whether nobody else has removed a segment, which is forgotten then. Raises OSError."""
+        """Return True if the segment's head exists in the bucket; forget the segment if not. Raises OSError."""
         if self._catalog.bucket.has(self._catalog.path(segment.name + HEAD)):
             return True
         with self._catalog.lock:
@@ -187,7 +188,7 @@ class BucketUpkeep:
         return False
 
     def _cold(self, nbytes: int, keep: frozenset[bytes]) -> dict[bytes, Page]:
-        """The least recently used pages, of so many bytes together, as far as others may wait for it."""
+        """Return the least recently used pages, about `nbytes` together, up to a page of `keep`. Under the lock."""
         cold: dict[bytes, Page] = {}
         for page, entry in self._catalog.index.pages():
             if nbytes <= 0 or page in keep or len(cold) >= _COLD_PAGES:
@@ -210,14 +211,17 @@ class BucketUpkeep:
     def _hottest(
         self, chosen: EvictionCandidate, cold: dict[bytes, Page], keep: frozenset[bytes]
     ) -> list[StoredObject]:
-        """Objects of pages to keep; and of hot ones, the most recently used first, up to a share of the segment."""
+        """Choose the objects to carry forward: those of `keep`, then the most recently used up to CARRIED_SHARE."""
         hot = [each for each in self._catalog.index.objects(chosen.name) if each.page not in cold]
         stamps = self._catalog.index.stamps_of([each.page for each in hot])
         held, kept = [each.held_bytes for each in hot], [each.page in keep for each in hot]
         return [hot[at] for at in carried(chosen.data_bytes, held, stamps, kept)]
 
     def _carry(self, objects: Sequence[StoredObject]) -> list[StoredObject]:
-        """Write objects again, as they are, and send them; those that are there. Raises OSError where none may go."""
+        """Rewrite objects to a new segment and send it. Returns those rewritten. Raises OSError if sending fails.
+
+        Objects that are unreadable or refused by the writer are skipped.
+        """
         digests, payloads = self._reader.digests(objects), self._reader.payloads(objects)
         with self._catalog.lock:
             stamps = self._catalog.index.stamps_of([each.page for each in objects])
@@ -233,14 +237,14 @@ class BucketUpkeep:
         return sent
 
     def _drop(self, segment: KeptSegment, sent: Sequence[StoredObject], permit: Permit) -> int:
-        """Delete what belongs to pages that go with a segment, wherever it is; how many pages. Under the lock."""
+        """Delete the other objects of pages evicted with `segment`. Returns the number of pages. Under the lock."""
         index = self._catalog.index
         going = [each for each in index.objects(segment.name) if each not in sent]
         pages: set[bytes] = set()
         for each in going:
             entry = index.get(each.page)
             others = [other for other in entry.objects if other.segment != segment.name] if entry else []
-            if not any(other.part is each.part for other in others):  # nobody else has carried it forward
+            if not any(other.part is each.part for other in others):  # no other process carried it forward
                 pages.add(each.page)
                 self._catalog.delete(others, permit)
         return len(pages)
