@@ -1,1 +1,1 @@
-"""Pages in the memory of a keeper, a process that outlives the engines of its host and hands them slabs to fill."""
+"""A page store in the memory of a keeper, a process that outlives its host's engines and grants them slabs to fill."""

@@ -1,30 +1,30 @@
-"""A journal says what a keeper has of a namespace: entries that are appended and never change. Pure.
+"""A journal lists the objects that a keeper holds of a namespace: an append-only sequence of entries. Pure.
 
 All little endian, each entry a multiple of 8 bytes:
 
      0  4B   magic      "KVKJ"
      4  u32  change     see `JournalChange`
-     8  u32  bytes      of what follows byte 40
+     8  u32  bytes      of the payload, from byte 40 on
     12  u32  stamp      second of the change
-    16  u64  slab       its number; 0 where none is meant
-    24  u32  rows       of what follows
+    16  u64  slab       its number, or 0
+    24  u32  rows       in the payload
     28  u32  0
-    32  u64  check      XXH3 of what follows, seeded with the XXH3 of these bytes up to here, seeded with their place
-    40  ADDED: a row of 128 bytes an object, and then the digests of all; REMOVED: places of rows, u64 each; USED: page
+    32  u64  check      XXH3 of the payload, seeded with the XXH3 of bytes 0 to 32, seeded with the entry's place
+    40  ADDED: a row of 128 bytes per object, then the digests of all; REMOVED: places of rows, u64 each; USED: page
         hashes
 
-A row, so that who attaches takes all of them in at once:
+A row, of fixed size so that an attaching client decodes all rows at once:
 
      0  u64  offset     of the payload in the slab
      8  u64  bytes      of the payload
-    16  u64  digests    place of the digests of its cells, 8 bytes each; without cells, of the row that has them
+    16  u64  digests    place of its cells' digests, 8 bytes each; with `cells` 0, place of the row that has them
     24  32B  page hash
     56  64B  part       as in a record of a head file
    120  u32  stamp      second of the last use or of the write
-   124  u32  cells      0 of an object that was carried to another slab
+   124  u32  cells      0 for an object carried over from another slab
 
-A place is a byte of the journal counted from its `base`, where the one before ended: no two rows of a namespace have
-one place, whichever journal they are in.
+A place is `base` plus a byte offset in the journal. A journal's `base` is the end of its predecessor, so that rows of
+successive journals differ in place.
 """
 
 from __future__ import annotations
@@ -56,8 +56,10 @@ ROW_BYTES = _ROW.itemsize
 
 
 class JournalChange(IntEnum):
-    """Objects were ADDED to a slab or REMOVED from it; a slab was DROPPED; pages were USED; the journal has ENDED, and
-    another says all that is so now; a sealed slab was PROVED: all that it has is what its digests say.
+    """A kind of entry.
+
+    ADDED, REMOVED: objects of a slab. DROPPED: a slab with its objects. USED: pages were read. ENDED: a new journal
+    replaces this one. PROVED: every object of a sealed slab matches its digests.
     """
 
     ADDED = 1
@@ -69,7 +71,7 @@ class JournalChange(IntEnum):
 
 
 class JournalEntry(msgspec.Struct, frozen=True):
-    """One change. `at`: the place of its payload, which begins with so many `rows`."""
+    """A decoded entry. `at`: the place of its payload, which begins with `rows` rows."""
 
     change: JournalChange
     at: int
@@ -80,13 +82,13 @@ class JournalEntry(msgspec.Struct, frozen=True):
 
     @property
     def end(self) -> int:
-        """The place of the next entry."""
+        """Place of the next entry."""
         return self.at + len(self.payload)
 
 
 @dataclass(frozen=True, slots=True)
 class AddedObject:
-    """An object as a row says it. `digests`: or the place of the row that has them."""
+    """The fields of a row. `digests`: the bytes, or the place of the row that has them."""
 
     offset: int
     nbytes: int
@@ -99,7 +101,7 @@ class AddedObject:
 def encode_entry(
     change: JournalChange, at: int, stamp: int, slab: int = 0, payload: bytes = b"", rows: int = 0
 ) -> bytes:
-    """An entry, whole, which goes to place `at`."""
+    """Encode an entry to be written at place `at`."""
     head = _HEAD.pack(_MAGIC, change, len(payload), stamp, slab, rows, 0)
     return head + _check(head, payload, at).to_bytes(8, "little") + payload
 
@@ -109,7 +111,7 @@ def _check(head: bytes | memoryview, payload: bytes | memoryview, at: int) -> in
 
 
 def encode_added(objects: Sequence[AddedObject], at: int, stamp: int, slab: int) -> bytes:
-    """The entry, for place `at`, that adds objects to a slab: their rows are at `places_of`."""
+    """Encode an ADDED entry for place `at`, whose rows are at `places_of(at, len(objects))`."""
     rows = np.zeros(len(objects), _ROW)
     digests = [b"" if isinstance(each.digests, int) else each.digests for each in objects]
     cells = [len(each) // DIGEST_BYTES for each in digests]
@@ -125,12 +127,15 @@ def encode_added(objects: Sequence[AddedObject], at: int, stamp: int, slab: int)
 
 
 def places_of(at: int, count: int) -> npt.NDArray[np.int64]:
-    """Where the rows of an entry at place `at` are."""
+    """Return the places of the `count` rows of an entry at place `at`."""
     return at + ENTRY_BYTES + np.arange(count, dtype=np.int64) * ROW_BYTES
 
 
 def decode_entries(data: bytes, at: int) -> Iterator[JournalEntry]:
-    """The whole entries that `data` begins with, at place `at`. Raises ValueError for what is none."""
+    """Yield the complete entries of `data`, which begins at place `at`; stop at an incomplete one.
+
+    Raises ValueError for a foreign or damaged entry.
+    """
     start, view = 0, memoryview(data)
     while start + ENTRY_BYTES <= len(data):
         magic, change, nbytes, stamp, slab, rows, _ = _HEAD.unpack_from(data, start)
@@ -149,7 +154,7 @@ def decode_entries(data: bytes, at: int) -> Iterator[JournalEntry]:
 
 
 def table_of(entries: Sequence[JournalEntry]) -> RecordTable:
-    """The objects of all entries that ADDED some, one after the other."""
+    """Return the objects of ADDED `entries`, in order. Raises ValueError if a row names no part."""
     counts = [entry.rows for entry in entries]
     rows = np.frombuffer(b"".join(entry.payload[: entry.rows * ROW_BYTES] for entry in entries), _ROW)
     before = np.repeat(np.cumsum([0, *counts[:-1]]), counts)
@@ -169,9 +174,9 @@ def table_of(entries: Sequence[JournalEntry]) -> RecordTable:
 
 
 def _parts_of(raw: npt.NDArray[np.uint64]) -> tuple[tuple[PartKey, ...], npt.NDArray[np.int64]]:
-    """The parts that rows name, and which of them each does. Raises ValueError for what names none.
+    """Return the distinct parts, and each row's index in them. Raises ValueError if a row names no part.
 
-    Neighbours mostly name one: only where that changes it is looked at.
+    Only rows that differ from their predecessor are decoded, because neighbours mostly share a part.
     """
     changes = np.flatnonzero(np.concatenate([[True], (raw[1:] != raw[:-1]).any(1)]))
     numbers: dict[bytes, int] = {}
@@ -183,7 +188,7 @@ def _parts_of(raw: npt.NDArray[np.uint64]) -> tuple[tuple[PartKey, ...], npt.NDA
 
 
 def removed_places(entry: JournalEntry) -> list[int]:
-    """Places of the rows whose objects an entry REMOVED. Raises ValueError for a number that is no place."""
+    """Return the places of the rows in a REMOVED entry. Raises ValueError for a negative place."""
     places = np.frombuffer(entry.payload, "<i8")
     if (places < 0).any():
         raise ValueError(f"an entry of a journal at {entry.at} that removes what is at no place")
@@ -191,7 +196,7 @@ def removed_places(entry: JournalEntry) -> list[int]:
 
 
 def runs_of(entries: Iterable[JournalEntry]) -> list[tuple[str, slice]]:
-    """The slab of each entry, and where its objects are in their table."""
+    """Return the slab name of each entry, and the slice of its rows in `table_of(entries)`."""
     runs, first = list[tuple[str, slice]](), 0
     for entry in entries:
         runs.append((slab_name(entry.slab), slice(first, first + entry.rows)))
@@ -200,7 +205,10 @@ def runs_of(entries: Iterable[JournalEntry]) -> list[tuple[str, slice]]:
 
 
 def page_and_digests(read: Callable[[int, int], bytes], place: int) -> tuple[bytes, bytes]:
-    """What the row at a place says, where `read` gives so many bytes from a place on; nothing where there is no row."""
+    """Return page hash and digests of the row at `place`, or two empty bytes if no row is there.
+
+    `read(place, nbytes)` returns journal bytes. Carried objects are followed to the row that has the digests.
+    """
     page, digests, cells = b"", place, 0
     while not cells:
         raw, at = read(digests, ROW_BYTES), digests
@@ -208,13 +216,13 @@ def page_and_digests(read: Callable[[int, int], bytes], place: int) -> tuple[byt
             return b"", b""
         (row,) = np.frombuffer(raw, _ROW)
         page, digests, cells = row["page"].tobytes(), int(row["digests"]), int(row["cells"])
-        if not cells and digests >= at:  # what was carried was there before
+        if not cells and digests >= at:  # a carried row always refers back
             return b"", b""
     return page, read(digests, cells * DIGEST_BYTES)
 
 
 def slab_name(number: int) -> str:
-    """How an index names a slab.
+    """Return a slab's name in an index.
 
     >>> slab_name(7), slab_number(slab_name(7))
     ('0000000000000007', 7)
@@ -223,5 +231,5 @@ def slab_name(number: int) -> str:
 
 
 def slab_number(name: str) -> int:
-    """The number that a name stands for."""
+    """Return the slab number of a name."""
     return int(name, 16)

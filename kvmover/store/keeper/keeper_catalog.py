@@ -1,6 +1,6 @@
-"""A KeeperCatalog is what a client knows of a namespace, which it reads in the journal: a question asks nobody.
+"""A KeeperCatalog is a client's index of a namespace, read from the keeper's journal: lookups send no request.
 
-The journal is a file in memory that grows: `fstat` says whether there is more. Who has lost his keeper knows nothing.
+The journal is a growing file in memory, whose size (`fstat`) shows new entries. Without a keeper the index is empty.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from kvmover.store.part import PagePart
 from kvmover.store.record import holds
 from kvmover.store.stored import StoredObject
 
-#: Threads that copy out of slabs, beside the one that compares digests.
+#: Threads that copy out of slabs.
 _COPIERS = 2
 
 
 class KeeperFiles(PlainFiles):
-    """Slabs as open files, which the keeper hands out by number."""
+    """The slabs of a keeper as open files, requested by number."""
 
     def __init__(self, link: KeeperLink) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class KeeperFiles(PlainFiles):
         return OpenFile.of_descriptor(fd, path)
 
     def open_ahead(self, names: Sequence[str]) -> None:
-        """Ask for slabs that will be opened next, all at once. Raises OSError, or StoreFenced."""
+        """Request descriptors of these slabs at once, for later calls of `open`. Raises OSError or StoreFenced."""
         for first in range(0, len(names), OPENED):
             numbers = [slab_number(name) for name in names[first : first + OPENED]]
             said, fds = self._link.ask_for_many(OpenSlabs(numbers), SlabsToRead)
@@ -84,19 +84,18 @@ class KeeperFiles(PlainFiles):
 
     @cached_property
     def pool(self) -> ThreadPoolExecutor:
-        """What the kernel copies, it copies without Python's lock."""
+        """Threads for reads out of slabs: the kernel copies without the GIL."""
         return ThreadPoolExecutor(_COPIERS, "kvmover-keeper")
 
 
 class KeeperCatalog:
-    """The index of a namespace as its journal says. `lock` is held for a moment, and never around a question."""
+    """The index of a namespace, following its journal. `lock` is held briefly, never during a request."""
 
     def __init__(self, link: KeeperLink) -> None:
         self.link, self.files = link, KeeperFiles(link)
         self.lock = RLock()
         self.index = Index()
-        #: Those that have objects, and those of them that need no look at their digests: nobody can write to them, and
-        #: the keeper has compared all that they have since.
+        #: Slabs with objects, and those that the keeper has proved: sealed, and compared with their digests since.
         self.slabs, self.proved = set[str](), set[str]()
         self.lagged: Counter[str] = Counter()
         self._lent = LentFiles(Path("/keeper"), self.files, GuardLock())
@@ -106,7 +105,7 @@ class KeeperCatalog:
         self._watched: WeakSet[Watcher] = WeakSet()
 
     def refresh(self) -> None:
-        """Learn what the journal says by now. Asks nobody, and raises nothing. Under the lock."""
+        """Apply new journal entries without a request; failures count in `lagged`. Under the lock."""
         journal = None if self.link.is_over() else self.link.journal
         if journal is not self._journal:
             self._begin(journal)
@@ -121,7 +120,7 @@ class KeeperCatalog:
             self._has_ended = True
 
     def _read_on(self, journal: FollowedJournal) -> None:
-        """Raises OSError, or ValueError for what is no journal."""
+        """Apply the entries from `_at` on. Raises OSError, or ValueError for a damaged journal."""
         ahead_bytes = os.fstat(journal.fd).st_size - (self._at - journal.base)
         if ahead_bytes <= 0:
             return
@@ -131,7 +130,7 @@ class KeeperCatalog:
                 if entry.change is JournalChange.ADDED:
                     added.append(entry)
                 elif entry.change is JournalChange.PROVED:
-                    self.proved.add(slab_name(entry.slab))  # which says nothing of what is added meanwhile
+                    self.proved.add(slab_name(entry.slab))  # independent of pending ADDED entries
                 else:
                     self._add(added)
                     added.clear()
@@ -142,7 +141,7 @@ class KeeperCatalog:
             self._at = max(self._at, end)
 
     def _add(self, entries: Sequence[JournalEntry]) -> None:
-        """What many entries add, at once: an attach reads all of a journal."""
+        """Index the objects of many ADDED entries at once: an attach reads a whole journal."""
         if not entries:
             return
         runs = runs_of(entries)
@@ -150,9 +149,9 @@ class KeeperCatalog:
         self.index.add_tables(runs, table_of(entries), max(entry.stamp for entry in entries))
 
     def sync(self) -> None:
-        """As `refresh`, of the journal that is written now, and of a keeper that is there now.
+        """Reconnect if needed, then `refresh`, switching to the new journal if this one has ended.
 
-        Raises OSError, or StoreFenced.
+        Raises OSError if the keeper does not answer, StoreFenced if a newer generation owns the pages.
         """
         self.link.connect()
         with self.lock:
@@ -164,25 +163,25 @@ class KeeperCatalog:
                 self.refresh()
 
     def try_sync(self) -> None:
-        """As `sync`, and raises nothing: what cannot be learnt is counted."""
+        """Call `sync`; count an OSError or StoreFenced in `lagged` instead of raising it."""
         try:
             self.sync()
         except (OSError, StoreFenced) as error:
             self.lag(error)
 
     def lag(self, error: OSError | StoreFenced) -> None:
-        """What was asked for did not come."""
+        """Count a failed request by its reason."""
         self.lagged[reason_of(error) if isinstance(error, OSError) else str(error)] += 1
 
     def _begin(self, journal: FollowedJournal | None) -> None:
-        """Another journal is the truth: pages that it does not have are lost."""
+        """Rebuild the index from `journal` and tell watchers of pages that it lacks. Under the lock."""
         before = [page for page, _ in self.index.pages()]
         self._journal, self._has_ended = journal, False
         self._at = journal.base if journal else 0
         self.index = Index()
         self.slabs.clear()
         self.proved.clear()
-        with suppress(OSError, ValueError):  # what cannot be read now is read on from there
+        with suppress(OSError, ValueError):  # the next refresh reads on from there
             if journal:
                 self._read_on(journal)
         self.index.sort()
@@ -211,23 +210,26 @@ class KeeperCatalog:
                 self._has_ended = True
 
     def watch(self, watcher: Watcher) -> None:
-        """Tell `watcher` of losses, as long as it lives. Under the lock."""
+        """Tell `watcher`, held weakly, of pages that lose an object. Under the lock."""
         self._watched.add(watcher)
         self.index.watch(watcher)
 
     @property
     def journal_bytes(self) -> int:
-        """What describes the objects. Under the lock."""
+        """Bytes of the journal read so far. Under the lock."""
         return self._at - self._journal.base if self._journal else 0
 
     # Payloads
 
     def lend(self, names: Iterable[str]) -> AbstractContextManager[dict[str, OpenFile]]:
-        """Slabs as open files, for the length of a block; evicted ones are left out. Raises OSError."""
+        """Lend open files of slabs until the end of a `with` block, skipping evicted slabs. Raises OSError."""
         return self._lent.lend(names)
 
     def sweep(self, part: PagePart, plan: Plan, pages: Sequence[bytes], addresses: Sequence[int]) -> list[int]:
-        """Read what lies in proved slabs, whole; which of the pages came. Raises OSError, or StoreFenced."""
+        """Read the pages that lie in proved slabs, without digest checks. Raises OSError or StoreFenced.
+
+        Returns the indices of the pages that are whole at their addresses.
+        """
         swept, places = Sweep(part), np.array(addresses, np.int64)
         with self.lock:
             names = self.index.names
@@ -241,7 +243,7 @@ class KeeperCatalog:
             return swept.read(fds, self.files.pool)
 
     def digests(self, objects: Sequence[StoredObject]) -> list[bytes]:
-        """The digests that the journal has of objects, b"" of one that it has no more. Raises OSError."""
+        """Return each object's digests from the journal, b"" if its row is gone. Raises OSError."""
         with self.lock:
             journal = self._journal
         if journal is None:
@@ -249,7 +251,10 @@ class KeeperCatalog:
         return [page_and_digests(journal.read, each.record)[1] for each in objects]
 
     def look_again(self, each: StoredObject) -> tuple[Verdict, str]:
-        """A second opinion on an object, by a fresh descriptor. Raises OSError where the keeper does not say."""
+        """Recheck an object by a fresh descriptor. Returns verdict and reason.
+
+        Raises OSError if the keeper does not answer, StoreFenced if reopening the slab finds a newer generation.
+        """
         with suppress(StoreFenced):
             self.sync()
         if (said := self._said(each)) is None:
@@ -273,13 +278,13 @@ class KeeperCatalog:
         return (Verdict.WELL, "") if holds(memoryview(payload), each.cells, digests, 0) else (Verdict.BAD, DIGEST)
 
     def _said(self, each: StoredObject) -> tuple[bytes, bytes] | None:
-        """Page and digests of an object that is there."""
+        """Return page hash and digests of an object from its row; None if it is no longer indexed."""
         with self.lock:
             journal, found = self._journal, self.index.at(each.segment, each.record)
         return None if journal is None or found is None else page_and_digests(journal.read, each.record)
 
     def close(self) -> None:
-        """Give everything back."""
+        """Close the connection, the journal and all slabs."""
         self.link.close()
         with self.lock:
             self._journal = None

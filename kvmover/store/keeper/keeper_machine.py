@@ -1,8 +1,8 @@
-"""What a keeper does about what happens: it grants slabs, believes commits, fences, and evicts. Pure but for its state.
+"""The state machine of a keeper: it grants slabs, accepts commits, fences and evicts. Pure but for its state.
 
-`step` changes the state and says what is to be done, in order. A slab is filled by one session, once, in the order of
-its bytes, and sealed when that session asks for another, ends, or is fenced. It is never filled again: eviction takes a
-slab whole, so no memory is used anew under a reader. `rewritten` shortens a journal to what its living objects need.
+`step` changes the state and returns the actions to take, in order. One client fills a slab once, by rising offsets; it
+is sealed when the client asks for another, disconnects or is fenced. Eviction removes whole slabs, so memory is never
+reused under a reader. `rewritten` shortens a journal to its living objects.
 """
 
 from __future__ import annotations
@@ -79,23 +79,23 @@ from kvmover.store.part import PartKey
 from kvmover.store.record import BLOCK_BYTES, DIGEST_BYTES, LIVE, RecordTable, decode_part
 from kvmover.store.stored import padded
 
-#: What a keeper remembers at most, whoever asks.
+#: Upper limits of a keeper's namespaces, fleets and slabs.
 NAMESPACES, FLEETS, SLABS = 256, 4096, 4096
 
-#: A slab whose writer has committed nothing for so long is sealed where room is needed.
+#: Seconds without a commit after which a slab is sealed if room is needed.
 IDLE_S = 10
 
-#: Uses of a page are told to others when they are so much later than the last.
+#: A page's use is published if it is this many seconds later than the last known use.
 _TOLD_S = 30
 
-#: An eviction looks at so many of the least recently used pages.
+#: Least recently used pages that an eviction examines.
 _LOOKED_AT = 1024
 
 Actions = list[KeeperAction]
 
 
 def step(state: KeeperState, event: KeeperEvent, now: int) -> Actions:
-    """What is to be done about `event` at second `now`."""
+    """Apply `event` at second `now` to `state`. Returns the actions to take, in order."""
     match event:
         case SessionOpened(number):
             state.sessions[number] = KeeperSession(number)
@@ -137,7 +137,7 @@ def _heard(state: KeeperState, session: KeeperSession, request: Request | None, 
 def _serve(
     state: KeeperState, session: KeeperSession, namespace: bytes, asked: OpenSlabs | FollowJournal | NoteUses, now: int
 ) -> Actions:
-    """What everybody may ask who has attached, fenced or not."""
+    """Answer a request open to every attached client, fenced or not."""
     kept = state.namespaces[namespace]
     match asked:
         case OpenSlabs(numbers):
@@ -156,7 +156,7 @@ def _change(
     asked: AllocateSlab | CommitObjects | RemoveObjects | TrimNamespace | ClearNamespace,
     now: int,
 ) -> Actions:
-    """What changes the namespace."""
+    """Answer a request that changes the namespace, from a client that is not fenced."""
     match asked:
         case AllocateSlab():
             return _allocate(state, session, asked, now)
@@ -181,11 +181,11 @@ def _refuse_fenced(session: KeeperSession, newest: int) -> Actions:
     return _refuse(session, KeeperRefusal.FENCED, words)
 
 
-# Who owns
+# Ownership
 
 
 def _attach(state: KeeperState, session: KeeperSession, asked: Attach, now: int) -> Actions:
-    """Let somebody in, and fence who had the same name before."""
+    """Attach a client to its namespace, and fence older generations of its fleet."""
     if asked.version != VERSION or session.namespace is not None or (asked.generation and not asked.fleet):
         words = f"version {asked.version} beside {VERSION}, attached already, or a generation of no fleet"
         return _refuse(session, KeeperRefusal.INVALID, words)
@@ -204,7 +204,7 @@ def _attach(state: KeeperState, session: KeeperSession, asked: Attach, now: int)
     if asked.fleet:
         mine = [other for other in state.sessions.values() if other.fleet == asked.fleet]
         older = [other for other in mine if other.generation < asked.generation and other.fenced_by is None]
-        for other in older:  # nobody is fenced who may still fill a slab
+        for other in older:  # sealed before fencing: a fenced client must hold no slab
             actions += _seal(state, other.slab, now)
         for other in older:
             other.fenced_by = asked.generation
@@ -235,7 +235,7 @@ def _allocate(state: KeeperState, session: KeeperSession, asked: AllocateSlab, n
 
 
 def _commit(state: KeeperState, session: KeeperSession, asked: CommitObjects, now: int) -> Actions:
-    """Believe what a session says of its own slab, all of it or nothing. Who came first with an object keeps it."""
+    """Publish all objects in the client's own slab, or refuse all. A page's part already held is skipped."""
     if asked.slab != session.slab:
         return _refuse(session, KeeperRefusal.GONE, "the slab was taken back")
     slab = state.slabs[asked.slab]
@@ -252,7 +252,7 @@ def _commit(state: KeeperState, session: KeeperSession, asked: CommitObjects, no
 
 
 def _is_sound(each: CommittedObject, part: PartKey, end: int, slab: Slab) -> bool:
-    """Whether an object lies in a slab behind byte `end`, as its part says."""
+    """Return True if an object lies in the slab at or after byte `end`, with size and digests that fit its part."""
     cells = part.box.cells
     fits = end <= each.offset and each.offset + padded(each.nbytes) <= slab.nbytes and not each.offset % BLOCK_BYTES
     return fits and len(each.digests) == cells * DIGEST_BYTES and each.nbytes > 0 and not each.nbytes % cells
@@ -264,7 +264,7 @@ def _is_there(kept: KeptNamespace, page: bytes, part: PartKey) -> bool:
 
 
 def _add(slab: Slab, kept: KeptNamespace, fresh: list[tuple[CommittedObject, PartKey]], now: int) -> Actions:
-    """Objects become part of the index and of the journal."""
+    """Add objects to index and journal, the first of each page and part."""
     first: dict[tuple[bytes, PartKey], CommittedObject] = {}
     for each, part in fresh:
         first.setdefault((each.page, part), each)
@@ -276,7 +276,7 @@ def _object(each: CommittedObject, part: PartKey, now: int) -> AddedObject:
 
 
 def _added(slab: Slab, kept: KeptNamespace, objects: list[AddedObject], now: int) -> Actions:
-    """Objects of a slab, in the order of their offsets, each of which is new."""
+    """Add new objects of a slab, by rising offsets, to index and journal."""
     if not objects:
         return []
     entry = encode_added(objects, kept.end, now, slab.number)
@@ -288,7 +288,7 @@ def _added(slab: Slab, kept: KeptNamespace, objects: list[AddedObject], now: int
 
 
 def _table(objects: list[AddedObject], at: int) -> RecordTable:
-    """What rows say, without reading them again."""
+    """Return the record table of objects whose entry is at place `at`."""
     parts = list(dict.fromkeys(each.part for each in objects))
     numbers = {part: number for number, part in enumerate(parts)}
     columns = [(each.offset, each.nbytes, numbers[each.part], each.stamp) for each in objects]
@@ -304,7 +304,7 @@ def _append(namespace: bytes, kept: KeptNamespace, entry: bytes) -> AppendEntry:
 
 
 def _use(namespace: bytes, kept: KeptNamespace, pages: list[bytes], now: int) -> Actions:
-    """Pages are the last to go; others hear of those that nobody has told of lately."""
+    """Mark pages as most recently used, and publish uses that are _TOLD_S later than the last known."""
     stamps = kept.index.stamps_of(pages)
     told = [page for page, stamp in zip(pages, stamps, strict=True) if 0 < stamp <= now - _TOLD_S]
     kept.index.use(pages, now)
@@ -313,11 +313,11 @@ def _use(namespace: bytes, kept: KeptNamespace, pages: list[bytes], now: int) ->
     return [_append(namespace, kept, encode_entry(JournalChange.USED, kept.end, now, 0, b"".join(told)))]
 
 
-# What goes
+# Removal
 
 
 def _seal(state: KeeperState, number: int | None, now: int) -> Actions:
-    """Nobody fills a slab any more: it takes what was committed, or nothing where that is nothing."""
+    """Seal a slab and shrink it to its committed bytes; drop it if it holds no object."""
     if number is None:
         return []
     slab = state.slabs[number]
@@ -331,7 +331,7 @@ def _seal(state: KeeperState, number: int | None, now: int) -> Actions:
 
 
 def _prove(state: KeeperState, slab: Slab, bad: Collection[int], now: int) -> Actions:
-    """What a sealed slab has is right, and stays so: who reads it need not look. What is bad goes first."""
+    """Remove the `bad` objects (by offset) of a sealed slab, then publish it as proved."""
     assert slab.writer is None, "a slab that may still change"
     kept = state.namespaces[slab.namespace]
     places = [each.record for each in kept.index.objects(slab.name) if each.offset in bad]
@@ -344,13 +344,13 @@ def _prove(state: KeeperState, slab: Slab, bad: Collection[int], now: int) -> Ac
 
 
 def _drop(state: KeeperState, slab: Slab, now: int) -> Actions:
-    """A slab goes, with all that is in it."""
+    """Drop a slab with all its objects."""
     if slab.writer is not None:
         state.sessions[slab.writer].slab = None
     kept = state.namespaces[slab.namespace]
     del state.slabs[slab.number]
     dropped: Actions = [DropSlab(slab.number)]
-    if slab.end:  # the journal has named it
+    if slab.end:  # else the journal has no entry of it
         dropped.insert(
             0, _append(slab.namespace, kept, encode_entry(JournalChange.DROPPED, kept.end, now, slab.number))
         )
@@ -359,7 +359,7 @@ def _drop(state: KeeperState, slab: Slab, now: int) -> Actions:
 
 
 def _remove(state: KeeperState, slab: Slab, records: Collection[int], now: int) -> Actions:
-    """Objects go; a sealed slab with its last one."""
+    """Remove objects by their rows' places, and drop a sealed slab with its last object."""
     kept = state.namespaces[slab.namespace]
     if not kept.index.remove_at(slab.name, records):
         return []
@@ -374,7 +374,7 @@ def _remove(state: KeeperState, slab: Slab, records: Collection[int], now: int) 
 def _make_room(
     state: KeeperState, namespace: bytes, asked: AllocateSlab, nbytes: int, now: int
 ) -> tuple[bool, Actions]:
-    """Evict until `nbytes` more fit the keeper and the quota; whether they do, and what went."""
+    """Evict until `nbytes` more fit the keeper and the quota. Returns whether they fit, and the actions."""
     quota = state.capacity_bytes if asked.quota_bytes is None else min(asked.quota_bytes, state.capacity_bytes)
     actions: Actions = []
     while nbytes <= quota:
@@ -391,7 +391,10 @@ def _make_room(
 
 
 def _evict(state: KeeperState, among: Sequence[bytes], keep: Collection[int], now: int) -> Actions:
-    """Take back what idle writers do not use, or else the slab that is least used; nothing where all is kept."""
+    """Seal the slabs of all writers idle for IDLE_S, or else evict one sealed slab not in `keep`.
+
+    The slab is of the namespace with the oldest page; its hot objects are carried. Returns [] if no slab can go.
+    """
     slabs = [slab for slab in state.slabs.values() if slab.namespace in among]
     idle = [slab for slab in slabs if slab.writer is not None and now - slab.touched_s > IDLE_S]
     if idle:
@@ -406,7 +409,10 @@ def _evict(state: KeeperState, among: Sequence[bytes], keep: Collection[int], no
 
 
 def _victim(state: KeeperState, able: Sequence[Slab]) -> tuple[Slab, set[bytes]]:
-    """The slab with the smallest share of hot bytes, those of all but the least recently used pages; and these."""
+    """Return the slab with the smallest share of hot bytes, and the cold pages.
+
+    Cold pages are the least recently used: _LOOKED_AT at most, or one slab's bytes together.
+    """
     index, cold = state.namespaces[able[0].namespace].index, Counter[str]()
     pages = set[bytes]()
     for name, page in islice(index.pages(), _LOOKED_AT):
@@ -426,7 +432,7 @@ def _victim(state: KeeperState, able: Sequence[Slab]) -> tuple[Slab, set[bytes]]
 
 
 def _carry(state: KeeperState, old: Slab, cold: Collection[bytes], now: int) -> Actions:
-    """What is hot in a slab that goes is copied to one of its own, the most recently used first."""
+    """Copy hot objects of an evicted slab to a new slab, the most recently used first, up to CARRIED_SHARE."""
     kept = state.namespaces[old.namespace]
     hot = [each for each in kept.index.objects(old.name) if each.page not in cold]
     stamps = kept.index.stamps_of([each.page for each in hot])
@@ -453,7 +459,7 @@ def _carry(state: KeeperState, old: Slab, cold: Collection[bytes], now: int) -> 
 
 
 def _trim(state: KeeperState, session: int, namespace: bytes, asked: TrimNamespace, now: int) -> Actions:
-    """What is too old goes page by page, what is too much slab by slab."""
+    """Expire pages one by one, then evict slabs until the namespace is small enough."""
     kept, held = state.namespaces[namespace], state.held_of(namespace)
     actions, pages = list[KeeperAction](), len(kept.index)
     by_slab: dict[str, list[int]] = {}
@@ -475,30 +481,30 @@ def _trim(state: KeeperState, session: int, namespace: bytes, asked: TrimNamespa
 
 
 def _clear(state: KeeperState, session: int, namespace: bytes, now: int) -> Actions:
-    """All slabs of a namespace go, those that are being filled too."""
+    """Drop all slabs of a namespace, including those being filled."""
     pages = len(state.namespaces[namespace].index)
     mine = [slab for slab in state.slabs.values() if slab.namespace == namespace]
     gone: Actions = [action for slab in mine for action in _drop(state, slab, now)]
     return [*gone, Reply(session, Cleared(pages))]
 
 
-#: A journal grows to this before it is looked at, and to so many times what it would be.
+#: A journal is rewritten beyond this size, once it is this many times the size needed by its living objects.
 _LEAST_BYTES, _TIMES = 1 << 20, 4
 
-#: Places in an index are numbers of 32 bits, of 8 bytes each: beyond, they begin again.
+#: Limit of places: an index keeps them as 32-bit counts of 8 bytes. Past half of it, the next journal begins at 0.
 _PLACES = 1 << 35
 
 
 def is_overgrown(kept: KeptNamespace) -> bool:
-    """Whether most of a journal is about what is no more."""
+    """Return True if a journal is _TIMES as long as its living objects need, and longer than _LEAST_BYTES."""
     living_bytes = kept.index.holdings.objects * kept.added_bytes // max(1, kept.added)
     return kept.end - kept.base > max(_LEAST_BYTES, _TIMES * living_bytes)
 
 
 def rewritten(kept: KeptNamespace, journal: bytes, now: int, proved: Collection[str] = ()) -> bytes:
-    """A journal of what `kept` has, whose journal so far is `journal`, and of which slabs are `proved`.
+    """Return a new journal of the living objects of `kept`, and switch `kept` to it: index, base, end and counts.
 
-    `kept` follows it from here on.
+    `journal`: bytes of the current journal, the source of digests. `proved`: names of proved slabs.
     """
     base = kept.end if kept.end < _PLACES // 2 else 0
     names = sorted({each.segment for _, page in kept.index.pages() for each in page.objects})
@@ -519,7 +525,7 @@ def rewritten(kept: KeptNamespace, journal: bytes, now: int, proved: Collection[
 
 
 def _objects_of(table: RecordTable, journal: bytes, base: int) -> list[AddedObject]:
-    """All objects of a slab, with the digests that `journal` has of them."""
+    """Return the objects of a slab's table, with their digests from `journal`."""
     objects: list[AddedObject] = []
     columns = np.stack([table.at, table.offset, table.nbytes, table.part, table.stamp], 1)
     numbers: list[list[int]] = columns.tolist()

@@ -1,8 +1,7 @@
-"""KeeperObjects keeps the pages of a namespace in the memory of a keeper, which outlives this process.
+"""KeeperObjects stores the pages of a namespace in the memory of a keeper, which outlives this process.
 
-A put is answered once the keeper has committed it: from then on every process of the host reads it, whoever dies. The
-SlabWriter writes payloads into the slab that the keeper granted, then asks it to commit them: a process that dies
-between the two leaves nothing.
+A put returns once the keeper has committed it: from then on every process of the host can read it, even if this one
+dies. A SlabWriter writes payloads into a granted slab, then requests the commit; dying in between leaves no object.
 """
 
 from __future__ import annotations
@@ -58,19 +57,19 @@ from kvmover.transport import Memory
 
 log = logging.getLogger(__name__)
 
-#: What a commit takes beside its objects, and an object beside what a record has; more than they need.
+#: Upper bound of a commit packet's bytes besides its objects.
 _BESIDE_BYTES = 512
 
-#: A namespace with a quota is at least so many slabs, since they are evicted whole.
+#: A quota is divided into at least this many slabs, because slabs are evicted whole.
 _SLABS = 8
 
-#: Why a slab can be written no more: the keeper took it back.
+#: Errors of a write to a slab that the keeper has sealed or taken back.
 _SEALED = (errno.EPERM, errno.EBADF)
 
 
 @dataclass(slots=True, eq=False)
 class _FilledSlab:
-    """A slab that is being filled, from byte `end` on."""
+    """A slab being filled, from byte `end` on."""
 
     number: int
     nbytes: int
@@ -79,14 +78,17 @@ class _FilledSlab:
 
 
 class SlabWriter:
-    """The slab of one client. Its methods are for one thread at a time."""
+    """A writer of one client's slab. Not thread-safe."""
 
     def __init__(self, catalog: KeeperCatalog, policy: Policy) -> None:
         self._catalog, self._policy = catalog, policy
         self._slab: _FilledSlab | None = None
 
     def put(self, part: PagePart, key: PartKey, drafts: Sequence[ObjectDraft], keep: Collection[bytes]) -> list[str]:
-        """Put objects whole: of each "", or why it is not there."""
+        """Write and commit objects. Returns for each "" or the reason of failure.
+
+        A slab that the keeper took back is replaced and its batch retried once.
+        """
         each_bytes = FIXED_BYTES + part.box.cells * DIGEST_BYTES + 64
         most = (PACKET_BYTES - _BESIDE_BYTES) // each_bytes
         if not most:
@@ -110,7 +112,7 @@ class SlabWriter:
         return [""] * done
 
     def _slab_for(self, nbytes: int, keep: Collection[bytes]) -> _FilledSlab:
-        """One with room for `nbytes`. Raises OSError, or StoreFenced."""
+        """Return the current slab, or a new one if it lacks room for `nbytes`. Raises OSError or StoreFenced."""
         link = self._catalog.link
         if link.fenced is not None:
             raise link.fenced
@@ -132,7 +134,10 @@ class SlabWriter:
             return sorted({slab_number(name) for name, _ in index.placed(index.pages_at(list(pages))).by_segment()})
 
     def _put_some(self, slab: _FilledSlab, part: PagePart, key: PartKey, drafts: Sequence[ObjectDraft]) -> None:
-        """Payloads a few at a time, while they are in the cache for their digests, and one commit. Raises OSError."""
+        """Write payloads and commit them at once. Raises OSError.
+
+        Digests and writes alternate over few payloads, so that these are read from the CPU cache.
+        """
         size, files = part.nbytes, self._catalog.files
         count = max(1, files.group_bytes // size)
         name, end = encode_part(key), slab.end
@@ -156,7 +161,7 @@ class SlabWriter:
         self._slab = None
 
     def close(self) -> None:
-        """Fill nothing more. Safe to call twice."""
+        """Close the current slab. Idempotent."""
         self._let_go()
 
 
@@ -166,15 +171,15 @@ def _is_fenced(error: Exception) -> bool:
     )
 
 
-#: Uses of pages go to the keeper so many at a time.
+#: Pages per NoteUses message.
 _TOLD = 1024
 
 
 class KeeperObjects(Objects[StoredObject]):
-    """Objects of one namespace. `writing` is held for as long as one writes; locks are taken before the catalog's."""
+    """The objects of one namespace. `writing` is held during a put or trim, and acquired before the catalog's lock."""
 
     def __init__(self, link: KeeperLink, policy: Policy) -> None:
-        """The caller gives up `link`. Raises OSError, or StoreFenced where a newer generation owns the pages."""
+        """Take ownership of `link` and connect. Raises OSError, or StoreFenced if a newer generation owns the pages."""
         self.policy = policy
         self.catalog = KeeperCatalog(link)
         self.lock, self.writing = self.catalog.lock, RLock()
@@ -220,7 +225,7 @@ class KeeperObjects(Objects[StoredObject]):
         return [None if page in stale else entry for page, entry in zip(pages, entries, strict=True)]
 
     def _stale(self, pages: Sequence[bytes]) -> set[bytes]:
-        """Which of `pages` nobody is known to have used for the TTL. Under the lock."""
+        """Return those of `pages` whose last known use is older than the TTL. Under the lock."""
         if self.policy.ttl_s is None:
             return set()
         before, stamps = self._now() - self.policy.ttl_s, self.catalog.index.stamps_of(pages)
@@ -235,7 +240,7 @@ class KeeperObjects(Objects[StoredObject]):
             return reasons
 
     def owe(self, objects: Sequence[StoredObject]) -> None:
-        """What is in the keeper's memory is as safe as it gets."""
+        """Return at once: committed objects outlive this process already."""
 
     def sweep(self, part: PagePart, plan: Plan, pages: Sequence[bytes], addresses: Sequence[int]) -> Collection[int]:
         with self.lock:
@@ -259,7 +264,10 @@ class KeeperObjects(Objects[StoredObject]):
             return Verdict.UNKNOWN, reason_of(error)
 
     def _judge(self, each: StoredObject, read: str) -> tuple[Verdict, str]:
-        """Look at an object again that did not come whole, for a reason. Raises OSError where the keeper is silent."""
+        """Check an object anew after a failed read (`read`: the reason), and delete it if bad. Raises OSError.
+
+        Returns SPARED if the deletion budget is spent: the object is only dropped from this index.
+        """
         verdict, reason = self.catalog.look_again(each)
         if verdict is Verdict.GONE:
             with self.lock:
@@ -277,7 +285,7 @@ class KeeperObjects(Objects[StoredObject]):
         return Verdict.BAD, reason
 
     def _condemn(self, each: StoredObject, permit: Permit) -> None:
-        """An object is bad: nobody reads it any more, or at least not here."""
+        """Drop a bad object from this index and request its removal; a failed request counts in `lagged`."""
         with self.lock:
             self.catalog.index.remove([each])
         self.counters.poisoned[permit.grounds.reason] += 1
@@ -298,7 +306,7 @@ class KeeperObjects(Objects[StoredObject]):
                 self._tell_uses()
 
     def _tell_uses(self) -> None:
-        """Say which pages were read here. Raises OSError, or StoreFenced: they are said another time."""
+        """Send the uses of pages to the keeper. Raises OSError or StoreFenced; unsent uses are kept for later."""
         with self.lock:
             told, self._used = list(self._used), {}
         for first in range(0, len(told), _TOLD):
@@ -316,14 +324,17 @@ class KeeperObjects(Objects[StoredObject]):
     # Upkeep
 
     def evict(self, nbytes: int) -> int:
-        """Evict slabs, with what is least recently used in them, until `nbytes` are free. Raises StoreFenced."""
+        """Evict slabs, coldest first, until `nbytes` are freed. Returns the bytes freed.
+
+        Raises StoreError if the keeper fails, StoreFenced if a newer generation owns the pages.
+        """
         try:
             return self._trim(TrimNamespace(None, None, max(0, nbytes))).freed_bytes
         except OSError as error:
             raise self._failed("evict from", error) from error
 
     def _trim(self, trim: TrimNamespace) -> Trimmed:
-        """Raises OSError, or StoreFenced."""
+        """Send uses, then `trim`, and add the answer to the counters. Raises OSError or StoreFenced."""
         with suppress(OSError, StoreFenced):
             self._tell_uses()
         with self.writing:
@@ -335,7 +346,7 @@ class KeeperObjects(Objects[StoredObject]):
         return trimmed
 
     def collect(self) -> Collected:
-        """Upkeep: tell what was used here, delete what is too old or too much. What is refused is done another time."""
+        """Run upkeep: send uses, expire pages by TTL, evict down to the quota. Failures count in `counters.lagged`."""
         before = None if self.policy.ttl_s is None else max(0, self._now() - int(self.policy.ttl_s))
         try:
             done = self._trim(TrimNamespace(before, self.policy.quota_bytes, 0))
@@ -345,7 +356,10 @@ class KeeperObjects(Objects[StoredObject]):
         return Collected(done.expired_pages, done.evicted_pages, done.freed_bytes, 0)
 
     def flush(self) -> None:
-        """All that was put is the keeper's already. Raises StoreError where that has ended, with all that it had."""
+        """Send uses and wait until the keeper has processed them; puts are committed already.
+
+        Raises StoreError if the keeper does not answer; pages of an ended keeper are lost.
+        """
         try:
             self.catalog.sync()
             self._tell_uses()
@@ -354,7 +368,7 @@ class KeeperObjects(Objects[StoredObject]):
             raise self._failed("flush", error) from error
 
     def clear(self) -> int:
-        """Delete every page of this namespace, and nothing else; how many. Raises StoreError."""
+        """Delete every page of this namespace. Returns the number of pages. Raises StoreError if the keeper fails."""
         return self._ask_to("clear", ClearNamespace())
 
     def _ask_to(self, verb: str, request: Request) -> int:
@@ -371,7 +385,7 @@ class KeeperObjects(Objects[StoredObject]):
         return (StoreFenced if fenced else StoreError)(f"cannot {verb} {self.catalog.link.path}: {reason_of(error)}")
 
     def stat(self) -> Stat:
-        """What the namespace holds now, objects of other processes included."""
+        """Return the namespace's totals, objects of other processes included."""
         with self.lock:
             self.catalog.refresh()
             segments = len(self.catalog.slabs)
@@ -380,9 +394,10 @@ class KeeperObjects(Objects[StoredObject]):
             return self.catalog.index.stat(segments, self.catalog.index.held_bytes, head_bytes)
 
     def verify(self, progress: Callable[[int], None] | None = None) -> Verified:
-        """Read every object whole and delete those that are bad. `progress` gets the bytes of each.
+        """Read and check every object, and delete bad ones within the deletion budget.
 
-        Raises OSError where the keeper does not say: nothing is deleted for that.
+        `progress` is called with the bytes of each object. Raises OSError or StoreFenced if the keeper does not answer,
+        which deletes no object.
         """
         self.catalog.sync()
         with self.lock:
@@ -400,7 +415,7 @@ class KeeperObjects(Objects[StoredObject]):
         return Verified(count, nbytes, dict(verdicts[Verdict.BAD]), dict(verdicts[Verdict.SPARED]))
 
     def close(self) -> None:
-        """Tell what was used, and give everything back. Safe to call twice, and raises nothing."""
+        """Send uses if possible, then close slab and connection. Idempotent."""
         with self.writing:
             with suppress(OSError, StoreFenced):
                 self._tell_uses()
@@ -410,7 +425,7 @@ class KeeperObjects(Objects[StoredObject]):
 
 @dataclass(frozen=True, slots=True)
 class KeeperLocation:
-    """A socket, and who comes: a generation of a fleet, which fences those before it; "" and 0 is nobody.
+    """A keeper's socket, and the client's fleet and generation, which fences older ones; "" and 0: no owner.
 
     >>> KeeperLocation.parse("keeper:///run/kv.sock?fleet=decode&generation=3")
     KeeperLocation(path=PosixPath('/run/kv.sock'), fleet='decode', generation=3)
@@ -422,7 +437,7 @@ class KeeperLocation:
 
     @classmethod
     def parse(cls, text: str) -> KeeperLocation:
-        """Raises StoreError for what names no socket, or nobody."""
+        """Parse `keeper:///PATH`. Raises StoreError for another form, or a generation without a fleet."""
         parts = urlsplit(text)
         said = dict(parse_qsl(parts.query, keep_blank_values=True))
         fleet, generation = said.pop("fleet", ""), said.pop("generation", "0")
@@ -433,12 +448,12 @@ class KeeperLocation:
 
 
 def open_keeper(location: str, namespace: Namespace, policy: Policy) -> KeeperObjects:
-    """The pages of `namespace` with the keeper of a location. Raises StoreError; StoreFenced is one."""
+    """Open `namespace` in the keeper of a location. Raises StoreError, or its subclass StoreFenced."""
     return _open(location, namespace.digest, encode_manifest(namespace), policy)
 
 
 def keeper_of_namespace(found: Found, policy: Policy) -> KeeperObjects:
-    """A namespace that was found, for tools that know no model: they own nothing. Raises StoreError."""
+    """Open a found namespace without knowing its model, for tools. Attaches as no fleet. Raises StoreError."""
     location = str(found.folder).removesuffix("/" + found.name)
     return _open(location, found.digest, b"", policy)
 
@@ -453,7 +468,7 @@ def _open(location: str, namespace: bytes, manifest: bytes, policy: Policy) -> K
 
 
 def keeper_namespaces(location: str) -> list[Found]:
-    """Every namespace of a keeper, by model. Raises StoreError."""
+    """Return every namespace of a keeper, sorted by model. Raises StoreError if the keeper fails."""
     at = KeeperLocation.parse(location)
     link, manifests = KeeperLink(at.path, None), list[bytes]()
     try:

@@ -1,6 +1,6 @@
-"""A KeeperLink asks a keeper, one question at a time, and connects again where the one before has ended.
+"""A KeeperLink sends requests to a keeper, one at a time, and reconnects after a lost connection.
 
-A keeper that does not answer costs whoever asks some seconds once, and others nothing for a second after that.
+A request to a silent keeper blocks for up to `_ANSWER_S`; requests in the `_AGAIN_S` after it fail at once.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from kvmover.store.keeper.messages import (
 
 Expected = TypeVar("Expected", bound=Answer)
 
-#: A keeper answers in less than a millisecond; and how long one that did not is left alone.
+#: Seconds to wait for an answer, which usually takes under 1 ms; and seconds without reconnecting after a failure.
 _ANSWER_S, _AGAIN_S = 10.0, 1.0
 
 
 class StoreFenced(StoreError):
-    """A newer generation of the same fleet owns the pages: the message names both."""
+    """A newer generation of the same fleet owns the pages; the message names both generations."""
 
 
 class KeeperRefused(OSError):
-    """A keeper does not do what it was asked to: the message says why."""
+    """A keeper has refused a request; the message says why."""
 
     def __init__(self, refused: Refused) -> None:
         code = {KeeperRefusal.FULL: errno.ENOSPC, KeeperRefusal.GONE: errno.ENOENT}
@@ -56,19 +56,19 @@ class KeeperRefused(OSError):
 
 
 class FollowedJournal:
-    """A journal: an open descriptor, which is closed with this object, and the place of its first byte."""
+    """A journal: its descriptor, closed with this object, and the place `base` of its first byte."""
 
     def __init__(self, fd: int, base: int) -> None:
         self.fd, self.base = fd, base
         weakref.finalize(self, os.close, fd).atexit = False
 
     def read(self, place: int, nbytes: int) -> bytes:
-        """Bytes from a place on, as many as there are. Raises OSError."""
+        """Read up to `nbytes` from a place on. Raises OSError."""
         return os.pread(self.fd, nbytes, place - self.base) if place >= self.base else b""
 
 
 class KeeperLink:
-    """One connection at a time to the keeper of `path`, attached as `hello` says, or as nobody without it."""
+    """A connection to the keeper at socket `path`, attached by `hello`; unattached without it. Thread-safe."""
 
     def __init__(self, path: Path, hello: Attach | None) -> None:
         self.path, self._hello = path, hello
@@ -76,14 +76,14 @@ class KeeperLink:
         self._socket: socket.socket | None = None
         self._failed_s = -_AGAIN_S
         self._closed = False
-        #: Of the connection that there is; another object with each new one.
+        #: The journal of the current connection; a new object per connection.
         self.journal: FollowedJournal | None = None
         self.slab_bytes = 0
-        #: Why nothing is written here any more.
+        #: The refusal that fenced this client: it must not write any more.
         self.fenced: KeeperRefused | None = None
 
     def connect(self) -> None:
-        """Connect where that is not so. Raises OSError, or StoreFenced."""
+        """Connect and attach unless connected. Raises StoreFenced if fenced, OSError if the keeper fails or refuses."""
         with self._lock:
             if self._socket is not None and not self.is_over():
                 return
@@ -118,37 +118,38 @@ class KeeperLink:
         self.slab_bytes, self.journal = welcome.slab_bytes, FollowedJournal(fds[0], welcome.base)
 
     def is_over(self) -> bool:
-        """Whether there is no connection, or its keeper has ended. Asks nobody, beside whoever waits for an answer."""
+        """Return True if unconnected or the keeper has hung up. Sends no request and takes no lock."""
         near = self._socket
         if near is None:
             return True
-        poll = select.poll()  # one that two threads used at once would raise
+        poll = select.poll()  # a fresh one, because two threads may not share a poll object
         try:
             poll.register(near, select.POLLRDHUP)
-        except ValueError:  # it has just been closed
+        except ValueError:  # another thread has just closed the socket
             return True
         return bool(poll.poll(0))
 
     def ask(self, request: Request, expected: type[Expected]) -> tuple[Expected, int]:
-        """The answer, and a descriptor that the caller closes, or -1. Raises as `ask_for_many`."""
+        """Return the answer and its first descriptor, owned by the caller, or -1. Raises as `ask_for_many`."""
         answer, fds = self.ask_for_many(request, expected)
         return answer, fds[0] if fds else -1
 
     def tell(self, said: NoteUses) -> None:
-        """Say what nobody answers. Raises OSError, or StoreFenced."""
+        """Send a message that gets no answer. Raises OSError or StoreFenced."""
         with self._lock:
             self.connect()
             assert self._socket is not None
             self._socket.send(encode(said))
 
     def settle(self) -> None:
-        """Wait until the keeper has heard all that it was told. Raises OSError, or StoreFenced."""
+        """Wait until the keeper has processed all earlier messages. Raises OSError or StoreFenced."""
         self.ask(OpenSlabs([]), SlabsToRead)
 
     def ask_for_many(self, request: Request, expected: type[Expected]) -> tuple[Expected, list[int]]:
-        """The answer, and descriptors that the caller closes.
+        """Return the answer of type `expected` and its descriptors, owned by the caller.
 
-        Raises KeeperRefused; OSError where the keeper does not answer; StoreFenced where it answers another.
+        Raises KeeperRefused if refused, StoreFenced if a reconnect finds a newer generation, OSError if the keeper does
+        not answer.
         """
         with self._lock:
             self.connect()
@@ -164,7 +165,7 @@ class KeeperLink:
                 raise OSError(error.errno or errno.ETIMEDOUT, "the keeper does not answer") from error
 
     def follow(self) -> FollowedJournal:
-        """The journal that is written now. Raises OSError."""
+        """Request the current journal and set `journal` to it. Raises as `ask_for_many`."""
         with self._lock:
             answer, fd = self.ask(FollowJournal(), JournalToFollow)
             self.journal = FollowedJournal(fd, answer.base)
@@ -197,7 +198,7 @@ class KeeperLink:
         self._socket = self.journal = None
 
     def close(self) -> None:
-        """End the connection for good. Safe to call twice."""
+        """Close the connection for good. Idempotent."""
         with self._lock:
             self._closed = True
             self._disconnect()

@@ -1,9 +1,8 @@
-"""Memory that a keeper owns and others reach by descriptors: slabs, which are sealed, and journals, which grow.
+"""The memory of a keeper, shared by descriptors: slabs, which are sealed, and journals, which grow.
 
-A slab is an anonymous file in memory (memfd_create(2)), which nobody maps: its bytes go in and out by pwritev and
-preadv. So a seal takes effect at once, whoever has the file open and wherever he was stopped: the kernel refuses each
-write that begins later, and waits for one that is under way. And memory is given back at once, whoever reads it: the
-file is cut to nothing, and a read of it comes short.
+A slab is an anonymous file in memory (memfd_create(2)), written by pwritev and read by preadv, never mapped to write.
+So a seal takes effect at once: the kernel waits for writes under way and refuses later ones. Memory is released at once
+even under a reader: the file is truncated to zero and the read comes short.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ from contextlib import suppress
 
 from kvmover.shared_memory import machine
 
-#: Of fcntl(2): no write, nor a mapping to write, from now on; and none that there is already, either.
+#: Seals of fcntl(2): refuse new writes and writable mappings; refuse writes, existing mappings included; refuse growth.
 _FUTURE_WRITE, _WRITE, _GROW = 0x10, 0x08, 0x04
 
-#: Of madvise(2): copy what is mapped to huge pages, now. What the kernel copies out of those costs a third less.
+#: MADV_COLLAPSE of madvise(2): move a mapping to huge pages, from which kernel copies cost a third less.
 _COLLAPSE = 25
 _HUGE_BYTES = 2 << 20
 
 
 def is_here() -> bool:
-    """Whether this system has what a keeper is made of."""
+    """Return True if this system has memfd_create(2) and a readable /proc."""
     return bool(machine()) and hasattr(os, "memfd_create")
 
 
 def make(name: str, nbytes: int) -> int:
-    """A descriptor of fresh memory, all of it there and this process's to pay for. Raises OSError."""
+    """Create `nbytes` of allocated memory, charged to this process. Returns its descriptor. Raises OSError."""
     fd = os.memfd_create(f"kvmover-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         if nbytes:
@@ -43,14 +42,14 @@ def make(name: str, nbytes: int) -> int:
 
 
 def readable(fd: int) -> int:
-    """Another descriptor of the same memory, by which nothing can be changed."""
+    """Return a new read-only descriptor of the same memory, owned by the caller. Raises OSError."""
     return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def seal(fd: int, end: int) -> bool:
-    """Nobody writes to a slab from now on, and what lies beyond byte `end` is given back. Raises OSError.
+    """Seal a slab against writes and truncate it to `end` bytes. Raises OSError.
 
-    False where somebody has it mapped to write: then nobody knows what it holds.
+    Returns False if a process has it mapped to write: its content cannot be trusted then.
     """
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FUTURE_WRITE | _GROW)
     os.ftruncate(fd, end)
@@ -64,19 +63,19 @@ def seal(fd: int, end: int) -> bool:
 
 
 def give_back(fd: int) -> None:
-    """The memory of a slab is free, whoever has it open."""
+    """Free the memory of a slab, even while other processes have it open, and close `fd`."""
     with suppress(OSError):
         os.ftruncate(fd, 0)
     os.close(fd)
 
 
 def is_sealed(fd: int) -> bool:
-    """Whether nobody can write to a slab any more."""
+    """Return True if a slab is sealed against writes."""
     return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _WRITE)
 
 
 def collapse(fd: int, nbytes: int) -> bool:
-    """Copy a sealed slab to huge pages; False where this kernel does not, or has none. Takes some 0.4 ms a MB."""
+    """Move a sealed slab to huge pages, about 0.4 ms/MB. Returns False if it is too small or the kernel refuses."""
     whole = nbytes - nbytes % _HUGE_BYTES
     if not whole:
         return False
@@ -93,8 +92,8 @@ def collapse(fd: int, nbytes: int) -> bool:
     if start in (None, ctypes.c_void_p(-1).value):
         return False
     try:
-        at = -(-start // _HUGE_BYTES) * _HUGE_BYTES  # a huge page lies at a multiple of its size
-        found = libc.mmap(at, whole, mmap.PROT_READ, mmap.MAP_SHARED | 0x10, fd, 0)  # in place of what was reserved
+        at = -(-start // _HUGE_BYTES) * _HUGE_BYTES  # huge pages are aligned to their size
+        found = libc.mmap(at, whole, mmap.PROT_READ, mmap.MAP_SHARED | 0x10, fd, 0)  # MAP_FIXED in the reserved span
         return found == at and libc.madvise(at, whole, _COLLAPSE) == 0
     finally:
         libc.munmap(start, span)

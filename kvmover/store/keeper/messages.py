@@ -1,7 +1,7 @@
-"""What a client and a keeper say to each other: one question, one answer, each a packet of a unix socket. Pure.
+"""The protocol between a client and a keeper: one request, one answer, each one packet of a unix socket. Pure.
 
-An answer that grants memory carries descriptors: to write, of a slab that the client is to fill; to read, of any other
-slabs, and of the journal of a namespace.
+Answers that grant memory carry descriptors: writable for the slab that the client fills, read-only for other slabs and
+for the journal.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from msgspec import Meta
 
 from kvmover.store.namespace import HASH_BYTES
 
-#: A change of meaning raises it; a keeper refuses who speaks another.
+#: Raised with every change of the protocol; a keeper refuses clients of another version.
 VERSION = 2
 
-#: No packet is longer: it fits the send buffer of a unix socket as Linux makes it.
+#: Upper limit of a packet, which fits the default send buffer of a unix socket on Linux.
 PACKET_BYTES = 128 << 10
 
-#: Namespaces that one answer names.
+#: Namespaces per answer to ListNamespaces.
 LISTED = 16
 
-#: Slabs that one answer opens; Linux lets no packet have more than 253 descriptors.
+#: Slabs per OpenSlabs request; Linux limits a packet to 253 descriptors.
 OPENED = 128
 
 Bytes = Annotated[int, Meta(ge=0, lt=1 << 43)]
@@ -32,8 +32,10 @@ PageHash = Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 
 
 class KeeperRefusal(StrEnum):
-    """Why a keeper does not do it: FENCED by a newer generation of the fleet; FULL; GONE: the slab was taken back;
-    INVALID: what nobody says who keeps to the protocol.
+    """The kind of a refusal.
+
+    FENCED: a newer generation of the fleet has attached. FULL: no room. GONE: the slab was taken back. INVALID: the
+    request violates the protocol.
     """
 
     FENCED = "fenced"
@@ -43,14 +45,14 @@ class KeeperRefusal(StrEnum):
 
 
 class KeeperPacket(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
-    """Base of all that is said."""
+    """The base of all requests and answers."""
 
 
 class Attach(KeeperPacket, frozen=True, tag="Attach"):
-    """The first question but ListNamespaces: who asks, and of which namespace.
+    """A request to attach to a namespace, required before all others but ListNamespaces.
 
-    `manifest`: what the namespace says of itself. `fleet` and `generation` say who owns what is written; "" and 0
-    nobody, who is fenced by nobody.
+    `manifest`: the namespace's description, or b"". `fleet`, `generation`: the owner, which fences older generations
+    of its fleet; "" and 0 fence no client and are never fenced.
     """
 
     version: int
@@ -61,9 +63,10 @@ class Attach(KeeperPacket, frozen=True, tag="Attach"):
 
 
 class AllocateSlab(KeeperPacket, frozen=True, tag="AllocateSlab"):
-    """A slab to fill, in place of the one before: for `nbytes` bytes at least, `slab_bytes` where there is room.
+    """A request for a slab to fill, which seals the client's previous slab.
 
-    Others are evicted for it, but none of `keep`. `quota_bytes`: what the namespace may hold.
+    Its size is `slab_bytes`, capped by the keeper's slab size, but at least `nbytes`. Slabs not in `keep` may be
+    evicted for it. `quota_bytes`: limit of all slabs of the namespace.
     """
 
     nbytes: Bytes
@@ -73,7 +76,7 @@ class AllocateSlab(KeeperPacket, frozen=True, tag="AllocateSlab"):
 
 
 class CommittedObject(KeeperPacket, frozen=True, tag="CommittedObject"):
-    """An object that lies in a slab, whole: its place, page and part as records have them, and its cells' digests."""
+    """An object written whole to a slab: byte range, page hash, encoded part, and 8 bytes of digest per cell."""
 
     offset: Bytes
     nbytes: Bytes
@@ -83,38 +86,39 @@ class CommittedObject(KeeperPacket, frozen=True, tag="CommittedObject"):
 
 
 class CommitObjects(KeeperPacket, frozen=True, tag="CommitObjects"):
-    """Objects are whole in the slab that this client fills, in the order of their offsets: others may read them."""
+    """A request to publish objects, by rising offsets, that this client has written to its slab."""
 
     slab: Number
     objects: list[CommittedObject]
 
 
 class OpenSlabs(KeeperPacket, frozen=True, tag="OpenSlabs"):
-    """Slabs to read."""
+    """A request for read-only descriptors of slabs."""
 
     slabs: Annotated[list[Number], Meta(max_length=OPENED)]
 
 
 class FollowJournal(KeeperPacket, frozen=True, tag="FollowJournal"):
-    """The journal that is written now: the one before has ended."""
+    """A request for the current journal, after an ENDED entry."""
 
 
 class RemoveObjects(KeeperPacket, frozen=True, tag="RemoveObjects"):
-    """Objects that are bad, by the places of their records: nobody is to read them."""
+    """A request to remove bad objects of a slab. `records`: places of their rows."""
 
     slab: Number
     records: list[Number]
 
 
 class NoteUses(KeeperPacket, frozen=True, tag="NoteUses"):
-    """Pages were read, in this order. Nothing is answered."""
+    """A notice that pages were read, in this order. It gets no answer unless refused."""
 
     pages: list[PageHash]
 
 
 class TrimNamespace(KeeperPacket, frozen=True, tag="TrimNamespace"):
-    """Delete what nobody used since second `before`, then evict until `free_bytes` are free, and the namespace holds no
-    more than `quota_bytes`.
+    """A request to delete pages last used before second `before`, then evict slabs.
+
+    Eviction ends when `free_bytes` are freed (expired bytes included) and at most `quota_bytes` are held.
     """
 
     before: Number | None
@@ -123,47 +127,47 @@ class TrimNamespace(KeeperPacket, frozen=True, tag="TrimNamespace"):
 
 
 class ClearNamespace(KeeperPacket, frozen=True, tag="ClearNamespace"):
-    """Delete every page of the namespace."""
+    """A request to delete every page of the namespace."""
 
 
 class ListNamespaces(KeeperPacket, frozen=True, tag="ListNamespaces"):
-    """Manifests of namespaces, LISTED of them from number `first` on."""
+    """A request for up to LISTED manifests, from number `first` on."""
 
     first: Number
 
 
 class Welcome(KeeperPacket, frozen=True, tag="Welcome"):
-    """With the journal, whose first byte has place `base`. `slab_bytes`: of a slab, where nobody asks for less."""
+    """The answer to Attach, with the journal. `base`: place of its first byte. `slab_bytes`: the keeper's slab size."""
 
     base: Number
     slab_bytes: Bytes
 
 
 class SlabToFill(KeeperPacket, frozen=True, tag="SlabToFill"):
-    """With the slab, to write: `nbytes` bytes from the first on."""
+    """The answer to AllocateSlab, with a writable slab of `nbytes` bytes."""
 
     slab: Number
     nbytes: Bytes
 
 
 class SlabsToRead(KeeperPacket, frozen=True, tag="SlabsToRead"):
-    """With those of the slabs that are there, in this order, to read."""
+    """The answer to OpenSlabs, with read-only descriptors of the existing ones, in this order."""
 
     slabs: list[Number]
 
 
 class JournalToFollow(KeeperPacket, frozen=True, tag="JournalToFollow"):
-    """With the journal."""
+    """The answer to FollowJournal, with the journal, whose first byte has place `base`."""
 
     base: Number
 
 
 class Agreed(KeeperPacket, frozen=True, tag="Agreed"):
-    """Nothing is to be said of it."""
+    """The answer to CommitObjects and RemoveObjects: done."""
 
 
 class Trimmed(KeeperPacket, frozen=True, tag="Trimmed"):
-    """What went."""
+    """The answer to TrimNamespace: pages and bytes deleted."""
 
     expired_pages: int
     evicted_pages: int
@@ -171,19 +175,19 @@ class Trimmed(KeeperPacket, frozen=True, tag="Trimmed"):
 
 
 class Cleared(KeeperPacket, frozen=True, tag="Cleared"):
-    """What went."""
+    """The answer to ClearNamespace: pages deleted."""
 
     pages: int
 
 
 class Listed(KeeperPacket, frozen=True, tag="Listed"):
-    """In no order; fewer than LISTED are the last ones."""
+    """The answer to ListNamespaces, unordered; fewer than LISTED manifests end the list."""
 
     manifests: list[bytes]
 
 
 class Refused(KeeperPacket, frozen=True, tag="Refused"):
-    """Nothing was done. `words`: for people."""
+    """A refusal: the request had no effect beyond sealing or eviction. `words`: a message for people."""
 
     refusal: KeeperRefusal
     words: str
@@ -203,19 +207,19 @@ Request: TypeAlias = (
 )
 Answer: TypeAlias = Welcome | SlabToFill | SlabsToRead | JournalToFollow | Agreed | Trimmed | Cleared | Listed | Refused
 
-#: Answers that always bring a descriptor.
+#: Answers that always carry a descriptor.
 GRANTS = (Welcome, SlabToFill, JournalToFollow)
 
 _REQUESTS, _ANSWERS = msgspec.msgpack.Decoder(Request), msgspec.msgpack.Decoder(Answer)
 
 
 def encode(said: Request | Answer) -> bytes:
-    """One packet."""
+    """Encode a request or answer as one packet."""
     return msgspec.msgpack.encode(said)
 
 
 def decode_request(packet: bytes) -> Request | None:
-    """None for what is none."""
+    """Decode a request; None if the packet is malformed."""
     try:
         return _REQUESTS.decode(packet)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -223,7 +227,7 @@ def decode_request(packet: bytes) -> Request | None:
 
 
 def decode_answer(packet: bytes) -> Answer | None:
-    """None for what is none."""
+    """Decode an answer; None if the packet is malformed."""
     try:
         return _ANSWERS.decode(packet)
     except (msgspec.DecodeError, UnicodeDecodeError):

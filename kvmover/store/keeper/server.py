@@ -1,7 +1,7 @@
-"""A KeeperServer serves one socket: it has the memory that the state machine grants, and does what that says.
+"""A KeeperServer serves one socket: it owns the memory of slabs and journals, and runs the state machine's actions.
 
-One thread answers, so that all happens in one order. It waits for nobody: who does not take an answer is disconnected.
-A SlabProver, in a thread of its own, compares sealed slabs with their digests once, so that no reader has to.
+One thread answers all clients, in one order. It never blocks on a client: one that takes no answer is disconnected. A
+SlabProver, in its own thread, compares each sealed slab with its digests once, so that readers may skip the check.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ from kvmover.store.record import DIGEST_BYTES, RecordTable, holds
 
 log = logging.getLogger(__name__)
 
-#: What is read and compared at a time, in whole cells.
+#: Bytes read and compared at a time, in whole cells.
 _CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SealedSlab:
-    """A slab to look at: descriptors of its memory and of the journal, which are given up, and where what is in it is.
+    """A sealed slab to prove: owned descriptors of its memory and of the journal, and the table of its objects.
 
     `base`: the place of the journal's first byte.
     """
@@ -84,7 +84,7 @@ class SealedSlab:
     objects: RecordTable
 
     def bad(self) -> frozenset[int]:
-        """Offsets of the objects that are not what their digests say. Raises OSError."""
+        """Return the byte offsets of objects that differ from their digests. Raises OSError."""
         found, of = set[int](), self.objects
         buffer = bytearray(_CHUNK_BYTES)
         for at, offset, nbytes in zip(of.at.tolist(), of.offset.tolist(), of.nbytes.tolist(), strict=True):
@@ -107,13 +107,13 @@ class SealedSlab:
         return os.pread(self.journal, nbytes, place - self.base)
 
     def close(self) -> None:
-        """Give up the descriptors."""
+        """Close both descriptors."""
         os.close(self.fd)
         os.close(self.journal)
 
 
 class SlabProver:
-    """Takes slabs, and has an event for each that was proved; `wake_fd` can be read where there is one."""
+    """A thread that proves slabs one by one. `wake_fd` is readable if `take` has results."""
 
     def __init__(self) -> None:
         self._slabs = Queue[SealedSlab | None]()
@@ -126,20 +126,20 @@ class SlabProver:
 
     @property
     def wake_fd(self) -> int:
-        """Has something to read where `take` has something, or `wake` was called."""
+        """Descriptor that is readable when `take` has results, or after `wake`."""
         return self._near.fileno()
 
     def prove(self, slab: SealedSlab) -> None:
-        """One after the other."""
+        """Queue a slab, taking ownership of its descriptors."""
         self._slabs.put(slab)
 
     def wake(self) -> None:
-        """Let `wake_fd` be read."""
+        """Make `wake_fd` readable."""
         with suppress(OSError):
             self._far.send(b".")
 
     def take(self) -> list[SlabProved]:
-        """What was proved since the last time."""
+        """Return the slabs proved since the last call."""
         with suppress(BlockingIOError):
             self._near.recv(4096)
         return [self._proved.popleft() for _ in range(len(self._proved))]
@@ -151,28 +151,28 @@ class SlabProver:
                 if memory.is_sealed(slab.fd):
                     self._proved.append(SlabProved(slab.number, slab.bad()))
                     self.wake()
-            except OSError:  # it was evicted meanwhile
+            except OSError:  # evicted meanwhile
                 pass
             finally:
                 slab.close()
 
     def close(self) -> None:
-        """End, once what was begun is done."""
+        """End the thread, after all queued slabs."""
         self._slabs.put(None)
         self._thread.join()
         self._near.close()
         self._far.close()
 
 
-#: Connections at once; more are closed at once.
+#: Concurrent connections; further ones are closed on accept.
 SESSIONS = 1024
 
-#: Slabs are this share of a keeper, but no smaller and no larger than so.
+#: A slab is 1/64 of the keeper's capacity, within these limits.
 _SHARE, _LEAST_BYTES, _MOST_BYTES = 64, 2 << 20, 256 << 20
 
 
 def slab_bytes_of(capacity_bytes: int) -> int:
-    """How large the slabs of a keeper are.
+    """Return the slab size of a keeper.
 
     >>> slab_bytes_of(64 << 30) >> 20, slab_bytes_of(1 << 30) >> 20, slab_bytes_of(1 << 20) >> 20
     (256, 16, 1)
@@ -182,10 +182,14 @@ def slab_bytes_of(capacity_bytes: int) -> int:
 
 
 class KeeperServer:
-    """Owns `capacity_bytes` of memory, and the socket `path`, of which there is one keeper."""
+    """A keeper with up to `capacity_bytes` of memory, the only one at socket `path`."""
 
     def __init__(self, path: Path, capacity_bytes: int, slab_bytes: int | None = None) -> None:
-        """Raises StoreError where the host has no such memory, another keeper serves the socket, or `path` is none."""
+        """Acquire the lock of `path` and listen.
+
+        Raises StoreError if the host is no Linux or has less memory, `slab_bytes` exceeds the capacity, another keeper
+        serves the socket, or `path` is another kind of file.
+        """
         if not memory.is_here():
             raise StoreError("a keeper needs memfd_create(2) and /proc: Linux")
         slab_bytes = slab_bytes_of(capacity_bytes) if slab_bytes is None else slab_bytes
@@ -196,7 +200,7 @@ class KeeperServer:
         self._journals: dict[bytes, int] = {}
         self._sockets: dict[int, socket.socket] = {}
         self._next_session, self._over = 1, False
-        #: How often the state machine has raised.
+        #: Exceptions raised by the state machine so far.
         self.faults = 0
         host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if capacity_bytes > host_bytes:
@@ -208,17 +212,17 @@ class KeeperServer:
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def serve(self, until: Callable[[], bool] = lambda: False, poll_s: float | None = None) -> None:
-        """Answer until `until`, which is asked every `poll_s`, or until `close`."""
+        """Answer until `until` returns True (checked after events and every `poll_s` seconds), or until `close`."""
         while not self._over and not until():
             for key, _ in self._selector.select(poll_s):
                 key.data()
 
     def wake(self) -> None:
-        """Have `serve` ask its `until` now, whoever calls."""
+        """Make `serve` check `until` now. Callable from any thread or signal handler."""
         self._prover.wake()
 
     def close(self) -> None:
-        """Give all memory back. Safe to call twice."""
+        """Disconnect all clients, remove the socket and free all memory. Idempotent."""
         if self._over:
             return
         self._over = True
@@ -226,7 +230,7 @@ class KeeperServer:
             self._end(number)
         self._selector.unregister(self._listener)
         self._listener.close()
-        if _file_number(self.path) == self._bound:  # else somebody has put something else there
+        if _file_number(self.path) == self._bound:  # else another process has replaced the file
             self.path.unlink(missing_ok=True)
         self._selector.close()
         self._prover.close()
@@ -276,7 +280,7 @@ class KeeperServer:
         near.close()
         self._step(SessionOver(number))
 
-    # What the state machine says
+    # Actions of the state machine
 
     def _step(self, event: KeeperEvent) -> None:
         now, words = int(time.time()), ""
@@ -288,7 +292,7 @@ class KeeperServer:
                     failed += [number] if words else []
                 case CopyObjects(source, number, moves):
                     failed += [] if self._copy(source, number, moves) else [number]
-                    words = ""  # who is lost then is who was to be carried
+                    words = ""  # a failed slab for carried objects does not fail the reply
                 case SealSlab(number, end):
                     self._seal(number, end)
                 case DropSlab(number):
@@ -306,8 +310,9 @@ class KeeperServer:
         self._tidy(now)
 
     def _decided(self, event: KeeperEvent, now: int) -> list[KeeperAction]:
-        """Returns what is to be done. An exception of the state machine ends the session that it is about, and no
-        other: what was half done is undone.
+        """Run the state machine. Returns its actions.
+
+        If it raises, the client of `event` is disconnected, the half-done step is undone, and [] is returned.
         """
         try:
             return step(self.state, event, now)
@@ -324,10 +329,10 @@ class KeeperServer:
         return []
 
     def _undo(self, event: KeeperEvent, session: int | None, now: int) -> None:
-        """Let memory, journals and state say the same again, after a step that may have changed any of them by half.
+        """Reconcile memory, journals and state after a step that raised half-way.
 
-        Nobody was told of a slab that it made or dropped: that is gone. So is the one that `session` fills, where it
-        was committing to it or has ended.
+        Slabs made or dropped by that step were not announced, and are dropped. So is the slab filled by client
+        `session`, if it was committing or has disconnected.
         """
         slabs = self.state.slabs
         for number in self._slabs.keys() - slabs.keys():
@@ -354,7 +359,7 @@ class KeeperServer:
         return os.fstat(self._journal(namespace)).st_size
 
     def _make(self, number: int, nbytes: int) -> str:
-        """Why there is no memory for a slab, or ""."""
+        """Allocate a slab. Returns "" or the reason of failure."""
         try:
             self._slabs[number] = memory.make(f"slab-{number}", nbytes)
         except OSError as error:
@@ -362,7 +367,7 @@ class KeeperServer:
         return ""
 
     def _copy(self, source: int, number: int, moves: list[tuple[int, int, int]]) -> bool:
-        """Whether all of it came: it is compared with its digests like all that is sealed."""
+        """Copy carried objects. Returns False if a copy is short; the prover checks digests after sealing."""
         if source not in self._slabs or number not in self._slabs:
             return False
         try:
@@ -375,7 +380,7 @@ class KeeperServer:
         return True
 
     def _give_up_cut(self) -> None:
-        """Slabs that are shorter than what was committed: who fills one may cut it, too, and nobody reads zeros."""
+        """Drop slabs shorter than their committed bytes: writers can truncate, and readers must not get zeros."""
         cut = [number for number, fd in self._slabs.items() if os.fstat(fd).st_size < self.state.slabs[number].end]
         for number in cut:
             log.error("slab %d was cut by who filled it, and is given up", number)
@@ -383,7 +388,7 @@ class KeeperServer:
 
     def _seal(self, number: int, end: int) -> None:
         if number not in self._slabs:
-            return  # its memory could not be had
+            return  # its allocation failed
         if not memory.seal(self._slabs[number], end):
             log.error("slab %d is mapped by who filled it, and is given up", number)
             self._step(SlabFailed(number))
@@ -413,7 +418,7 @@ class KeeperServer:
         return self._journals[namespace]
 
     def _reply(self, reply: Reply) -> bool:
-        """Whether it was taken."""
+        """Send an answer with duplicates of the granted descriptors. Returns False if the client did not take it."""
         granted: list[int] = []
         try:
             match reply.grant:
@@ -436,13 +441,13 @@ class KeeperServer:
         return True
 
     def _tidy(self, now: int) -> None:
-        """Write journals anew that have grown."""
+        """Rewrite overgrown journals."""
         for namespace, kept in self.state.namespaces.items():
             if is_overgrown(kept):
                 self._rewrite(namespace, kept, now)
 
     def _rewrite(self, namespace: bytes, kept: KeptNamespace, now: int) -> None:
-        """End a journal: who follows it takes the next one, which says all that is so now."""
+        """Append ENDED to a journal and start the next one, which has only living objects."""
         old = self._journals.pop(namespace)
         data = os.pread(old, kept.end - kept.base, 0)
         ended = encode_entry(JournalChange.ENDED, kept.end, now)
@@ -455,7 +460,7 @@ class KeeperServer:
 
 
 def _refuse_other_than_socket(path: Path) -> None:
-    """Raises StoreError for what is there and is no socket: it is somebody's, and a keeper would delete it."""
+    """Raise StoreError if `path` exists and is no socket: a keeper would delete a foreign file."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise StoreError(
@@ -464,7 +469,7 @@ def _refuse_other_than_socket(path: Path) -> None:
 
 
 def _file_number(path: Path) -> tuple[int, int] | None:
-    """Which file of which file system is at `path`; None where none is."""
+    """Return device and inode of `path`, or None if it cannot be read."""
     try:
         found = path.lstat()
     except OSError:
@@ -473,14 +478,14 @@ def _file_number(path: Path) -> tuple[int, int] | None:
 
 
 def _listen(path: Path) -> tuple[int, socket.socket]:
-    """The lock that says that this keeper lives, and its socket. Raises StoreError."""
+    """Lock `path.lock` and listen on `path`, with mode 0600. Returns lock descriptor and socket. Raises StoreError."""
     fd = -1
     try:
         _refuse_other_than_socket(path)
         fd = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _refuse_other_than_socket(path)
-        path.unlink(missing_ok=True)  # its keeper is dead: the lock was free
+        path.unlink(missing_ok=True)  # left by a dead keeper, because the lock was free
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         mask = os.umask(0o177)
         try:
@@ -498,16 +503,16 @@ def _listen(path: Path) -> tuple[int, socket.socket]:
 
 
 def serve_keeper(path: Path, capacity_bytes: int, begun: Callable[[], None] = lambda: None) -> None:
-    """Own so much memory, and serve it at `path`, until SIGINT or SIGTERM. Raises StoreError.
+    """Run a keeper at `path` until SIGINT or SIGTERM, then free all its pages. Raises as `KeeperServer`.
 
-    `begun` is called once engines can connect. All that was kept is gone when this returns.
+    `begun` is called once engines can connect. Sets handlers of both signals, so call it in the main thread.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a slab is a descriptor
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each slab needs a descriptor
     server, is_over = KeeperServer(path, capacity_bytes), Event()
 
     def end(*_: object) -> None:
-        """Raises nothing, wherever it comes between."""
+        """Stop serving. Never raises, because a signal may interrupt any statement."""
         is_over.set()
         server.wake()
 

@@ -1,4 +1,4 @@
-"""What a keeper's state machine is made of: slabs, namespaces and sessions, what happens to them, what it asks for."""
+"""The state, events and actions of a keeper's state machine."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from kvmover.store.record import BLOCK_BYTES
 
 
 class SessionOpened(msgspec.Struct, frozen=True):
-    """Somebody has connected. Sessions are numbered, and no number comes twice."""
+    """A client has connected. Its number is never reused."""
 
     session: int
 
 
 class SessionHeard(msgspec.Struct, frozen=True):
-    """A session has said something; None: nothing that can be understood."""
+    """A client has sent a request; None if it was malformed."""
 
     session: int
     request: Request | None
 
 
 class SessionOver(msgspec.Struct, frozen=True):
-    """A connection has ended, by whatever hand."""
+    """A connection has ended, by either side."""
 
     session: int
 
 
 class SlabFailed(msgspec.Struct, frozen=True):
-    """The memory of a slab cannot be had, or cannot be sealed: nothing is to be read from it."""
+    """The memory of a slab could not be allocated, filled or sealed: the slab must be dropped."""
 
     slab: int
 
 
 class SlabProved(msgspec.Struct, frozen=True):
-    """A sealed slab was read whole: `bad` are offsets of objects that are not what their digests say."""
+    """A sealed slab was compared with its digests. `bad`: byte offsets of objects that differ."""
 
     slab: int
     bad: frozenset[int]
@@ -53,32 +53,32 @@ KeeperEvent: TypeAlias = SessionOpened | SessionHeard | SessionOver | SlabFailed
 
 
 class FillGrant(msgspec.Struct, frozen=True):
-    """A descriptor of a slab, to write."""
+    """A grant of a writable descriptor of a slab."""
 
     slab: int
 
 
 class ReadGrant(msgspec.Struct, frozen=True):
-    """Descriptors of slabs, to read."""
+    """A grant of read-only descriptors of slabs."""
 
     slabs: list[int]
 
 
 class JournalGrant(msgspec.Struct, frozen=True):
-    """A descriptor of a namespace's journal, to read."""
+    """A grant of a read-only descriptor of a namespace's journal."""
 
     namespace: bytes
 
 
 class MakeSlab(msgspec.Struct, frozen=True):
-    """Get memory for a slab."""
+    """Allocate the memory of a slab."""
 
     slab: int
     nbytes: int
 
 
 class CopyObjects(msgspec.Struct, frozen=True):
-    """Copy objects from one slab to another that nobody has seen: offsets there and here, and bytes, of each."""
+    """Copy objects to a slab that is not published yet. `moves`: source offset, target offset and bytes of each."""
 
     source: int
     slab: int
@@ -86,27 +86,27 @@ class CopyObjects(msgspec.Struct, frozen=True):
 
 
 class SealSlab(msgspec.Struct, frozen=True):
-    """Nobody may write to a slab from now on; what lies beyond byte `end` is given back."""
+    """Seal a slab against writes and release its memory beyond byte `end`."""
 
     slab: int
     end: int
 
 
 class DropSlab(msgspec.Struct, frozen=True):
-    """Give the memory of a slab back, whoever reads it."""
+    """Release the memory of a slab, even under readers."""
 
     slab: int
 
 
 class AppendEntry(msgspec.Struct, frozen=True):
-    """Add an entry to the journal of a namespace."""
+    """Append an entry to the journal of a namespace."""
 
     namespace: bytes
     entry: bytes
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """Answer a session, with a descriptor where one is granted."""
+    """Answer a client, with descriptors if granted."""
 
     session: int
     answer: Answer
@@ -118,10 +118,10 @@ KeeperAction: TypeAlias = MakeSlab | CopyObjects | SealSlab | DropSlab | AppendE
 
 @dataclass(slots=True, eq=False)
 class Slab:
-    """Memory that one session fills, once and in order. `writer`: None once it is sealed.
+    """A slab, filled by one client, once and in order. `writer`: the client's number, None once sealed.
 
-    `nbytes`: what it takes of the keeper; `end`: where what was committed ends; `touched_s`: second of the last commit.
-    `is_proved`: it is sealed, and all that it has was compared with its digests since.
+    `nbytes`: memory it takes; `end`: end of the committed bytes; `touched_s`: second of the last commit. `is_proved`:
+    compared with its digests since it was sealed.
     """
 
     number: int
@@ -134,15 +134,15 @@ class Slab:
 
     @property
     def name(self) -> str:
-        """What an index calls it."""
+        """Name of the slab in an index."""
         return slab_name(self.number)
 
 
 @dataclass(slots=True, eq=False)
 class KeptNamespace:
-    """Objects of one namespace, and its journal: the place of its first byte, and of what comes next.
+    """The objects of one namespace, and its journal, from place `base` to `end`.
 
-    `added`: objects that were ever added to this journal, and the bytes of their records.
+    `added`, `added_bytes`: objects ever added to this journal, and the bytes of their entries.
     """
 
     manifest: bytes
@@ -155,7 +155,7 @@ class KeptNamespace:
 
 @dataclass(slots=True, eq=False)
 class KeeperSession:
-    """Who is connected. `namespace`: once it has attached; `fenced_by`: the generation that took its place."""
+    """A connected client. `namespace`: set by Attach; `fenced_by`: the newer generation that took its place."""
 
     number: int
     namespace: bytes | None = None
@@ -167,7 +167,7 @@ class KeeperSession:
 
 @dataclass(slots=True, eq=False)
 class KeeperState:
-    """All that a keeper knows. `generations`: the newest of each fleet that has ever attached."""
+    """The state of a keeper. `generations`: the newest generation of each fleet that ever attached."""
 
     capacity_bytes: int
     slab_bytes: int
@@ -179,15 +179,15 @@ class KeeperState:
 
     @property
     def held_bytes(self) -> int:
-        """What all slabs take."""
+        """Bytes of all slabs."""
         return sum(slab.nbytes for slab in self.slabs.values())
 
     def held_of(self, namespace: bytes) -> int:
-        """What the slabs of one namespace take."""
+        """Return the bytes of one namespace's slabs."""
         return sum(slab.nbytes for slab in self.slabs.values() if slab.namespace == namespace)
 
     def check(self) -> None:
-        """Raise AssertionError unless all that must hold does."""
+        """Check the invariants. Raises AssertionError if one is violated."""
         assert self.held_bytes <= self.capacity_bytes, "more memory than the keeper has"
         for slab in self.slabs.values():
             assert slab.number < self.next_slab, "a slab that is still to come"

@@ -1,7 +1,7 @@
-"""A sweep reads pages of proved slabs straight to where they are wanted, all at once, and takes no digest of them.
+"""A Sweep reads pages of proved slabs straight to their addresses, in bulk and without digest checks.
 
-Nobody can write to a sealed slab, and the keeper has compared all that it has with its digests since: what the kernel
-copies out of it is right, or comes short. Whatever is not so plain is left to `fetch`, which looks at every cell.
+A proved slab is sealed, and was compared with its digests since: a read of it is right or comes short. All other pages
+are left to `fetch`, which checks every cell.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kvmover.store.stored import Rows
 
 Runs = npt.NDArray[np.int64]
 
-#: What a thread reads before another one takes the next.
+#: Bytes per task of a reading thread.
 _TURN_BYTES = 16 << 20
 
 
 class Sweep:
-    """Runs of slabs that make up some pages of a batch: which page each is of, and of which slab."""
+    """The runs of slabs that make up some pages of a batch, with the page's index and the slab of each run."""
 
     def __init__(self, part: PagePart) -> None:
         self._part = part
@@ -36,7 +36,10 @@ class Sweep:
         self._runs = list[Runs]()
 
     def plan(self, pages: Alike, plan: Plan, addresses: npt.NDArray[np.int64], proved: npt.NDArray[np.bool_]) -> None:
-        """Add those of `pages` that lie in proved slabs, and whose cells go to their places as they are."""
+        """Add those of `pages` that lie in proved slabs and whose cells are copied whole.
+
+        `addresses`: destination per page of the batch. `proved`: mask by slab number.
+        """
         shares = plan(pages.parts)
         if not shares or any(share.piece.tokens for share in shares):
             return
@@ -57,7 +60,7 @@ class Sweep:
                 self._runs.append(runs)
 
     def sort(self, names: Sequence[str]) -> list[str]:
-        """In the order of slabs and offsets; the slabs."""
+        """Sort the runs by slab and offset. Returns the names of their slabs."""
         if not self._runs:
             return []
         items, slabs, runs = (np.concatenate(each) for each in (self._items, self._slabs, self._runs))
@@ -67,7 +70,10 @@ class Sweep:
         return [names[number] for number in numbers]
 
     def read(self, fds: npt.NDArray[np.int64], pool: Executor) -> list[int]:
-        """Read all, by the descriptor of each slab, -1 of one that is gone; the pages that came whole."""
+        """Read all runs. Returns the indices of the pages that came whole.
+
+        `fds`: descriptor by slab number, -1 if the slab is gone.
+        """
         if not self._runs:
             return []
         (items,), (slabs,), (runs,) = self._items, self._slabs, self._runs
@@ -80,7 +86,7 @@ class Sweep:
 
 
 def gather(runs: Runs) -> bytes:
-    """Read runs, each a descriptor, an offset, an address and bytes: 1 for one that came whole, 0 for another."""
+    """Read runs, rows of (descriptor, offset, address, bytes). Returns a byte per run: 1 if read whole, else 0."""
     if NATIVE is not None:
         return NATIVE.gather(runs)
     return bytes(_came(*run) for run in runs.tolist())
