@@ -1,1 +1,1 @@
-"""Pages in memory that machines pool: objects of a Mooncake Store, one for each box of a page."""
+"""A page store in a Mooncake Store, memory pooled by machines: one object for each box of a page."""

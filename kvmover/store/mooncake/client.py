@@ -1,9 +1,9 @@
-"""A PoolClient is this process's membership in a pool of memory: the only file that imports mooncake.
+"""A PoolClient is this process's membership in a memory pool, and the only user of the mooncake package.
 
-All bytes go by way of memory of its own, which is registered once: what comes late then comes into nobody's pages.
-Whatever Mooncake says becomes an OSError or a reason of few words, so that counters have few names. Its calls release
-Python's lock, but for `setup`, so a master is first seen to be alive. Calls that may hang run in a CallLane, one at a
-time in its thread, with a limit; after a master's Silence no worker waits for it for a while.
+All bytes pass through staging memory registered once, so that a late transfer never writes into a request's pages.
+Mooncake's codes become an OSError or one of few reasons, so that counters stay few. Its calls release the GIL, except
+`setup`, before which the master is probed. Calls run in a CallLane, one at a time with a limit; after a silent master,
+calls fail at once for a while (`Silence`).
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from kvmover.store.deletion import Permit
 from kvmover.store.files import SHORT
 from kvmover.store.mooncake.format import PoolAddress
 
-#: An answer that failed within this cost nothing: the next call asks again.
+#: Seconds: a call that failed faster does not start a rest.
 _SLOW_S = 1.0
-#: A master that was silent is asked again after this.
+#: Seconds without calls to the master after it was silent.
 _REST_S = 10.0
-#: The nice value of a thread that waits for Mooncake, a tenth of the weight of a rank's own.
+#: Nice value of a thread that waits for Mooncake: a tenth of the CPU weight of a rank's own threads.
 _NICE = 10
 
 
 class Silence:
-    """A dead master takes seconds to fail each call: stores in a row would hold the pages of requests as long."""
+    """A circuit breaker for a dead master, which would fail each call only after seconds and hold requests' pages."""
 
     def __init__(self, said: str, clock: Callable[[], float]) -> None:
-        """`said`: the words for a call that is refused. `clock`: in seconds."""
+        """Create a closed breaker. `said`: message of refused calls. `clock`: in seconds."""
         self._said, self._clock, self._over_s = said, clock, -math.inf
 
     def now(self) -> float:
-        """Return the time, for `heard`."""
+        """Return the time (s) for `heard_nothing`."""
         return self._clock()
 
     def check(self) -> None:
-        """Raise OSError while the master is left alone."""
+        """Raise OSError during a rest."""
         if self._clock() < self._over_s:
             raise OSError(errno.ETIMEDOUT, self._said)
 
     def heard_nothing(self, began_s: float) -> None:
-        """Leave the master alone for a while, if a call that began then was long without an answer."""
+        """Begin a rest if the failed call that began at `began_s` took at least `_SLOW_S`."""
         if self._clock() - began_s >= _SLOW_S:
             self._over_s = self._clock() + _REST_S
 
@@ -63,7 +63,7 @@ Answer = TypeVar("Answer")
 
 
 class _Call:
-    """One call, and how it ended."""
+    """A call and its result."""
 
     def __init__(self, make: Callable[[], object]) -> None:
         self.make, self.ended = make, Event()
@@ -73,14 +73,14 @@ class _Call:
     def run(self) -> None:
         try:
             self.answer = self.make()
-        except Exception as error:  # it is the caller's, who waits for it
+        except Exception as error:  # re-raised in the calling thread
             self.error = error
 
 
 class CallLane:
-    """A call that runs beyond its limit goes on alone; until it has ended every other is refused at once.
+    """A thread that runs one call at a time. While a call exceeds its limit, all others are refused at once.
 
-    So who asks often waits for a limit once, and the memory of a call is its own until it has ended.
+    So frequent callers wait for a limit only once, and a call keeps its memory until it has ended.
     """
 
     def __init__(self, name: str) -> None:
@@ -91,13 +91,13 @@ class CallLane:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a call is under way."""
+        """True if a call is running."""
         return self._free.locked()
 
     def call(self, make: Callable[[], Answer], limit_s: float, silent: str) -> Answer:
-        """What `make` answers, or raises. `silent`: the words for who did not answer.
+        """Run `make` in the thread. Returns its result, or raises its exception.
 
-        Raises OSError where that takes longer than `limit_s`, the wait for the call before included.
+        Raises OSError with message `silent` after `limit_s` seconds, waiting for the previous call included.
         """
         until_s = time.monotonic() + limit_s
         if time.monotonic() >= self._late_s or not self._free.acquire(timeout=limit_s):
@@ -112,11 +112,11 @@ class CallLane:
         return call.answer
 
     def close(self) -> None:
-        """End the thread, once what it is at is done. Waits for nothing."""
+        """End the thread after its running call. Returns at once."""
         self._calls.put(None)
 
     def _run(self) -> None:
-        # Mooncake's client spins until a transfer has ended, whose own threads need the core meanwhile.
+        # Mooncake's client spins until a transfer has ended, while the transfer's threads need the core.
         os.setpriority(os.PRIO_PROCESS, get_native_id(), _NICE)
         while (call := self._calls.get()) is not None:
             call.run()
@@ -125,18 +125,18 @@ class CallLane:
             call.ended.set()
 
 
-#: Nobody waits longer for bytes.
+#: Limit of a transfer, s.
 _MOVE_S = 20.0
-#: How long a master may take to answer before we join, and members to be told that we leave.
+#: Limits, s: the master's answer to the probe before joining, and leaving the pool.
 _ALIVE_S, _LEAVE_S = 2.0, 5.0
 
-#: Memory that bytes go by way of, in each direction; more where one object is longer.
+#: Staging memory per direction; it grows for longer objects.
 STAGING_BYTES = 16 << 20
-#: Memory for entries of lists, which Mooncake allocates itself.
+#: Memory for list entries, allocated by Mooncake.
 _ENTRIES_BYTES = 1 << 20
 
 NO_OBJECT = "not in the pool"
-#: Mooncake's numbers, where what is done depends on them.
+#: Mooncake's error codes that this client tells apart.
 _NO_OBJECT, _BEGUN, _NO_ROOM, _OUT_OF_RANGE = -704, -703, -200, -600
 _NOT_MOVED, _MASTER_LOST, _MASTER_LATE = -800, -900, -901
 SILENT_MASTER, SILENT_DONOR = "the pool's master does not answer", "a donor of the pool does not answer"
@@ -154,9 +154,9 @@ Buffer: TypeAlias = bytes | memoryview
 
 
 class Asker(Enum):
-    """Who waits for an answer of the master, and for how many seconds.
+    """A caller of the master; its value is the limit of the wait, s.
 
-    All requests of an engine wait for its scheduler. Where a worker gives up, a page is not stored.
+    All requests of an engine wait for its scheduler. If a worker gives up, a page is not stored.
     """
 
     SCHEDULER = 1.0
@@ -164,26 +164,26 @@ class Asker(Enum):
 
 
 class MooncakeClient(Protocol):
-    """The calls of a MooncakeDistributedStore that are used, so that a test may stand in for it."""
+    """The used subset of MooncakeDistributedStore, which tests replace. Negative results are error codes."""
 
     def register_buffer(self, address: int, nbytes: int, /) -> int:
-        """Let bytes go to and from memory; 0 for success."""
+        """Register memory for transfers. Returns 0 on success."""
         ...
 
     def unregister_buffer(self, address: int, /) -> int:
-        """The opposite."""
+        """Deregister memory. Returns 0 on success."""
         ...
 
     def batch_is_exist(self, keys: list[str], /) -> list[int]:
-        """1, 0, or a negative code of each key."""
+        """Return for each key 1 if it exists, 0 if not, or a code."""
         ...
 
     def batch_put_from(self, keys: list[str], addresses: list[int], sizes: list[int], /) -> list[int]:
-        """Put objects from registered memory; 0 or a negative code of each."""
+        """Put objects from registered memory. Returns 0 or a code for each."""
         ...
 
     def batch_get_into(self, keys: list[str], addresses: list[int], sizes: list[int], /) -> list[int]:
-        """Get objects whole; bytes or a negative code of each."""
+        """Get whole objects into registered memory. Returns bytes read or a code for each."""
         ...
 
     def get_into_ranges(
@@ -195,27 +195,27 @@ class MooncakeClient(Protocol):
         sizes: list[list[list[int]]],
         /,
     ) -> list[list[list[int]]]:
-        """Get ranges of objects: by buffer, object and range, bytes or a negative code."""
+        """Get ranges of objects. Returns bytes read or a code, by [buffer][object][range]."""
         ...
 
     def get_batch(self, keys: list[str], /) -> list[bytes]:
-        """Objects whole, in memory of Mooncake's own; empty for what is not there."""
+        """Return whole objects, from memory of Mooncake; b"" if absent."""
         ...
 
     def get_size(self, key: str, /) -> int:
-        """Bytes of an object, or a negative code."""
+        """Return the bytes of an object, or a code."""
         ...
 
     def put(self, key: str, value: bytes, config: Any, /) -> int:
-        """Put a small object; 0 or a negative code."""
+        """Put a small object. Returns 0 or a code."""
         ...
 
     def remove(self, key: str, force: Literal[True], /) -> int:
-        """0 or a negative code."""
+        """Remove an object. Returns 0 or a code."""
         ...
 
     def remove_by_regex(self, pattern: str, force: Literal[True], /) -> int:
-        """How many objects were removed, or a negative code."""
+        """Remove objects by key. Returns their number, or a code."""
         ...
 
     def close(self) -> int:
@@ -225,7 +225,7 @@ class MooncakeClient(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ObjectRanges:
-    """Ranges (offset, bytes) that are wanted of an object, which has `nbytes` bytes."""
+    """The wanted ranges (offset, bytes) of an object of `nbytes` bytes."""
 
     key: str
     nbytes: int
@@ -233,30 +233,31 @@ class ObjectRanges:
 
     @property
     def is_whole(self) -> bool:
-        """One range, which is all: several such objects are asked for at once."""
+        """True if the only range is the whole object, which permits a batched call."""
         return self.ranges == ((0, self.nbytes),)
 
     @property
     def wanted_bytes(self) -> int:
-        """Of all ranges."""
+        """Bytes of all ranges."""
         return sum(nbytes for _, nbytes in self.ranges)
 
 
 class _Staging:
-    """Registered memory of our own, in one direction. Who holds the lane has it alone.
+    """A registered buffer for one direction, used only inside that direction's CallLane.
 
-    It grows by doubling, and is kept until we leave: what a transfer that failed still writes must hit nobody.
+    It grows by doubling. Outgrown buffers stay registered until the client leaves, because a failed transfer may still
+    write to them.
     """
 
     def __init__(self, client: MooncakeClient) -> None:
-        """Raises OSError."""
+        """Register STAGING_BYTES. Raises OSError if Mooncake refuses."""
         self._client = client
         self._buffers: list[mmap.mmap] = []
         self._addresses: list[int] = []
         self._grow(STAGING_BYTES)
 
     def reserve(self, nbytes: int) -> memoryview:
-        """At least so many bytes. While no call is under way. Raises OSError."""
+        """Return a buffer of at least `nbytes`; call it inside the lane. Raises OSError if registering fails."""
         if nbytes > len(self._buffers[-1]):
             self._grow(max(nbytes, 2 * len(self._buffers[-1])))
         return memoryview(self._buffers[-1])
@@ -270,22 +271,22 @@ class _Staging:
         self._addresses.append(self.address)
 
     def release(self) -> None:
-        """Before the client leaves. Raises nothing."""
+        """Deregister all buffers, before the client leaves."""
         for address in self._addresses:
             self._client.unregister_buffer(address)
 
 
 class PoolClient:
-    """Safe for one thread that asks, one that reads and one that writes. Every call ends: see `CallLane`.
+    """A member of a pool. Safe for one asking, one reading and one writing thread. Every call has a time limit.
 
-    A scheduler's questions wait for no others. After a worker waited for a master that is silent, every call is refused
-    at once for a while: see `Silence`.
+    A scheduler's lookups have a lane of their own. After a worker has waited for a silent master, every call is refused
+    at once for `_REST_S` seconds.
     """
 
     def __init__(
         self, location: str, client: MooncakeClient, kept: Any = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`kept`: Mooncake's configuration of a put that its master does not evict. Raises OSError."""
+        """Register staging memory. `kept`: Mooncake's configuration for unevictable puts. Raises OSError."""
         self._silence = Silence(SILENT_MASTER, clock)
         self.location = location
         self._client, self._kept = client, kept
@@ -296,7 +297,7 @@ class PoolClient:
 
     @classmethod
     def open(cls, address: PoolAddress) -> PoolClient:
-        """Join the pool. Raises StoreError where Mooncake is not installed, or its master is not there."""
+        """Join the pool. Raises StoreError if Mooncake is missing, its master does not answer, or its setup fails."""
         _see_alive(address)
         try:
             mooncake: Any = import_module("mooncake.store")
@@ -314,30 +315,30 @@ class PoolClient:
             client.close()
             raise StoreError(f"cannot join {address.location}: {error.strerror}") from error
 
-    # Questions
+    # Lookups
 
     def exists(self, keys: Sequence[str], asker: Asker) -> list[bool]:
-        """Which objects are there, by one question to the master. Raises OSError."""
+        """Return for each key whether its object exists, by one request to the master. Raises OSError."""
         codes = self._ask(lambda: self._client.batch_is_exist(list(keys)), asker)
         if failed := next((code for code in codes if code < 0), 0):
             raise OSError(errno.EREMOTEIO, _REASONS.get(failed, SILENT_MASTER))
         return [code == 1 for code in codes]
 
     def entries(self, keys: Sequence[str], asker: Asker) -> list[bytes]:
-        """Small objects, whole; b"" for one that is not there. Raises OSError."""
+        """Return small objects whole; b"" for an absent object. Raises OSError."""
         return self._ask(lambda: self._client.get_batch(list(keys)), asker)
 
     def size(self, key: str) -> int:
-        """Bytes of an object. Raises OSError, FileNotFoundError where there is none."""
+        """Return the bytes of an object. Raises FileNotFoundError if it is absent, OSError for other failures."""
         return _checked(self._ask(lambda: self._client.get_size(key)))
 
     def remove(self, key: str, permit: Permit) -> None:
-        """Remove an object, whoever reads it. Raises OSError; one that is gone is no matter."""
+        """Remove an object, even under readers; an absent object is ignored. Raises OSError."""
         with suppress(FileNotFoundError):
             _checked(self._ask(lambda: self._client.remove(key, True)))
 
     def remove_all(self, folder: str, permit: Permit) -> int:
-        """Remove everything whose key begins with the folder; how many. Raises OSError."""
+        """Remove all objects whose key begins with `folder/`. Returns their number. Raises OSError."""
         pattern = "^" + folder.replace(".", "[.]") + "/"
         return _checked(self._move(self._writes, lambda: self._client.remove_by_regex(pattern, True)))
 
@@ -345,16 +346,16 @@ class PoolClient:
 
     @contextmanager
     def reading(self, wanted: Sequence[ObjectRanges]) -> Generator[list[list[memoryview] | str]]:
-        """The ranges of each object, or why they did not come, for as long as the block lasts.
+        """Read the ranges of objects. Yields for each object its ranges, or the reason of failure. Raises OSError.
 
-        The memory is unchecked, and the next `reading` writes there. Raises OSError.
+        The views are unchecked staging memory, which the next `reading` overwrites.
         """
         size = sum(each.wanted_bytes for each in wanted)
         answers = self._move(self._reads, lambda: self._read(self._incoming.reserve(size), wanted))
         yield answers
 
     def _read(self, memory: memoryview, wanted: Sequence[ObjectRanges]) -> list[list[memoryview] | str]:
-        """Objects that are wanted whole in one call, which is faster, and ranges of the others in another."""
+        """Read whole objects by one call, which is faster, and ranges of the others by a second call."""
         places: list[list[int]] = []
         at = 0
         for each in wanted:
@@ -379,9 +380,9 @@ class PoolClient:
         return [_pieces(memory, each, places[item], codes[item]) for item, each in enumerate(wanted)]
 
     def put(self, keys: Sequence[str], objects: Sequence[Sequence[Buffer]]) -> list[str]:
-        """Write objects whole, each from its pieces: why one is not there, or "". The first of two writers wins.
+        """Write whole objects, each from its pieces. The first of two writers wins.
 
-        Raises OSError.
+        Returns "" or the reason of failure for each. Raises OSError.
         """
         sizes = [sum(map(len, pieces)) for pieces in objects]
         return self._move(self._writes, lambda: self._write(keys, objects, sizes))
@@ -398,17 +399,20 @@ class PoolClient:
         return ["" if code >= 0 else _REASONS.get(code, f"Mooncake says {code}") for code in codes]
 
     def put_entry(self, key: str, data: bytes) -> None:
-        """Write a small object that is not evicted, twice where two donors are. Raises OSError."""
+        """Write a small unevictable object, with two replicas if there are two donors. Raises OSError."""
         began_s = self._silence.now()
         _checked(self._judged(self._move(self._writes, lambda: self._client.put(key, data, self._kept)), began_s))
 
     def close(self) -> None:
-        """Leave the pool, with what this process gave to it. Safe to call twice, and raises nothing."""
+        """Leave the pool and withdraw the donated memory. Idempotent; never raises OSError.
+
+        If a call is still running, Mooncake's client stays open, because it must outlive its calls.
+        """
         if not self._is_open:
             return
         self._is_open = False
         lanes = (*self._asks.values(), self._reads, self._writes)
-        if not any(lane.is_busy for lane in lanes):  # Mooncake's client must outlive the calls of it
+        if not any(lane.is_busy for lane in lanes):  # Mooncake's client must outlive its calls
             leaving = CallLane("kvmover-pool-leaves")
             with suppress(OSError):
                 leaving.call(self._leave, _LEAVE_S, SILENT_MASTER)
@@ -441,7 +445,7 @@ class PoolClient:
         return lane.call(make, limit_s, silent)
 
     def _judged(self, answer: Any, began_s: float) -> Any:
-        """Return codes of a call, or one, after a look whether the master said any of it."""
+        """Return `answer`, one code or a list; report a silent master's codes to `Silence` first."""
         codes = cast("list[Any]", answer) if isinstance(answer, list) else [answer]
         if any(code in (_MASTER_LOST, _MASTER_LATE) for code in codes):
             self._silence.heard_nothing(began_s)
@@ -464,10 +468,9 @@ def _checked(code: int) -> int:
 
 
 def _see_alive(address: PoolAddress) -> None:
-    """Raise StoreError unless the master answers: Mooncake's setup would hold Python's lock for minutes.
+    """Raise StoreError unless the master answers: Mooncake's setup would hold the GIL for minutes.
 
-    A master that lives hangs up on what is no request. One that is stopped has a kernel that takes the connection, and
-    says nothing.
+    A living master hangs up on 64 zero bytes. A stopped one stays silent, although its kernel accepts connections.
     """
     try:
         with socket.create_connection((address.host, address.port), _ALIVE_S) as connection:
@@ -480,6 +483,6 @@ def _see_alive(address: PoolAddress) -> None:
 
 
 def _own_host(address: PoolAddress) -> str:
-    """Under which address others reach this process: that of its way to the master."""
+    """Return this process's address for other members: the local address of its route to the master."""
     with socket.create_connection((address.host, address.port), _ALIVE_S) as connection:
         return str(connection.getsockname()[0])

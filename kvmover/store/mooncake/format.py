@@ -1,4 +1,4 @@
-"""A pool's format: its location, its keys, and bytes of objects (header, digests) and of entries of lists. Pure."""
+"""The format of a pool: its location, its keys, and the bytes of object headers and list entries. Pure."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from kvmover.store.record import (
     encode_part,
 )
 
-#: What stands before every key of ours where the location names nothing else: others may use the same pool.
+#: Default prefix of every key, because other programs may share the pool.
 _PREFIX = "kvmover"
 
-#: How members of a pool find each other without a service for it.
+#: Mooncake's metadata setting for members that find each other without a metadata service.
 _HANDSHAKE = "P2PHANDSHAKE"
 
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -33,10 +33,10 @@ _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 @dataclass(frozen=True, slots=True)
 class PoolAddress:
-    """Where the pool's master listens, and how this process takes part.
+    """The address of a pool's master, and this process's part in the pool.
 
-    `prefix` begins every key. `donate_bytes` of this process's memory join the pool while it lives. `metadata` and
-    `protocol` are Mooncake's own, and must be the same for all members.
+    `prefix` begins every key. `donate_bytes`: memory lent to the pool while this process lives. `metadata`, `protocol`:
+    Mooncake settings, equal for all members.
     """
 
     host: str
@@ -48,7 +48,7 @@ class PoolAddress:
 
     @classmethod
     def parse(cls, location: str) -> PoolAddress:
-        """Raises StoreError for what is no location of a pool.
+        """Parse `mooncake://HOST:PORT[/prefix][?options]`. Raises StoreError for another form or an unknown option.
 
         >>> PoolAddress.parse("mooncake://10.0.0.1:50051/chat?donate=8GiB").donate_bytes >> 30
         8
@@ -71,17 +71,17 @@ class PoolAddress:
         return found
 
     def without_gift(self) -> PoolAddress:
-        """The same, for who gives no memory."""
+        """Return the address with `donate_bytes` 0."""
         return replace(self, donate_bytes=0)
 
     @property
     def master(self) -> str:
-        """As Mooncake writes it."""
+        """Master address in Mooncake's form, HOST:PORT."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def location(self) -> str:
-        """Without what this process gives: where the pages are, for people and for tools that only look."""
+        """Location URL without `donate`, for people and for tools."""
         options = {"metadata": (self.metadata, _HANDSHAKE), "protocol": (self.protocol, "tcp")}
         said = "&".join(f"{name}={value}" for name, (value, usual) in options.items() if value != usual)
         return f"mooncake://{self.master}/{self.prefix}" + (f"?{said}" if said else "")
@@ -107,23 +107,23 @@ def _refused(location: str, reason: str) -> StoreError:
 #: Payloads begin at multiples of this in their objects.
 _ALIGNED = 64
 
-#: A short list has at most so many entries.
+#: Upper limit of entries in a short list.
 ENTRIES = 256
 
 
 @lru_cache(maxsize=4096)
 def part_name(part: PartKey) -> str:
-    """What stands for component and box in keys: 16 hexadecimal digits. The header says both in full."""
+    """Return 16 hexadecimal digits that stand for component and box in keys; an object's header has both in full."""
     return xxh3_128_digest(encode_part(part))[:8].hex()
 
 
 def object_key(folder: str, page: bytes, part: PartKey) -> str:
-    """`folder/page/box`: no rank and no machine is in it."""
+    """Return the key `folder/page/box`, which is independent of rank and machine."""
     return f"{folder}/{page.hex()}/{part_name(part)}"
 
 
 def header_bytes(cells: int) -> int:
-    """Bytes before the payload of an object of so many cells.
+    """Return the bytes before the payload in an object of `cells` cells.
 
     >>> header_bytes(32), header_bytes(1)
     (448, 192)
@@ -132,13 +132,13 @@ def header_bytes(cells: int) -> int:
 
 
 def encode_header(page: bytes, part: PartKey, nbytes: int, stamp: int, digests: bytes) -> bytes:
-    """The header of an object with `nbytes` bytes of payload: a record at byte 0, padded with zeros."""
+    """Encode the header of an object with `nbytes` of payload: a record at byte 0, zero-padded to `header_bytes`."""
     size = header_bytes(part.box.cells)
     return encode_object(0, stamp, (size, nbytes), page, part, digests).ljust(size, b"\0")
 
 
 def decode_header(raw: bytes, page: bytes, part: PartKey) -> Record | None:
-    """The record that an object begins with; None for a damaged one, or one of another page, component or box."""
+    """Decode the record at an object's start; None if damaged, or of another page, component or box."""
     record = decode(raw, 0)
     if record is None or record.kind is not Kind.OBJECT or record.offset != header_bytes(part.box.cells):
         return None
@@ -146,18 +146,18 @@ def decode_header(raw: bytes, page: bytes, part: PartKey) -> Record | None:
 
 
 def entry_key(name: str, number: int) -> str:
-    """Of entry `number` of a list."""
+    """Return the key of entry `number` of the list `name`."""
     return f"{name}/{number:02x}"
 
 
 def encode_box(part: PartKey) -> bytes:
-    """An entry of the list of boxes: component and box as a record has them, and their XXH3."""
+    """Encode an entry of the list of boxes: component and box as in a record, then their XXH3."""
     raw = encode_part(part)
     return raw + xxh3_64_digest(raw)
 
 
 def decode_box(entry: bytes) -> PartKey | None:
-    """None for a damaged entry."""
+    """Decode an entry of the list of boxes; None if damaged."""
     raw = entry[:-8]
     if len(raw) != FIXED_BYTES - 80 or xxh3_64_digest(raw) != entry[-8:]:
         return None

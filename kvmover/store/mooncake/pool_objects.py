@@ -1,11 +1,11 @@
-"""MooncakeObjects keeps the pages of a namespace in memory that machines pool: each box of a page is one object.
+"""MooncakeObjects stores the pages of a namespace in memory pooled by machines: each box of a page is one object.
 
-A pool can't be listed, so a look-up asks its master for each page and each box in use, all in one question. Nothing is
-known here of what the pool holds, and nothing evicted: its master does that.
+A pool can't be listed, so a lookup asks its master for each page and each box in use, by one request. This process
+keeps no index and evicts no page: the master does.
 
-Namespaces and the boxes in use are short lists: numbered entries, each put once by the process that found its number
-free. Reading asks for all numbers. Entries stay until the list is removed, or the donors that hold them are gone; the
-process that put one puts it again then.
+Namespaces and the boxes in use are short lists of numbered entries, each put once by the process that found its number
+free. A reader asks for all numbers. An entry lives until its list is removed or its donors are gone; the process that
+put it then puts it again.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ from kvmover.transport import Memory
 
 log = logging.getLogger(__name__)
 
-#: Numbers without a known entry that each look-up asks for too, so that a new box is seen by the next of them.
+#: Numbers without a known entry that each lookup includes, to find a new box at the next lookup.
 _AHEAD = 4
 
-#: How often the whole list is read: entries may have come where others are known that were lost with a donor.
+#: Seconds between reads of the whole list: a new entry may have replaced a known one that was lost with its donor.
 _READ_S = 30.0
 
 
 class BoxesInUse:
-    """Of one namespace. What was learnt is not forgotten: a box that nobody writes any more costs a key a page."""
+    """The boxes in use in one namespace. Known boxes are never forgotten: a disused box costs one key per page."""
 
     def __init__(self, pool: PoolClient, folder: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._list, self._pool, self._clock = ShortList(pool, f"{folder}/boxes"), pool, clock
@@ -66,26 +66,26 @@ class BoxesInUse:
         self._lock = Lock()
 
     def parts_for(self, wanted: PartKey) -> tuple[PartKey, ...]:
-        """The parts that `wanted` may be made of, of those known."""
+        """Return the known parts that `wanted` may be made of."""
         return _overlapping(wanted, tuple(self._parts.values()))
 
     def ahead(self) -> tuple[str, ...]:
-        """Keys of entries that would be news: a look-up that finds one reads the list."""
+        """Return the keys of the next `_AHEAD` unknown entries; a lookup that finds one reads the list."""
         unknown = (number for number in range(len(self._list.keys)) if number not in self._entries)
         return tuple(self._list.keys[number] for number, _ in zip(unknown, range(_AHEAD), strict=False))
 
     @property
     def is_due(self) -> bool:
-        """Whether the whole list is to be read again."""
+        """True if the whole list was last read `_READ_S` ago or earlier."""
         return self._clock() - self._read_s >= _READ_S
 
     def read(self, asker: Asker) -> None:
-        """Learn the whole list. Raises OSError."""
+        """Read the whole list. Raises OSError."""
         self._learn(self._list.read(asker))
         self._read_s = self._clock()
 
     def announce(self, part: PartKey) -> None:
-        """Let everybody know that there are objects of `part`, before there are. Raises OSError."""
+        """Enter `part` in the list unless it is there; call before putting objects of it. Raises OSError."""
         entry = encode_box(part)
         number = next((number for number, known in self._entries.items() if known == entry), None)
         if number is None or not self._pool.exists([self._list.keys[number]], Asker.WORKER)[0]:
@@ -99,7 +99,7 @@ class BoxesInUse:
 
 @lru_cache(maxsize=1024)
 def _overlapping(wanted: PartKey, known: tuple[PartKey, ...]) -> tuple[PartKey, ...]:
-    """Of the same component, with heads and layers in common: ranks of one shape ask for one key a page."""
+    """Return the parts of the same component that share heads and layers: ranks of equal shape need one key a page."""
     return tuple(part for part in known if part.component == wanted.component and _meet(part.box, wanted.box))
 
 
@@ -108,20 +108,20 @@ def _meet(left: PageBox, right: PageBox) -> bool:
 
 
 class ShortList:
-    """At most `ENTRIES` entries below `name`."""
+    """A list of at most `ENTRIES` entries, with keys below `name`."""
 
     def __init__(self, pool: PoolClient, name: str) -> None:
         self._pool = pool
         self.keys = [entry_key(name, number) for number in range(ENTRIES)]
 
     def read(self, asker: Asker) -> dict[int, bytes]:
-        """What each number has, of those that are taken. Raises OSError."""
+        """Return the existing entries by number. Raises OSError."""
         taken = [number for number, there in enumerate(self._pool.exists(self.keys, asker)) if there]
         found = self._pool.entries([self.keys[number] for number in taken], asker) if taken else []
         return dict(zip(taken, found, strict=True))
 
     def add(self, entry: bytes) -> dict[int, bytes]:
-        """Put an entry that is not there yet; the whole list. Raises OSError, ENOSPC where no number is free."""
+        """Put an entry unless it exists. Returns the whole list. Raises OSError, with ENOSPC if no number is free."""
         tried = set[int]()
         while True:
             entries = self.read(Asker.WORKER)
@@ -131,7 +131,7 @@ class ShortList:
             free = next((number for number in range(ENTRIES) if number not in taken), None)
             if free is None:
                 break
-            # Of two writers the first wins, and one that died at it keeps the number for a while: look again.
+            # Another writer may have won the number, or died holding it: read again.
             self._pool.put_entry(self.keys[free], entry)
             tried.add(free)
         raise OSError(errno.ENOSPC, f"all {ENTRIES} entries of a list of the pool are taken")
@@ -140,19 +140,19 @@ class ShortList:
 Item = TypeVar("Item")
 
 _HEADER = "damaged header"
-#: Bad objects that are remembered. Who finds more of them is what is bad.
+#: Bad objects remembered by this process. Finding more means that its own memory is bad.
 _SPARED = 1 << 16
 
 
 class PoolObject(msgspec.Struct, frozen=True, gc=False):
-    """An object of the pool: all that its key is made of."""
+    """An object of the pool, by the fields of its key."""
 
     page: bytes
     part: PartKey
 
 
 class PoolPage(msgspec.Struct, frozen=True, gc=False):
-    """A page that was there when the master was asked."""
+    """A page that existed at the time of the lookup."""
 
     objects: tuple[PoolObject, ...]
     parts: tuple[PartKey, ...]
@@ -163,13 +163,13 @@ PoolFailure: TypeAlias = Failure[PoolObject]
 
 
 class MooncakeObjects(Objects[PoolObject]):
-    """Objects of one namespace, whose keys begin with `folder`.
+    """The objects of one namespace, whose keys begin with `folder`.
 
-    A put is found by everybody at once, and lives as long as its donor, or until the master evicts it.
+    All members find a put at once. It lives until its donor leaves or the master evicts it.
     """
 
     def __init__(self, pool: PoolClient, folder: str, policy: Policy) -> None:
-        """The caller gives up `pool`. Raises StoreError for a policy that a pool can't keep."""
+        """Take ownership of `pool`. Raises StoreError if the policy has a quota or TTL, which only the master sets."""
         for name in ("quota_bytes", "ttl_s"):
             if getattr(policy, name) is not None:
                 raise StoreError(f"{pool.location} keeps no {name}: the master of a pool evicts, as it was started")
@@ -195,7 +195,7 @@ class MooncakeObjects(Objects[PoolObject]):
     def memory_at(self, address: int, nbytes: int) -> memoryview:
         return self._memory.view(address, nbytes)
 
-    # Questions
+    # Lookups
 
     def parts_of(self, pages: Sequence[bytes], wanted: PartKey) -> list[tuple[PartKey, ...]]:
         return self._parts_of(pages, wanted, Asker.SCHEDULER)
@@ -220,7 +220,7 @@ class MooncakeObjects(Objects[PoolObject]):
         ]
 
     def _look(self, pages: Sequence[bytes], wanted: PartKey, asker: Asker) -> list[tuple[PartKey, ...]]:
-        """One question, and one more where it told of boxes that were not known. Raises OSError."""
+        """Return each page's existing parts by one request, repeated if it reveals new boxes. Raises OSError."""
         if self._boxes.is_due:
             self._boxes.read(asker)
         parts, news = self._boxes.parts_for(wanted), self._boxes.ahead()
@@ -242,7 +242,7 @@ class MooncakeObjects(Objects[PoolObject]):
         ]
 
     def lag(self, error: OSError) -> None:
-        """The pool did not say: a miss."""
+        """Count a failed lookup, which is a miss, and log each reason once."""
         reason = reason_of(error)
         if reason not in self.counters.lagged:
             log.warning("%s: %s", self._pool.location, reason)
@@ -252,7 +252,7 @@ class MooncakeObjects(Objects[PoolObject]):
 
     def put(self, part: PagePart, key: PartKey, drafts: Sequence[ObjectDraft], keep: Collection[bytes]) -> list[str]:
         try:
-            self._boxes.announce(key)  # an object of a box that nobody knows of would never be found
+            self._boxes.announce(key)  # lookups ask only for announced boxes
         except OSError as error:
             return [reason_of(error)] * len(drafts)
         answers: list[str] = []
@@ -278,9 +278,10 @@ class MooncakeObjects(Objects[PoolObject]):
         ]
 
     def _why_absent(self, key: str) -> str:
-        """Mooncake said that an object was put, and it is not there: "" where it is evicted already.
+        """Return why a put object is absent, or "" if it was evicted already.
 
-        It says so, too, of a key that somebody else has begun to put, and forgets the object if that never ends.
+        Mooncake also reports success for a key whose put by another process is pending, and drops the object if that
+        put never ends.
         """
         try:
             self._pool.size(key)
@@ -291,10 +292,10 @@ class MooncakeObjects(Objects[PoolObject]):
         return ""
 
     def owe(self, objects: Sequence[PoolObject]) -> None:
-        """What is there is as safe as it will be."""
+        """Return at once: objects in the pool get no safer."""
 
     def flush(self) -> None:
-        """What was put is in the pool, where everybody finds it; nothing makes it safer."""
+        """Return at once: a put is in the pool, visible to all members."""
 
     # Reading
 
@@ -312,7 +313,7 @@ class MooncakeObjects(Objects[PoolObject]):
         return failures
 
     def _ranges(self, part: PagePart, read: PoolRead) -> ObjectRanges:
-        """The header, and the runs of cells that are wanted; all at once where that is the whole object."""
+        """Return the ranges of header and wanted runs, or one range if they are the whole object."""
         box = read.each.part.box
         size, cell = header_bytes(box.cells), part.component.kv * box.tokens.tokens * part.row_bytes
         nbytes = size + box.cells * cell
@@ -321,9 +322,9 @@ class MooncakeObjects(Objects[PoolObject]):
         return ObjectRanges(object_key(self._folder, read.each.page, read.each.part), nbytes, ranges)
 
     def _place(self, part: PagePart, read: PoolRead, came: Sequence[memoryview]) -> str:
-        """Copy the cells of a read to their places, and check them there: why not, or "".
+        """Copy a read's cells out of staging memory, then check them. Returns "" or the reason of failure.
 
-        The memory that they came by may still be written to by a transfer that was given up.
+        The copy is checked because an abandoned transfer may still write to staging memory.
         """
         size, cell = header_bytes(read.each.part.box.cells), part.cell_bytes
         record = decode_header(bytes(came[0][:size]), read.each.page, read.each.part)
@@ -363,14 +364,14 @@ class MooncakeObjects(Objects[PoolObject]):
         return Verdict.BAD, reason
 
     def _spare(self, each: PoolObject) -> None:
-        """Leave a bad object to others: this process does not see it any more."""
+        """Hide a bad object from this process's lookups, without deleting it."""
         self.counters.spared += 1
         if len(self._spared) >= _SPARED:
             self._spared.clear()
         self._spared.add((each.page, each.part))
 
     def _flaw(self, key: str, each: PoolObject) -> str:
-        """Read an object whole: why it is bad, or not there, or "". Raises OSError where the pool does not say."""
+        """Read an object whole. Returns "" if sound, NO_OBJECT if absent, or its flaw. Raises OSError."""
         try:
             nbytes = self._pool.size(key)
         except FileNotFoundError:
@@ -389,21 +390,21 @@ class MooncakeObjects(Objects[PoolObject]):
         return "" if holds(memoryview(raw)[size:], cells, record.digests, 0) else DIGEST
 
     def used(self, pages: Sequence[bytes]) -> None:
-        """The master counts uses itself."""
+        """Return at once: the master counts uses itself."""
 
     def watch(self, watcher: Watcher) -> None:
-        """A page that is gone is told of when somebody asks for it: nobody says so before."""
+        """Tell `watcher`, held weakly, of pages that a lookup finds absent: the master reports no losses."""
         with self._lock:
             self._watchers.add(watcher)
 
-    # Upkeep, most of which is the master's
+    # Upkeep, mostly left to the master
 
     def evict(self, nbytes: int) -> int:
-        """Nothing: the master evicts where it needs room."""
+        """Return 0: only the master evicts."""
         return 0
 
     def collect(self) -> Collected:
-        """Look for boxes that others use. The rest is the master's."""
+        """Read the list of boxes in use; all other upkeep is the master's."""
         try:
             self._boxes.read(Asker.WORKER)
         except OSError as error:
@@ -411,7 +412,10 @@ class MooncakeObjects(Objects[PoolObject]):
         return Collected(0, 0, 0, 0)
 
     def clear(self) -> int:
-        """Remove everything of this namespace; how many objects, each box of a page and of the list being one."""
+        """Remove every object of this namespace, list entries included. Returns their number, not pages.
+
+        Raises StoreError if the pool does not answer.
+        """
         try:
             permit = self._door.order(DeletionOrder.CLEARED)
             return self._pool.remove_all(self._folder, permit)
@@ -419,11 +423,11 @@ class MooncakeObjects(Objects[PoolObject]):
             raise StoreError(f"cannot clear {self._folder} of {self._pool.location}: {error.strerror}") from error
 
     def stat(self) -> Stat:
-        """Nothing, which is what can be known of a pool that can't be listed."""
+        """Return zeros, because a pool can't be listed."""
         return Stat(0, 0, 0, 0, 0, 0, 0, 0)
 
     def verify(self, progress: Callable[[int], None] | None = None) -> Verified:
-        """Raises StoreError: a pool can't be listed. Every read is checked."""
+        """Raise StoreError: a pool can't be listed, and every read is checked anyway."""
         raise StoreError(f"{self._pool.location} cannot be verified: a pool can't be listed; every read is checked")
 
     def close(self) -> None:
@@ -436,35 +440,35 @@ def _fault(reason: str) -> Fault:
 
 
 def _some(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
-    """As many at a time as staging memory holds, of so many bytes each."""
+    """Yield runs of items, of `size` bytes each, that fit the staging memory, at least one item each."""
     count = max(1, STAGING_BYTES // size)
     return (items[first : first + count] for first in range(0, len(items), count))
 
 
-#: Characters of a namespace's folder, which an entry begins with.
+#: Characters of the folder at the beginning of a namespace's entry.
 _FOLDER = 32
 
 
 def open_pool(location: str, namespace: Namespace, policy: Policy) -> MooncakeObjects:
-    """The pages of `namespace` in the pool at a location. Raises StoreError."""
+    """Join the pool at a location, open `namespace`, and enter it in the pool's list. Raises StoreError."""
     address = PoolAddress.parse(location)
     pool = PoolClient.open(address)
     objects = _objects_of(pool, address, namespace.folder, policy)
     try:
         _manifests(pool, address).add(namespace.folder.encode() + encode_manifest(namespace))
     except OSError as error:
-        objects.lag(error)  # for people and tools: pages do without
+        objects.lag(error)  # the list serves people and tools only
     return objects
 
 
 def pool_of_namespace(found: Found, policy: Policy) -> MooncakeObjects:
-    """A namespace that was found, for tools that know no model. Raises StoreError."""
+    """Open a found namespace without knowing its model, for tools; donates no memory. Raises StoreError."""
     address = PoolAddress.parse(str(found.folder).removesuffix("/" + found.name))
     return _objects_of(PoolClient.open(address), address, found.name, policy)
 
 
 def pool_namespaces(location: str) -> list[Found]:
-    """Every namespace that was opened in a pool, by model. Raises StoreError."""
+    """Return every namespace in a pool's list, sorted by model. Raises StoreError if the pool does not answer."""
     address = PoolAddress.parse(location)
     pool = PoolClient.open(address.without_gift())
     try:
