@@ -1,6 +1,6 @@
-"""The SGLang adapter has a HiCache storage backend, a direct linker and a prefill/decode backend, loaded as plug-ins.
+"""The SGLang adapter provides a HiCache storage backend, a direct linker, a radix cache and a prefill/decode backend.
 
-Nothing of SGLang is imported before a class is asked for, and none is handed out beside a version that was not tested.
+SGLang is imported only when a class is accessed; beside an untested release that raises EngineUnsupported.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvmover.engines.sglang.linker import KvmoverLinker
     from kvmover.engines.sglang.storage import KvmoverStore
 
-#: The releases of SGLang that these adapters were tested with.
+#: SGLang releases that these adapters were tested with.
 SGLANG = Tested("SGLang", "sglang", ("0.5.23",), "kvmover.engines.sglang")
 
 _HOME = {"KvmoverLinker": "linker", "KvmoverStore": "storage"}

@@ -1,4 +1,4 @@
-"""Each of several answers to a prompt has a room of its own here: SGLang sends a request for each, all in one."""
+"""The requests that SGLang sends for one prompt with several answers share a bootstrap room; here each gets its own."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from contextvars import ContextVar
 from math import lcm
 from typing import Any
 
-#: From the room of one answer to the next: far more than a list has prompts, whose rooms follow one another, and a
-#: multiple of all numbers of data-parallel groups up to 16, which SGLang chooses by the remainder of a room.
+#: Distance between the rooms of two answers. It exceeds the prompts of a list, whose rooms are consecutive, and is a
+#: multiple of 1 to 16, because SGLang picks one of so many data-parallel groups by the remainder of a room.
 STEP = lcm(*range(1, 17)) << 25
 
-#: Rooms are below this.
+#: Exclusive upper bound of rooms.
 _END = 1 << 63
 
-#: How many requests were sent in each room, while SGLang sends those of one that asks for several answers.
+#: Requests sent per room, while SGLang sends the requests of a prompt with several answers; None otherwise.
 _sent: ContextVar[Counter[int] | None] = ContextVar("kvmover_sent", default=None)
 
 
 def room_of(room: int, number: int) -> int:
-    """Returns the room of request `number` of those that SGLang sends in `room`: the same on both halves, and on all
-    their ranks.
+    """Returns the room of request `number` among the requests that SGLang sends in `room`.
+
+    All ranks of prefill and decode compute the same room.
 
     >>> room_of(7001, 0), room_of(7001, 2) - 7001 == 2 * STEP, room_of(_END - 1, 2) - (_END - 1) == -2 * STEP
     (7001, True, True)
@@ -34,8 +35,11 @@ def room_of(room: int, number: int) -> int:
 def of_several(
     handle: Callable[..., AsyncGenerator[Any, None]], manager: Any, obj: Any, *more: Any
 ) -> AsyncIterator[Any]:
-    """Have SGLang's TokenizerManager number what it sends for one that asks for several answers to a prompt: first a
-    request of no tokens, for its prefix cache, then one an answer."""
+    """Number the requests that SGLang's TokenizerManager sends for `obj` if it asks for several answers to a prompt.
+
+    SGLang first sends a request without tokens for its prefix cache, then one per answer. Returns the answers of
+    `handle`.
+    """
     answers = handle(manager, obj, *more)
     return _numbered(answers) if getattr(obj, "parallel_sample_num", 1) > 1 else answers
 
@@ -44,7 +48,7 @@ async def _numbered(answers: AsyncGenerator[Any, None]) -> AsyncIterator[Any]:
     _sent.set(Counter())
     async with aclosing(answers):
         try:
-            async for answer in answers:  # by the first, all are sent
+            async for answer in answers:  # all requests are sent before the first answer comes
                 _sent.set(None)
                 yield answer
         finally:
@@ -52,7 +56,7 @@ async def _numbered(answers: AsyncGenerator[Any, None]) -> AsyncIterator[Any]:
 
 
 def in_own_room(send: Callable[..., Awaitable[None]], manager: Any, tokenized: Any) -> Awaitable[None]:
-    """Send one of SGLang's requests, in the room of its number."""
+    """Send a tokenized request in the room of its number; its own room outside `of_several`."""
     sent, room = _sent.get(), getattr(tokenized, "bootstrap_room", None)
     if sent is not None and room is not None:
         tokenized.bootstrap_room = room_of(room, sent[room])

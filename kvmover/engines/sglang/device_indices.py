@@ -1,12 +1,10 @@
-"""The page ids that a prefix tree works with stand for SGLang's token indices, which stay on the device.
+"""DeviceIndices maps the page ids of a prefix tree to SGLang's token indices, which stay on the device.
 
-SGLang's free lists, rows of requests and indices are tensors on the GPU. A tree wants integers on the host; to read
-them there would wait for the stream at every insert. So the tree is given ids of our own, and a table on the device
-says which index each stands for: it is written when a page is kept, read when a prefix is used or given up, and no
-value of it is ever needed on the host.
+SGLang's free lists, request rows and indices are GPU tensors; reading them on the host would wait for the stream at
+every insert. So a tree gets ids allocated here, and a device table holds each id's index, never read by the host.
 
-Ids that are given out together follow each other wherever the table has so many in a row, and it is kept half empty for
-that. Then a request is a slice of the table, and nothing is sent to the device to find it.
+Ids allocated together are consecutive where the table, kept half empty, has such a run. A request is then a slice of
+the table, found without a transfer to the device.
 """
 
 from __future__ import annotations
@@ -20,21 +18,22 @@ import torch
 
 from kvmover.cache.prefix import NO_IDS, PageArray, PrefixError
 
-#: Puts a row of the host on the device behind what the current stream does, without waiting for it.
+#: Copies a host row to the device in the current stream, without waiting for it.
 ToDevice: TypeAlias = Callable[[npt.NDArray[np.int64]], torch.Tensor]
 
-#: Pages that a table is made for where nobody says more.
+#: Default size of a table, pages.
 _FIRST_PAGES = 512
-#: Rows of ids that are looked at for one that is long enough, and slices that are read rather than single places.
+#: Attempts to find a free run of ids; slices read one by one at most, before single places are gathered.
 _TRIES, _SLICES = 4, 8
-#: Ids of which the places are sooner sent to the device than rows are found among them.
+#: Up to so many ids, sending their places to the device is faster than finding runs among them.
 _FEW = 512
 
 
 class DeviceIndices:
-    """Which token index each page of `page_tokens` tokens begins at, by page ids that count from 0.
+    """A device table from page id to the token index at which the page of `page_tokens` tokens begins. Ids count from
+    0.
 
-    Everything on the device is done in the caller's current stream, in order of the calls.
+    Device work is queued on the caller's current stream, in order of the calls.
 
     >>> indices = DeviceIndices(4, torch.device("cpu"), torch.from_numpy)
     >>> kept = indices.keep(torch.tensor([8, 9, 10, 11, 4, 5, 6, 7]))
@@ -45,8 +44,9 @@ class DeviceIndices:
     """
 
     def __init__(self, page_tokens: int, device: torch.device, to_device: ToDevice, pages: int = _FIRST_PAGES) -> None:
-        """`pages`: as many as the engine's pool has. A table for fewer doubles on the way, which stops the scheduler
-        for a while.
+        """Allocate a table for `pages` pages, the size of the engine's pool.
+
+        A smaller table doubles when it fills up, which stalls the scheduler.
         """
         size = 2 * max(pages, 1)
         self._page_tokens = page_tokens
@@ -54,17 +54,18 @@ class DeviceIndices:
         self._first = torch.zeros(size, dtype=torch.int64, device=device)
         self._within = torch.arange(page_tokens, dtype=torch.int64, device=device)
         self._ids = _counted(size)
-        #: By id, whether it is in use: to be searched, and as an array of the same memory.
+        #: In-use flag per id: a bytearray to search, and an array over the same memory.
         self._in_use, self._flags = _unused(size)
-        #: Ids in use, and where the search for others goes on.
+        #: Number of ids in use, and the id at which the next search starts.
         self._count = self._next = 0
 
     def __len__(self) -> int:
-        """Pages that are kept."""
+        """Returns the number of kept pages."""
         return self._count
 
     def keep(self, indices: torch.Tensor) -> PageArray:
-        """New ids for the whole pages of `indices`, a row of token indices, in order; read-only."""
+        """Returns new ids for the whole pages of `indices` [token], in order. The caller must not write to the array.
+        """
         count = len(indices) // self._page_tokens
         if count == 0:
             return NO_IDS
@@ -78,7 +79,7 @@ class DeviceIndices:
         return ids
 
     def of(self, ids: PageArray) -> torch.Tensor:
-        """The token indices of these pages, int64, in order; a tensor of the caller's own."""
+        """Returns the token indices of these pages, int64 [token], in order, in a tensor that the caller owns."""
         slices = self._slices(ids)
         if self._page_tokens == 1:
             return self._read(ids, slices)
@@ -86,13 +87,13 @@ class DeviceIndices:
         return (first.unsqueeze(1) + self._within).view(-1)
 
     def replace(self, ids: PageArray, indices: torch.Tensor) -> None:
-        """These ids stand for the whole pages of `indices` from now on."""
+        """Map these ids to the whole pages of `indices` [token] from now on."""
         self._write(ids, self._slices(ids), indices)
 
     def forget(self, ids: PageArray) -> torch.Tensor:
-        """These ids stand for nothing any more. The pages that they stood for, int64, counted from index 0 on.
+        """Free these ids. Returns the page numbers they stood for, int64: token index // `page_tokens`.
 
-        Raises PrefixError for more than are kept.
+        Raises PrefixError for more ids than are kept.
         """
         if len(ids) > self._count:
             raise PrefixError(f"{len(ids)} pages to forget, of {self._count} that are kept")
@@ -121,7 +122,7 @@ class DeviceIndices:
         return self._first.index_select(0, self._to_device(ids.astype(np.int64)))
 
     def _slices(self, ids: PageArray) -> list[slice]:
-        """As `_rows`: of a single row, which is most of them, in less time, and of few ids no others."""
+        """Returns the slices of `_rows`: a single slice in less time, and several only for more than `_FEW` ids."""
         count = len(ids)
         if count and int(ids[-1]) - (first := int(ids[0])) == count - 1:
             row = slice(first, first + count)
@@ -130,7 +131,7 @@ class DeviceIndices:
         return _rows(ids) if count > _FEW else []
 
     def _row(self, count: int) -> slice | None:
-        """Where `count` unused ids follow each other; None where that was not found soon."""
+        """Returns a slice of `count` consecutive unused ids; None if `_TRIES` attempts find too short runs."""
         at = self._next
         for _ in range(_TRIES):
             if at + count > len(self._ids):
@@ -144,7 +145,7 @@ class DeviceIndices:
         return None
 
     def _scattered(self, count: int) -> PageArray:
-        """Any unused ids, near those that were given out last where there are enough."""
+        """Returns any `count` unused ids, near the last allocated ones if there are enough."""
         near = self._next + np.flatnonzero(self._flags[self._next : self._next + 8 * count] == 0)[:count]
         free = near if len(near) == count else np.flatnonzero(self._flags == 0)[:count]
         return free.astype(np.int32)
@@ -169,7 +170,7 @@ def _unused(count: int) -> tuple[bytearray, npt.NDArray[np.uint8]]:
 
 
 def _rows(ids: PageArray) -> list[slice]:
-    """Where a table is read for `ids`: rows of ids that follow each other. Empty for more rows than that is worth.
+    """Returns `ids` as slices of consecutive ids; empty if that takes more than `_SLICES`.
 
     >>> _rows(np.array([4, 5, 6, 2, 3], np.int32))
     [slice(4, 7, None), slice(2, 4, None)]

@@ -1,4 +1,6 @@
-"""SGLang's device pools are values here: what their buffers hold, and for which layers of them a model layer waits."""
+"""SGLang's device pools are described as values: the contents of their buffers, and the layers that a model layer
+reads.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,20 @@ from kvmover.store import PagePart
 if TYPE_CHECKING:
     import torch
 
-#: Pools whose rows mean the same to every rank, whatever its shape: a row a token, K and V in buffers of their own.
+#: Pools whose rows mean the same to ranks of every shape: a row per token, K and V in separate buffers.
 _ATTENTION = "MHATokenToKVPool"
 
-#: Pools that are the same on every tensor-parallel rank.
+#: Class-name prefixes of pools that are the same on every tensor-parallel rank.
 _SHARED = ("MLA", "DSA", "DeepSeekV4")
 
 
 @dataclass(frozen=True, slots=True)
 class Strand:
-    """Buffers of equal rows, one a layer and K/V: what is one component of a page.
+    """The buffers of equal rows, one per layer and K/V, that form one component of a page.
 
-    `buffers`: numbers of the entry's buffers, layer by layer, K before V. `layers`: for each layer of the model, those
-    of the strand's own that it reads. `page_tokens`: rows of a page. `index_tokens`: indices by which the engine names
-    a page.
+    `buffers`: numbers of the entry's buffers, layer by layer, K before V. `layers`: per layer of the model, the
+    strand's own layers that it reads. `page_tokens`: rows per page. `index_tokens`: token indices per page in the
+    engine's tables.
     """
 
     rows: PoolRows
@@ -42,14 +44,14 @@ class Strand:
     index_tokens: int
 
     def spec(self, component: Component) -> PoolSpec:
-        """A tensor for each layer and K/V, rows dense: `page token head dim` in each."""
+        """Returns the pool of `component`: a tensor per layer and K/V, rows dense, `page token head dim` in each."""
         row = self.rows.heads * self.rows.dim
         extents = (self.pages, self.rows.heads, self.rows.layers, self.rows.kv, self.page_tokens, self.rows.dim)
         strides = (self.page_tokens * row, self.rows.dim, 0, 0, row, 1)
         return PoolSpec(component, Layout(PACKED_AXES, extents, strides), ("layer", "kv"))
 
     def own(self, layers: range) -> list[range]:
-        """The strand's own layers that layers `layers` of the model need, in runs."""
+        """Returns the strand's own layers that the model's `layers` need, as runs."""
         wanted = sorted({own for layer in layers for own in self.layers.get(layer, ())})
         runs = groupby(enumerate(wanted), lambda pair: pair[1] - pair[0])
         return [range(run[0][1], run[-1][1] + 1) for run in (list(of) for _, of in runs)]
@@ -58,9 +60,10 @@ class Strand:
 def part_of_strand(
     name: str, strand: Strand, place: ParallelRank, model: ModelFacts, layers: int, page_tokens: int
 ) -> PagePart:
-    """What the rank at `place` holds of a page of pool `name`. `layers`: of the rank, of all kinds.
+    """Returns the part of a page of pool `name` that the rank at `place` holds.
 
-    The model's figures are those of its main attention cache, and of its layers where all of them have one.
+    `layers`: the rank's layers of all kinds. `model.kv_heads` applies to the main attention cache only, and
+    `model.layers` only if all layers have such a cache.
     """
     if name != MAIN:
         model = replace(model, kv_heads=None, layers=None)
@@ -70,13 +73,16 @@ def part_of_strand(
 
 
 def placement_of(pool: Any) -> TpPlacement:
-    """Whether every tensor-parallel rank holds the same device pool, by its class."""
+    """Returns REPLICATED for classes of pools that are the same on every tensor-parallel rank, else SHARDED."""
     is_same = any(base.__name__.startswith(_SHARED) for base in type(pool).__mro__)
     return TpPlacement.REPLICATED if is_same else TpPlacement.SHARDED
 
 
 def strands_of(entry: Any, first_layer: int, placement: TpPlacement) -> list[Strand]:
-    """The strands of one of SGLang's `DevicePoolEntry`s. Raises EngineUnsupported for buffers that are not dense."""
+    """Returns the strands of an SGLang `DevicePoolEntry`.
+
+    Raises EngineUnsupported for buffers that are not dense, and for layers of different shapes.
+    """
     flat = [buffer for group in entry.components for buffer in group]
     for buffer in flat:
         if not buffer.is_contiguous():
@@ -93,7 +99,7 @@ def strands_of(entry: Any, first_layer: int, placement: TpPlacement) -> list[Str
 
 
 def _attention(entry: Any, flat: Sequence[torch.Tensor], first_layer: int) -> Strand:
-    """K of every layer, then V: [token, head, dim] each."""
+    """Returns the strand of an entry with K of every layer, then V: [token, head, dim] each."""
     layers, (slots, heads, dim) = len(flat) // 2, flat[0].shape
     if any(buffer.shape != flat[0].shape for buffer in flat):
         raise EngineUnsupported(f"device pool {entry.name} has keys and values of different shapes")
@@ -111,10 +117,10 @@ def _alone(
     first_layer: int,
     placement: TpPlacement,
 ) -> Strand:
-    """Buffers in which a row is a whole by itself: a latent of a token, or the index keys or the state of a page."""
+    """Returns a strand whose row is a whole: the latent of a token, or the index keys or the state of a page."""
     if any(buffer.shape[1:] != group[0].shape[1:] or buffer.dtype != group[0].dtype for buffer in group):
         raise EngineUnsupported(f"device pool {name} has layers of different shapes")
-    # Of pages of one token a row is both, and the main pool's is a token.
+    # A row of a one-token page is both a page and a token; in the main pool it counts as a token.
     by_page = entry._row_span == 1 and not (entry.page_size == 1 and name == MAIN)
     latent = not by_page
     dim = group[0][0].numel() if latent else group[0][0].numel() * group[0].element_size()
@@ -135,9 +141,10 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DevicePoolPages:
-    """`part`: what the rank holds of a page. `memory`: a flat tensor a layer and K/V, the engine's own.
+    """The pages of a strand, with the memory and the store to move them.
 
-    Objects lie `head layer kv token dim`, so a run of layers is one read for a latent, and one a head for attention.
+    `part`: the rank's part of a page. `memory`: a flat tensor per layer and K/V, owned by the engine. An object lies
+    `head layer kv token dim`: a run of layers is one read for a latent, one per head for attention.
     """
 
     strand: Strand
@@ -148,11 +155,11 @@ class DevicePoolPages:
     move: Move
 
     def whole(self) -> PackedBackend:
-        """The pages with all layers of the strand."""
+        """Returns the backend of pages with all layers of the strand."""
         return self.layers(range(self.strand.rows.layers))
 
     def layers(self, run: range) -> PackedBackend:
-        """The pages' layers `run`, by the strand's own numbers: as if the pool had no others."""
+        """Returns the backend of the pages' layers `run`, in the strand's numbering, as if the pool had only these."""
         box, kv = self.part.box, self.strand.rows.kv
         part = PagePart(self.part.component, replace(box, layers=Span(box.layers.start + run.start, len(run))))
         writes, memory = self.adapter.election(part.component), self.memory[run.start * kv : run.stop * kv]

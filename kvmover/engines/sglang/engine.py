@@ -1,7 +1,7 @@
-"""All names of SGLang that the adapters use are imported here: what a new release has to be read for.
+"""The SGLang names that all adapters use are imported here, to be reviewed for each new release.
 
-It is absent where these files are checked, so everything of it is `Any`; `PoolTransfer` says what is read of the
-structure that it passes around.
+SGLang is absent where these files are type-checked, so its names are `Any`; `PoolTransfer` declares the fields read of
+the structure that is passed around.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ HiCacheStorage: Any = _storage.HiCacheStorage
 PoolTransferResult: Any = _storage.PoolTransferResult
 StorageMetrics: Any = _metrics.StorageMetrics
 
-#: Hit policies: every page of a prefix, its last ones, or something that never gates a hit.
+#: Hit policies: a pool needs every page of a prefix, or never gates a hit. Pools of other policies need the last pages.
 ALL_PAGES, BLOCK_GROUPS = _storage.PoolHitPolicy.ALL_PAGES, _storage.PoolHitPolicy.BLOCK_GROUPS
 
 
 class PoolTransfer(Protocol):
-    """`PoolTransfer`: pages of one pool by key, and the indices of their tokens on the host and on the device."""
+    """The fields read of SGLang's `PoolTransfer`: pages of one pool by key, with token indices on host and device."""
 
     name: str
     keys: Sequence[str] | None
@@ -39,7 +39,7 @@ class PoolTransfer(Protocol):
 
 
 def model_config() -> Any | None:
-    """`ModelConfig` of the model that this process serves; None outside a running engine."""
+    """Returns the `ModelConfig` of the model that this process serves; None outside a running engine."""
     try:
         arguments = _context.get_context().server_args
     except ValueError:
@@ -48,7 +48,7 @@ def model_config() -> Any | None:
 
 
 def draft_config() -> Any | None:
-    """The same of its draft model; None where it has none."""
+    """Returns the `ModelConfig` of the draft model; None without a draft. Requires a running engine."""
     arguments = _context.get_context().server_args
     path, revision = (getattr(_context.get_spec(), f"speculative_draft_model_{word}") for word in ("path", "revision"))
     if path is None:
@@ -58,12 +58,12 @@ def draft_config() -> Any | None:
 
 
 def kv_dtype() -> str:
-    """`--kv-cache-dtype`, resolved."""
+    """Returns the resolved `--kv-cache-dtype`."""
     return _context.get_model().kv_cache_dtype
 
 
 def cache_dtype(args: Any) -> str:
-    """Of the pages that `KVArgs` names, by torch's name or SGLang's word: with `auto`, the model's own."""
+    """Returns the dtype of the pages in `KVArgs`, by torch's name or SGLang's word; `auto` is the model's own."""
     word, config = args.kv_cache_dtype_str, model_config()
     return word if word != "auto" or config is None else str(config.dtype).removeprefix("torch.")
 
@@ -71,24 +71,24 @@ def cache_dtype(args: Any) -> str:
 def weights_digest() -> str:
     """Returns one digest of the weights that this process serves, and its draft's.
 
-    One rank of a pipeline stage looks at the files, and tells those beside it, which call this together; stages do not
-    run in step when storage is attached to a server that runs. Raises UnknownWeights, and so
-    outside a running engine.
+    One rank of a pipeline stage reads the files for all, which call this together; stages do not run in step when
+    storage is attached to a running server. Raises UnknownWeights, also outside a running engine.
     """
     return _digest_of(_weight_sources())
 
 
 @lru_cache(maxsize=16)
 def _digest_of(sources: tuple[WeightSource, ...]) -> str:
-    """Kept, for what lies in the files later is not what was loaded."""
+    """Returns the digest of `sources`, cached because the files may change after they were loaded."""
     state = import_module("sglang.srt.distributed.parallel_state")
     groups = [state.get_tp_group()] if state.model_parallel_is_initialized() else []
     return computed_once(lambda: digest_of_sources(sources), groups)
 
 
 def _weight_sources() -> tuple[WeightSource, ...]:
-    """The model's, and its draft's where that has others. Numbers are changed on the way in where a quantization is
-    asked for that the checkpoint does not have.
+    """Returns the source of the model's weights, and of its draft's if that has others. Raises UnknownWeights.
+
+    A quantization that the checkpoint lacks changes the weights as they are loaded, so a source names it.
     """
     config = model_config()
     if config is None:
@@ -108,7 +108,7 @@ def _changed(config: Any) -> str:
 
 
 def weight_version() -> str:
-    """Returns the caller's word for SGLang's weights; "" where it has not said."""
+    """Returns the version that the caller gave SGLang's weights; "" without one."""
     if model_config() is None:
         return ""
     version = _context.get_serving().weight_version
@@ -116,10 +116,10 @@ def weight_version() -> str:
 
 
 def model_path() -> str:
-    """Returns the place that SGLang has its model from."""
+    """Returns the path or hub name from which SGLang loaded its model."""
     return _context.get_model().model_path
 
 
 def served_name() -> str:
-    """What the server calls its model."""
+    """Returns the model's name at the server."""
     return _context.get_serving().served_model_name

@@ -1,4 +1,4 @@
-"""All further names of SGLang that the direct linker uses are imported here, which takes seconds."""
+"""The further SGLang names that the direct linker uses are imported here, because that takes seconds."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ LayerWiseLoadCounter: Any = _linker.LayerWiseLoadCounter
 
 MAMBA: Any = _storage.PoolName.MAMBA
 
-#: Pools of models with nothing but attention. SGLang's own linkers leave those out; nothing about them is harder.
+#: Pools of attention-only models, which SGLang's own linkers leave out.
 _PLAIN = {"MHATokenToKVPool", "MLATokenToKVPool"}
 
 
 def device_pools(kvcache: Any, params: Any, components: Any) -> Any:
-    """SGLang's `DevicePoolGroup` of what a rank holds. Raises ValueError for models that it does not describe."""
+    """Returns SGLang's `DevicePoolGroup` of a rank's pools. Raises ValueError for models that SGLang does not describe.
+    """
     if type(kvcache).__name__ in _PLAIN and set(components) == {_components.ComponentType.FULL}:
         return _plain(kvcache, params.page_size)
     return _pools.resolve_hybrid_device_pool_group(
@@ -33,10 +34,10 @@ def device_pools(kvcache: Any, params: Any, components: Any) -> Any:
 
 
 def tiered_pools(kvcache: Any, rows: Any, page_size: int) -> Any:
-    """As `device_pools`, for tiers: attention KV, windows beside it, and states where requests have them.
+    """Returns the `DevicePoolGroup` for tiers: attention KV, windows beside it, and states if requests have them.
 
-    `rows`: SGLang's pool of requests; `page_size`: rows of the cache in a page. Raises ValueError for states that
-    SGLang does not describe.
+    `rows`: SGLang's pool of requests. `page_size`: rows of the cache per page. Raises ValueError for states that SGLang
+    does not describe.
     """
     first = kvcache.start_layer
     if hasattr(kvcache, "swa_kv_pool"):
@@ -63,7 +64,7 @@ def _plain(kvcache: Any, page_size: int) -> Any:
 
 
 def _attention(name: Any, pool: Any, layers: dict[int, int], page_size: int) -> Any:
-    """`layers`: by layer of the rank, the pool's own."""
+    """Returns the pool entry of attention KV. `layers`: the rank's layer to the pool's own."""
     latent, count = hasattr(pool, "kv_buffer"), pool.layer_num
     return _pools.DevicePoolEntry(
         name=name,
@@ -77,7 +78,7 @@ def _attention(name: Any, pool: Any, layers: dict[int, int], page_size: int) -> 
 
 
 def rank_in(group: Any) -> tuple[int, int]:
-    """Rank and size in a process group; (0, 1) without one."""
+    """Returns (rank, size) in a process group; (0, 1) without one."""
     import torch
 
     if group is None or not torch.distributed.is_initialized():
@@ -86,14 +87,14 @@ def rank_in(group: Any) -> tuple[int, int]:
 
 
 def recorded() -> Any:
-    """An event of the current stream, which has passed all that was queued before."""
+    """Returns an event recorded on the current stream, behind all work queued so far."""
     event = _utils.get_device_module().Event()
     event.record()
     return event
 
 
 def device_of(kvcache: Any) -> torch.device:
-    """The device that a KV cache of SGLang's lies on."""
+    """Returns the device that holds an SGLang KV cache."""
     import torch
 
     return torch.device(kvcache.device)

@@ -1,4 +1,4 @@
-"""All further names of SGLang that the prefill/decode backend uses are imported here."""
+"""The further SGLang names that the prefill/decode backend uses are imported here."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ NetworkAddress: Any = _network.NetworkAddress
 
 PREFILL: Any = _utils.DisaggregationMode.PREFILL
 
-#: States of a request, as the scheduler polls them.
+#: States of a request that the scheduler polls.
 BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS, FAILED = (
     getattr(_base.KVPoll, name) for name in ("Bootstrapping", "WaitingForInput", "Transferring", "Success", "Failed")
 )
 
 
 def waiting_timeout_s() -> float:
-    """How long a decode rank waits for its KV (`SGLANG_DISAGGREGATION_WAITING_TIMEOUT`)."""
+    """Returns the time a decode rank waits for its KV, s (`SGLANG_DISAGGREGATION_WAITING_TIMEOUT`)."""
     return float(_environ.envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get())
 
 
 def given_timeout_s() -> float | None:
-    """The same where the operator gave it, and did not leave it to SGLang."""
+    """Returns the same if the operator set it; None for SGLang's default."""
     return waiting_timeout_s() if _environ.envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.is_set() else None
 
 
 def hold_failed_pages() -> None:
-    """Have SGLang hold the pages of a failed request for as long as the manager of this process says, however long.
+    """Have SGLang hold the pages of a failed request until this process's manager releases them.
 
-    By itself it gives them back after 30 s, whoever still writes to them, and where holding is off at once. Raises
-    EngineUnsupported in that case, and where its hook does not take.
+    SGLang alone frees them after 30 s, even while a prefill writes to them, and at once if holding is off. Raises
+    EngineUnsupported if holding is off, or if SGLang's hook does not take.
     """
     if not _environ.envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get():
         raise EngineUnsupported(
@@ -63,9 +63,10 @@ def hold_failed_pages() -> None:
 
 
 def tell_prompts(mode: Any) -> None:
-    """Have SGLang tell each sender which prompt its request has, and each receiver that and how long its request is.
+    """Have SGLang give each sender its request's prompt, and each receiver the prompt and the request's length.
 
-    Adapters are read as they are loaded, those of the start now. Raises EngineUnsupported where its hook does not take.
+    LoRA adapters are read as they are loaded, those of the start now. Raises EngineUnsupported if SGLang's hook does
+    not take.
     """
     if mode is PREFILL:
         _wrap("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender", _with_prompt)
@@ -78,7 +79,8 @@ def tell_prompts(mode: Any) -> None:
 
 
 def _wrap(name: str, around: Callable[..., Any]) -> None:
-    """Put `around` around a method of SGLang's, by its full name, once a process."""
+    """Wrap a method of SGLang, by its full name, in `around`, once per process. Raises EngineUnsupported if that fails.
+    """
     path, _, method = name.rpartition(".")
     module, _, owner = path.rpartition(".")
     of = getattr(import_module(module), owner)
@@ -90,7 +92,7 @@ def _wrap(name: str, around: Callable[..., Any]) -> None:
 
 
 def _folder_of(path: str) -> str:
-    """Returns the folder of an adapter that an operator named by its path, or by its name at a hub."""
+    """Returns the local folder of an adapter that an operator named by its path or its hub name."""
     if Path(path).is_dir():
         return path
     return str(import_module("sglang.srt.lora.lora_config").snapshot_download(path, local_files_only=True))
@@ -105,13 +107,13 @@ def _reader() -> RequestReader:
 
 
 def _reading(load: Callable[[Any, Any], Any], manager: Any, adapter: Any) -> Any:
-    """Read an adapter that is loaded at run time, whatever becomes of it."""
+    """Read an adapter before SGLang loads it at run time, even if that load fails."""
     _adapters.load(adapter.lora_id, adapter.lora_path)
     return load(manager, adapter)
 
 
 def _with_prompt(create: Callable[..., bool], queue: Any, req: Any, *more: Any, **named: Any) -> bool:
-    """A sender of ours begins when it knows the prompt; what SGLang makes for a request without KV is left alone."""
+    """Begin kvmover's sender with its prompt; SGLang's sender for a request without KV is left alone."""
     created = create(queue, req, *more, **named)
     begin = getattr(req.disagg_kv_sender, "begin", None) if created else None
     if begin is not None:
@@ -122,35 +124,37 @@ def _with_prompt(create: Callable[..., bool], queue: Any, req: Any, *more: Any, 
 def _with_length(
     send: Callable[..., None], queue: Any, request: Any, kv_indices: Any, *more: Any, **named: Any
 ) -> None:
-    """`kv_indices` [token]: of what decode lacks."""
+    """Set the receiver's length, prompt and parameters before SGLang sends. `kv_indices` [token]: those that decode
+    lacks.
+    """
     request.kv_receiver.tokens = (named.get("decode_prefix_len") or 0) + len(kv_indices)
     sampling = request.req.sampling_params
     request.kv_receiver.parameters = sampling.custom_params
-    # The first of several, of no tokens, warms the prefix cache; those that a beam search returns are one request's.
+    # The first of several requests, without tokens, warms the prefix cache; a beam search is a single request.
     request.kv_receiver.answers = sampling.n if sampling.max_new_tokens and (sampling.beam_width or 1) == 1 else 1
     request.kv_receiver.content = _reader().content(request.req)
     send(queue, request, kv_indices, *more, **named)
 
 
 def _without_deadline(hold: Callable[[Any, Any], None], queue: Any, request: Any) -> None:
-    """Hold a request's pages without a time after which they are given back all the same."""
+    """Hold a request's pages without SGLang's deadline."""
     queue.deferred_kv_release_timeout = math.inf
     hold(queue, request)
 
 
 def foreign_prefill() -> Any:
-    """What SGLang knows of a prefill that is not SGLang: it has ranks somewhere, and agrees to everything."""
+    """Returns SGLang's description of a prefill of another make: a single rank whose settings match every decode."""
     policy = _context.get_disagg().disaggregation_decode_allocation_policy
     return _conn.PrefillServerInfo(1, 1, 1, 1, None, None, True, decode_allocation_policy=policy)
 
 
 def room_buffer() -> int:
-    """Which buffer beside the cache has the rooms, from the end: the last, or the last but that of checksums."""
+    """Returns the index from the end of the metadata buffer with the rooms: -1, or -2 if checksums follow it."""
     return -2 if _context.get_disagg().disaggregation_enable_kv_checksum else -1
 
 
 def bootstrap_url(manager: Any) -> str:
-    """Where this prefill's bootstrap server is, as SGLang's ranks find it to register."""
+    """Returns the URL of this prefill's bootstrap server, found as SGLang's ranks find it to register."""
     if manager.dist_init_addr:
         host = NetworkAddress.parse(manager.dist_init_addr).resolved().host
     else:
@@ -159,35 +163,35 @@ def bootstrap_url(manager: Any) -> str:
 
 
 def put(url: str, **what: Any) -> Any:
-    """An HTTP PUT, as SGLang's ranks register. Raises OSError."""
+    """Send an HTTP PUT as SGLang's ranks register. Raises OSError."""
     return _conn.requests.put(url, **what)
 
 
 def parallel() -> Any:
-    """Sizes and ranks of this process."""
+    """Returns the parallel sizes and ranks of this process."""
     return _context.get_parallel()
 
 
 def of_all_stages(own: dict[str, int]) -> list[dict[str, int]]:
-    """What the pipeline stages beside this rank give, first to last. All call this at the same time."""
+    """Returns the `own` of each pipeline stage, first to last. All call this at the same time."""
     return parallel().pp_group.all_gather_object(own) if parallel().pp_size > 1 else [own]
 
 
 def name_of_this_engine() -> str:
-    """The same on all ranks that serve a request together, and on no others: address, port, data-parallel rank."""
+    """Returns a name shared by exactly the ranks that serve a request together: address, port, data-parallel rank."""
     head = parallel().dist_init_addr or _network.get_local_ip_auto()
     return f"{head} {_context.get_serving().port} {parallel().attn_dp_rank}"
 
 
 def is_latent(config: Any) -> bool:
-    """Whether the model of a `ModelConfig` keeps a latent."""
+    """Returns True if the model of a `ModelConfig` caches a latent."""
     return config.attention_arch is import_module("sglang.srt.configs.model_config").AttentionArch.MLA
 
 
 def mamba_projections(config: Any) -> tuple[tuple[int, int], ...]:
-    """Units and heads of x, B and C, which lie in this order in a convolution of Mamba-2; () of other models.
+    """Returns units and heads of x, B and C, in their order in a Mamba-2 convolution; () for other models.
 
-    Their pools do not tell. Where there is one group of B and C every rank has it (`MambaMixer2`).
+    Their pools do not tell. A single group of B and C is held by every rank (`MambaMixer2`).
     """
     mamba = import_module("sglang.srt.configs.hybrid_arch").mamba2_config(config)
     groups = getattr(mamba, "n_groups", 0) or getattr(mamba, "mamba_n_groups", 0)
@@ -198,7 +202,7 @@ def mamba_projections(config: Any) -> tuple[tuple[int, int], ...]:
 
 
 def device(gpu_id: int) -> torch.device:
-    """GPU `gpu_id`, or the device that SGLang runs on where that is none."""
+    """Returns GPU `gpu_id`, or SGLang's device if that is no GPU."""
     import torch
 
     kind = _context.get_device().device

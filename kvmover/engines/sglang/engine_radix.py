@@ -1,6 +1,4 @@
-"""All further names of SGLang that the radix cache and its tiers use are imported here, and what they are called in the
-tree.
-"""
+"""The further SGLang names that the radix cache and its tiers use are imported here, and mapped to the tree's."""
 
 from __future__ import annotations
 
@@ -42,28 +40,28 @@ _events: Any = import_module("sglang.srt.disaggregation.kv_events")
 
 EventPublisher: Any = _events.EventPublisher
 
-#: An endpoint with its port moved by a data-parallel rank; None of None.
+#: Returns an endpoint with its port moved by a data-parallel rank; None for None.
 port_of_rank: Any = _events.ZmqEventPublisher.offset_endpoint_port
 
-#: SGLang's names of attention KV, of windows, and of states of recurrent layers.
+#: SGLang's names of attention KV, windows, and states of recurrent layers.
 FULL: Any = _components.ComponentType.FULL
 SWA: Any = _components.ComponentType.SWA
 MAMBA: Any = _components.ComponentType.MAMBA
 
 default_radix_cache: Any = _registry.default_radix_cache_factory
 
-#: Allocators whose free pages a cache may count and give back by token index.
+#: Allocators whose free pages a cache may count and free by token index.
 ALLOCATORS = frozenset({"TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator"})
-#: The same, with pages of windows behind a mapping.
+#: The same, with window pages behind a mapping.
 HYBRID_ALLOCATOR = "SWATokenToKVPoolAllocator"
-#: Pools whose buffers are all that there is of a token.
+#: Pools whose buffers hold all data of a token.
 _POOLS = {"MHATokenToKVPool", "MLATokenToKVPool"}
-#: Pools that are made of two of these, or of one and of states.
+#: Pools made of two of these, or of one and states.
 _HYBRIDS = {"SWAKVPool", "HybridLinearKVPool"}
 
 
 def to_device(row: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """A row of the host on `device`, through pinned memory and behind what the current stream does."""
+    """Returns a host row on `device`, copied through pinned memory in the current stream."""
     import torch
 
     if device.type == "cpu":
@@ -72,45 +70,45 @@ def to_device(row: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
 
 
 def has_windows(allocator: Any) -> bool:
-    """Whether an allocator has pages of windows beside those of attention KV."""
+    """Returns True if the allocator has window pages beside those of attention KV."""
     return type(allocator).__name__ == HYBRID_ALLOCATOR
 
 
 def has_states(rows: Any) -> bool:
-    """Whether requests have slots in a pool of states beside their rows."""
+    """Returns True if requests have slots in a state pool beside their rows."""
     return isinstance(rows, _pools.HybridReqToTokenPool)
 
 
 def state_grid(page_tokens: int) -> int:
-    """States that the tree can name are of multiples of this many tokens, as SGLang takes its snapshots."""
+    """Returns the token grid of the states that the tree can name, on which SGLang takes its snapshots."""
     return _context.mamba_checkpoint_grid(page_tokens)
 
 
 def leaves_states_unlocked() -> bool:
-    """Whether SGLang counts on it that a request which has copied its state locks it no more."""
+    """Returns True if SGLang expects a request to unlock its state once it has copied it."""
     return _environ.envs.SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK.get()
 
 
 def is_abort(reason: Any) -> bool:
-    """Whether a request ended without an answer."""
+    """Returns True if this finish reason is an abort."""
     return isinstance(reason, _batch.FINISH_ABORT)
 
 
 def disaggregated() -> bool:
-    """Whether this process is a prefill or a decode."""
+    """Returns True in a prefill or decode server."""
     return _context.get_disagg().disaggregation_mode != "null"
 
 
 def is_decode() -> bool:
-    """Whether this process is a decode."""
+    """Returns True in a decode server."""
     return _context.get_disagg().disaggregation_mode == "decode"
 
 
 def place() -> ParallelRank:
-    """Where this process stands among those that serve a request together.
+    """Returns this process's place among the ranks that serve a request together.
 
-    Decode context parallelism deals the tokens to neighbours of one tensor-parallel group, which hold the same heads.
-    Attention's own divides a prompt's work; then every rank has all of it.
+    Decode context parallelism deals tokens to neighbours in a tensor-parallel group, which hold the same heads.
+    Attention context parallelism divides a prompt's work, and every rank then holds all of its KV.
     """
     parallel = _context.get_parallel()
     shares = parallel.attn_dcp_size
@@ -128,15 +126,15 @@ def place() -> ParallelRank:
 
 
 def data_parallel_groups() -> int:
-    """How many fleets of one server serve requests of their own."""
+    """Returns the number of fleets in this server that serve requests of their own."""
     parallel = _context.get_parallel()
     return parallel.dp_size * parallel.attn_dp_size
 
 
 def fleet_group(place: ParallelRank, params: Any) -> dist.ProcessGroup | None:
-    """All processes that serve a request together, stage by stage, on CPU memory; None where there is one.
+    """Returns the CPU process group of all ranks that serve a request together, stage by stage; None for a single rank.
 
-    Several stages or copies get a group of their own, which they make together: SGLang has none of all of them.
+    For several stages or copies SGLang has no such group: all ranks call this together and make one.
     """
     if place.ranks == 1:
         return None
@@ -153,7 +151,9 @@ def fleet_group(place: ParallelRank, params: Any) -> dist.ProcessGroup | None:
 
 
 def odd_windows(context: Any) -> str:
-    """What makes windows of a `TreeCacheBuildContext` other than pages of requests and of the tree; empty for none."""
+    """Returns the reasons why windows of a `TreeCacheBuildContext` are not pages of requests and tree; empty if they
+    are.
+    """
     params, allocator = context.params, context.params.token_to_kv_pool_allocator
     odd = {
         "windows only": context.full_tokens_per_layer == 0,
@@ -166,7 +166,9 @@ def odd_windows(context: Any) -> str:
 
 
 def odd_states(context: Any) -> str:
-    """What makes states of a `TreeCacheBuildContext` other than slots of requests and of the tree; empty for none."""
+    """Returns the reasons why states of a `TreeCacheBuildContext` are not slots of requests and tree; empty if they
+    are.
+    """
     params, rows, options = context.params, context.params.req_to_token_pool, _context.get_exec().mamba
     pool = getattr(rows, "mamba_pool", None)
     behind = getattr(pool, "replayssm_write_pos", None) is not None
@@ -183,7 +185,7 @@ def odd_states(context: Any) -> str:
 
 
 def asked_beside() -> str:
-    """What else this process is asked for that only SGLang's own tree does; empty for nothing."""
+    """Returns the requested features that only SGLang's own tree has; empty without any."""
     memory, disaggregation = _context.get_memory(), _context.get_disagg()
     asked = {
         "LMCache (--enable-lmcache)": memory.enable_lmcache,
@@ -194,7 +196,7 @@ def asked_beside() -> str:
 
 
 def policy_of(name: str, options: dict[str, Any]) -> EvictionPolicy:
-    """The tree's policy of SGLang's name. Raises EngineUnsupported for one that it has not, or for options."""
+    """Returns the tree's policy by SGLang's name. Raises EngineUnsupported for an unknown one, or for options."""
     known = {"lru": LRU, "lfu": LFU, "slru": SLRU, "fifo": FIFO, "priority": PRIORITY}
     if name.lower() not in known or options:
         asked = f"{name} with {options}" if options else name
@@ -203,7 +205,7 @@ def policy_of(name: str, options: dict[str, Any]) -> EvictionPolicy:
 
 
 def refuse(context: Any) -> None:
-    """Raise EngineUnsupported where a `TreeCacheBuildContext` is of what only SGLang's own tree keeps."""
+    """Raise EngineUnsupported if a `TreeCacheBuildContext` needs SGLang's own tree."""
     asked = asked_beside()
     if asked:
         raise EngineUnsupported(f"{asked} goes with SGLang's own radix cache: leave out --radix-cache-backend kvmover")
@@ -224,7 +226,7 @@ def refuse(context: Any) -> None:
 
 
 def tier_flags() -> TierFlags:
-    """SGLang's flags of this process. Raises ValueError for options of the storage that SGLang does not read."""
+    """Returns SGLang's flags of this process. Raises ValueError for storage options that SGLang cannot parse."""
     memory = _context.get_memory()
     storage = None
     if memory.hicache_storage_backend is not None:
@@ -243,7 +245,7 @@ def tier_flags() -> TierFlags:
 
 
 def odd_pools(context: Any) -> str:
-    """What of a `TreeCacheBuildContext` the tiers do not bring back as it was; empty for nothing."""
+    """Returns the parts of a `TreeCacheBuildContext` that tiers cannot restore; empty without any."""
     params, rows, parallel = context.params, context.params.req_to_token_pool, _context.get_parallel()
     pool = params.token_to_kv_pool_allocator.get_kvcache()
     within = [getattr(pool, name) for name in ("full_kv_pool", "swa_kv_pool") if hasattr(pool, name)] or [pool]
@@ -268,7 +270,7 @@ def odd_pools(context: Any) -> str:
 
 
 def fences(context: Any) -> tuple[torch.cuda.Stream, ...]:
-    """The stream of forward passes, which write and read pages that are copied."""
+    """Returns the streams of forward passes, which write and read the pages that are copied."""
     stream = context.tp_worker.model_runner.forward_stream
     return () if stream is None or not hasattr(stream, "cuda_stream") else (stream,)
 
@@ -282,7 +284,7 @@ def gate(context: Any, gates: Any) -> None:
 
 
 def tokens_by_tier(req: Any) -> tuple[int, int, int]:
-    """What SGLang says that a request, just admitted, found on the device, on the host and in storage."""
+    """Returns the tokens that a just admitted request found on device, on host and in storage, by SGLang's count."""
     return _batch.split_cached_prefix_by_tier(
         prefix_len=req.prefix_len,
         host_hit_len=req.materialized_host_hit_len(),

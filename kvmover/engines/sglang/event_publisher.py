@@ -1,7 +1,8 @@
-"""KvmoverEventPublisher is a choice of SGLang's `--kv-events-config`: late subscribers are told what is cached already.
+"""KvmoverEventPublisher sends SGLang's KV events and shows late subscribers the pages cached already
+(`--kv-events-config`).
 
-SGLang's own publisher says again only what it has kept, so a router that starts later never learns of what was cached
-before. This one keeps a snapshot of kvmover's radix cache for those; all frames are as SGLang's.
+SGLang's own publisher replays only the events that it kept, so a router that starts later misses older pages. This one
+adds snapshots of kvmover's radix cache; all frames are as SGLang's.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from kvmover.engines.sglang import engine_radix
 
 
 class CacheEvents(list[KVEvent]):
-    """Events of a step. `resident` tells all that is cached after them: `PrefixTree.resident`."""
+    """The events of a step. `resident` returns all that is cached after them: `PrefixTree.resident`."""
 
     def __init__(self, events: Iterable[KVEvent], resident: Callable[[], Iterable[KVEvent]]) -> None:
         super().__init__(events)
@@ -24,9 +25,9 @@ class CacheEvents(list[KVEvent]):
 
 
 class KvmoverEventPublisher(engine_radix.EventPublisher):
-    """Publishes for one cache, in the scheduler's thread and without waiting for anybody. The options are SGLang's.
+    """A publisher for one cache, which never blocks the scheduler's thread. The options are SGLang's.
 
-    `max_queue_size` says nothing here: nothing waits to be sent.
+    `max_queue_size` has no effect, because events are sent at once.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class KvmoverEventPublisher(engine_radix.EventPublisher):
         topic: str = "",
         **others: Any,
     ) -> None:
-        """Raises EngineUnsupported where it should connect, TransportError for an endpoint that cannot be bound."""
+        """Raises EngineUnsupported for `bind` false, TransportError for an endpoint that cannot be bound."""
         if others.get("bind") is False:
             raise EngineUnsupported('kvmover\'s publisher of KV events binds its endpoint: leave out "bind": false')
         self._rank, self._topic, self._replays = attn_dp_rank, topic, replay_endpoint is not None
@@ -54,14 +55,14 @@ class KvmoverEventPublisher(engine_radix.EventPublisher):
         atexit.register(self.shutdown)
 
     def publish(self, events: Any) -> None:
-        """One batch of SGLang's, `events.events`; of kvmover's radix cache a snapshot where one is due."""
+        """Publish a batch, `events.events`, and a snapshot of kvmover's radix cache if one is due."""
         told = events.events
         self._publisher.publish(told)
         if self._publisher.snapshot_due and isinstance(told, CacheEvents):
             self._publisher.snapshot(told.resident())
 
     def describe_local_source(self, block_size: int) -> dict[str, Any] | None:
-        """Where processes of this host subscribe, for SGLang's `/server_info`."""
+        """Returns the endpoints for subscribers on this host, for SGLang's `/server_info`."""
         source = {
             "dp_rank": self._rank,
             "endpoint": _local(self._publisher.endpoint),
@@ -71,10 +72,10 @@ class KvmoverEventPublisher(engine_radix.EventPublisher):
         return source | ({"replay_endpoint": _local(self._publisher.replay_endpoint)} if self._replays else {})
 
     def shutdown(self) -> None:
-        """What was published still goes out. Safe to call twice."""
+        """Send the published events and close. Safe to call twice."""
         self._publisher.close()
 
 
 def _local(endpoint: str) -> str:
-    """An endpoint at all addresses, as this host reaches it."""
+    """Returns an endpoint at all addresses as this host reaches it."""
     return endpoint.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")

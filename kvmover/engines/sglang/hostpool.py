@@ -1,4 +1,5 @@
-"""SGLang's host pools are values here: the axes of their buffers, by class and layout, and where a page lies."""
+"""SGLang's host pools are described as values: the axes of their buffers by class and layout, and the place of a page.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from kvmover.layout import PACKED_AXES, Component, Layout, PoolSpec
 if TYPE_CHECKING:
     import torch
 
-#: The buffer of each class whose rows have a meaning, and its axes outermost first; `slot` is page and token in one.
-#: Pools of other classes are stored as they lie.
+#: The buffer of each class with known rows, and its axes outermost first; `slot` is page and token in one. Pools of
+#: other classes are stored as they lie.
 _BUFFERS = {
     "MHATokenToKVPoolHost": "kv_buffer",
     "MLATokenToKVPoolHost": "kv_buffer",
@@ -33,13 +34,13 @@ _AXES = {
     ("DSAIndexerPoolHost", "page_first_direct"): "page layer head dim",
 }
 
-#: Pools of which a rank holds some positions or layers that no other rank's numbers tell.
+#: Pools whose positions or layers on a rank do not follow from rank numbers.
 _CUT = "PageInterleaveHostPool"
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A host buffer whose axes are known: strides in elements, `page_tokens` rows of it a page."""
+    """A host buffer with known axes: strides in elements, `page_tokens` rows per page."""
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
@@ -47,11 +48,11 @@ class Buffer:
     page_tokens: int
 
     def extent(self, axis: str) -> int:
-        """Length of an axis; 1 of one that the buffer lacks."""
+        """Returns the length of an axis; 1 for an axis that the buffer lacks."""
         return self.shape[self.axes.index(axis)] if axis in self.axes else 1
 
     def layout(self) -> Layout:
-        """The six axes of a pool: slots taken apart, axes that the buffer lacks of extent 1."""
+        """Returns the six axes of a pool: slots split in page and token, lacking axes of extent 1."""
         extents = {axis: self.extent(axis) for axis in PACKED_AXES}
         strides = {axis: self.stride[self.axes.index(axis)] if axis in self.axes else 0 for axis in PACKED_AXES}
         if "slot" in self.axes:
@@ -61,17 +62,17 @@ class Buffer:
         return Layout(PACKED_AXES, tuple(extents.values()), tuple(strides.values()))
 
     def spec(self, component: Component) -> PoolSpec:
-        """The buffer as a pool of `component`: one allocation, strides in elements."""
+        """Returns the buffer as a pool of `component`: one allocation, strides in elements."""
         return PoolSpec(component, self.layout())
 
 
 def is_split(pool: Any) -> bool:
-    """Whether ranks hold parts of it even where the main pool is the same on all: heads, or states."""
+    """Returns True if ranks hold parts of the pool (heads, states) even where the main pool is replicated."""
     return type(pool).__name__.startswith(("MHA", "Mamba"))
 
 
 def refuse(pool: Any, name: str) -> None:
-    """Raise EngineUnsupported for a host pool that does not hold whole pages of its layers, or holds nothing."""
+    """Raise EngineUnsupported for a host pool that is cut over context-parallel ranks, or empty on this rank."""
     if type(pool).__name__ == _CUT or getattr(pool, "_layer_shard_enabled", False):
         raise EngineUnsupported(f"host pool {name} is cut over context-parallel ranks; kvmover stores whole pages only")
     if getattr(pool, "_is_dummy", False):
@@ -79,7 +80,7 @@ def refuse(pool: Any, name: str) -> None:
 
 
 def tensor_of(pool: Any) -> torch.Tensor | None:
-    """The buffer of a pool whose rows have a meaning to others than itself; None: store it as it lies."""
+    """Returns the buffer of a pool whose rows other pools can read; None for a pool that is stored as it lies."""
     kind = type(pool).__name__
     if (kind, pool.layout) not in _AXES or getattr(pool, "v_head_dim", 0) != getattr(pool, "head_dim", 0):
         return None
@@ -87,14 +88,14 @@ def tensor_of(pool: Any) -> torch.Tensor | None:
 
 
 def buffer_of(pool: Any, tensor: torch.Tensor) -> Buffer:
-    """The axes of what `tensor_of` found, by the pool's class and layout."""
+    """Returns the axes of the buffer that `tensor_of` found, by the pool's class and layout."""
     axes = tuple(_AXES[type(pool).__name__, pool.layout].split())
     tokens = 1 if "token" not in axes and "slot" not in axes else pool.page_size
     return Buffer(axes, tuple(tensor.shape), tuple(tensor.stride()), tokens)
 
 
 def rows_of(pool: Any, name: str, buffer: Buffer, dtype: str, placement: TpPlacement) -> PoolRows:
-    """What the rows of a buffer are. An index page is one row a layer: its keys come first, then their scales."""
+    """Returns the rows of a buffer. An index page is one row per layer: its keys, then their scales."""
     layers = buffer.extent("layer")
     return PoolRows(
         name=name,
@@ -111,12 +112,14 @@ def rows_of(pool: Any, name: str, buffer: Buffer, dtype: str, placement: TpPlace
 
 
 def whole_layers(pool: Any) -> bool:
-    """Whether the pool holds every layer of its pipeline stage: not the full-attention ones of a hybrid model alone."""
+    """Returns True if the pool holds every layer of its pipeline stage, unlike the attention pool of a hybrid model."""
     return pool.end_layer - pool.start_layer == getattr(pool, "target_layer_num", pool.layer_num)
 
 
 def native_runs(pool: Any, name: str) -> list[int]:
-    """Bytes of each run of a page that is stored as it lies. Raises EngineUnsupported where it lies in too many."""
+    """Returns the bytes of each run of a page stored as it lies. Raises EngineUnsupported for `layer_first`: too many
+    runs.
+    """
     import torch
 
     try:
@@ -132,7 +135,7 @@ def native_runs(pool: Any, name: str) -> list[int]:
 
 
 def own_name(pool: Any, name: str, sizes: Sequence[int]) -> str:
-    """All that the bytes of a page depend on, where it is stored as it lies."""
+    """Returns a name with all that the bytes of a page, stored as it lies, depend on."""
     parts = [f"{name}, native {type(pool).__name__} {pool.layout}", f"{pool.page_size} tokens", f"{list(sizes)} bytes"]
     parts += [str(value) for value in (getattr(pool, key, None) for key in ("dtype", "storage_format_tag")) if value]
     layers = [getattr(pool, key, 0) for key in ("start_layer", "end_layer", "layer_num")]
@@ -140,7 +143,7 @@ def own_name(pool: Any, name: str, sizes: Sequence[int]) -> str:
 
 
 def memory_of_pool(pool: Any) -> list[torch.Tensor]:
-    """Every tensor that the pages of a pool lie in."""
+    """Returns every tensor that holds pages of the pool."""
     import torch
 
     held = pool.get_hybrid_pool_buffer() if hasattr(pool, "get_hybrid_pool_buffer") else pool.kv_buffer

@@ -1,4 +1,4 @@
-"""KvmoverLinker moves SGLang's device pools to and from the page store, with no host tier between."""
+"""KvmoverLinker moves SGLang's device pools to and from the page store, without a host tier between."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from kvmover.store import PagePart
 
 log = logging.getLogger(__name__)
 
-#: Into how many runs of layers a load is cut, so that a forward pass starts on the first while others are read.
+#: Runs of layers per load: a forward pass starts on the first while others are read.
 STEPS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class LinkerJob:
-    """Pages to move once all of `ready` has passed. `number`: under which the engine waits for a load."""
+    """The pages to move once all of `ready` has passed. `number`: the load for which the engine waits."""
 
     transfers: Sequence[PoolTransfer]
     ready: Sequence[Any]
@@ -47,14 +47,14 @@ class LinkerJob:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Layers of the model that are read together, and what that takes of each pool."""
+    """The layers of the model that are read together, and the backends for that by pool."""
 
     layers: range
     backends: dict[str, tuple[PackedBackend, ...]]
 
 
 class KvmoverLinker(engine_linker.UnifiedCacheLinker):
-    """One rank's linker. Device pools belong to the engine; two threads read and write, and wait for their copies.
+    """A rank's linker. Device pools belong to the engine; two threads read and write, and wait for their copies.
 
     Tensor-parallel ranks that hold the same pages write a share of them each, and read all.
     """
@@ -68,7 +68,9 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         extra_config: dict[str, Any] | None = None,
         forward_stream: Any = None,
     ) -> None:
-        """Raises ConfigError for options, StoreError, and EngineUnsupported or ValueError for what cannot be stored."""
+        """Raises ConfigError for options, StoreError, and EngineUnsupported or ValueError for pools that cannot be
+        stored.
+        """
         self.forward_stream = forward_stream
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()
         self._group = engine_linker.device_pools(kvcache, params, components)
@@ -97,7 +99,7 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         UPDATES.follow(self)
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """Every prefix of the pages that this rank can restore, in pages."""
+        """Returns the length of every prefix of the pages that this rank can restore, in pages."""
         expanded: list[PoolTransfer] = self._group.resolve_transfers(transfers)
         pages = [page_of(key) for transfer in transfers if str(transfer.name) == MAIN for key in transfer.keys or ()]
         if not expanded or not pages:
@@ -112,7 +114,10 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         return list(hits(found, trailing).lengths)
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """Queue a load for the next `start_layer_wise_loading`. Pages that are on the device already are left out."""
+        """Queue a load for the next `start_layer_wise_loading`. Pages already on the device are left out.
+
+        Returns False without pages to load. Raises StoreError if a load for `rid` is queued.
+        """
         expanded = self._group.resolve_transfers(transfers, allow_partial=True, allow_missing_kv=True)
         if not expanded:
             return False
@@ -122,11 +127,11 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         return True
 
     def cancel_queued_load(self, rid: str) -> bool:
-        """Drop a load that no `start_layer_wise_loading` has taken yet; whether there was one."""
+        """Drop a load before `start_layer_wise_loading` takes it. Returns True if there was one."""
         return self._pending.pop(rid, None) is not None
 
     def start_layer_wise_loading(self) -> int:
-        """Begin all queued loads as one, behind what the current stream was given; its number, or -1 without any."""
+        """Start all queued loads as one, behind the current stream. Returns its number, or -1 without any."""
         if not self._pending:
             return -1
         transfers = [transfer for of_request in self._pending.values() for transfer in of_request]
@@ -136,26 +141,26 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         return number
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        """Wait for every layer of load `counter_index`; whether all of them landed."""
+        """Wait for every layer of load `counter_index`. Returns True if all of them landed."""
         return self.layer_done_counter.finish(counter_index)
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        """Queue pages for storage, each by one of the ranks that hold it."""
+        """Queue pages for storage, each by one of the ranks that hold it. Returns False without pages."""
         expanded = self._group.resolve_transfers(transfers, allow_partial=True)
         if expanded:
             self._offloads.put(LinkerJob(expanded, self.record_offload_ready()))
         return bool(expanded)
 
     def num_completed_offloads(self) -> int:
-        """Offloads that have ended and were not popped."""
+        """Returns the number of ended offloads that were not popped."""
         return self._done.qsize()
 
     def pop_completed_offload(self) -> bool:
-        """Whether the oldest ended offload stored all its pages. Raises queue.Empty where none ended."""
+        """Pop the oldest ended offload. Returns True if it stored all its pages. Raises queue.Empty without one."""
         return self._done.get_nowait()
 
     def reset(self) -> None:
-        """Wait until nothing is read or written, and forget what was done. What is stored stays."""
+        """Drop queued loads, wait for running loads and offloads, and forget their results. Stored pages stay."""
         self._pending.clear()
         self._loads.settle()
         self._offloads.settle()
@@ -164,7 +169,7 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         self.layer_done_counter.reset()
 
     def reweigh(self) -> None:
-        """Store and load pages of the weights that the engine has now, once what was queued has ended."""
+        """Store and load pages of the engine's present weights, once queued work has ended. Raises StoreError."""
         self._loads.settle()
         self._offloads.settle()
         self._adapter.reweigh()
@@ -176,7 +181,7 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         return {name: tuple(each.moved(store, space) for each in of) for name, of in backends.items()}
 
     def close(self) -> None:
-        """Wait for what is under way, end both threads, and close the store."""
+        """Wait for running work, end both threads, and close the store."""
         UPDATES.leave(self)
         self.reset()
         for worker in (self._loads, self._offloads):
@@ -185,7 +190,7 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         self._adapter.store.close()
 
     def _device_pools(self, kvcache: Any) -> dict[str, list[DevicePoolPages]]:
-        """Pages of every pool for one thread: bounce memory and a stream of its own."""
+        """Returns the pages of every pool for one thread, with bounce memory and a stream of its own."""
         first, adapter = kvcache.start_layer, self._adapter
         strands = {
             str(name): strands_of(entry, first, self._placement_of(entry.device_pool))
@@ -205,7 +210,7 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         return made
 
     def _placement_of(self, pool: Any) -> TpPlacement:
-        """Of one of the group's pools: all are the same on every rank, or those that their class says so of."""
+        """Returns the placement of one of the group's pools: REPLICATED if the group is, else by its class."""
         return self._placement if self._placement is TpPlacement.REPLICATED else placement_of(pool)
 
     def _part(self, name: str, strand: Strand, kvcache: Any) -> PagePart:
@@ -213,7 +218,7 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         return part_of_strand(name, strand, rank.place, rank.model, layers, self._adapter.page_tokens)
 
     def _load(self, job: LinkerJob) -> None:
-        """Layers in order; one page that is not there ends the batch, which the engine then aborts."""
+        """Load the layers in order. A missing page fails the load, which the engine then aborts."""
         try:
             _wait(job)
             for step in self._steps:
@@ -264,7 +269,7 @@ def _wait(job: LinkerJob) -> None:
 
 
 def _tokens(transfer: PoolTransfer) -> Numbers:
-    """The device indices, which SGLang has put in this place."""
+    """Returns the device indices, which SGLang has put in this place. Raises StoreError without any."""
     if transfer.host_indices is None:
         raise StoreError(f"pages of {transfer.name} without indices")
     return transfer.host_indices.cpu().numpy()
