@@ -117,7 +117,7 @@ def whole_layers(pool: Any) -> bool:
 
 
 def native_runs(pool: Any, name: str) -> list[int]:
-    """Returns the bytes of each run of a page stored as it lies. Raises EngineUnsupported for `layer_first`: too many
+    """Returns the bytes of each run of a page stored as it lies. Raises EngineUnsupported for layouts without such
     runs.
     """
     import torch

@@ -1,7 +1,7 @@
-"""An operator's options are read here: of the page store in SGLang's JSON, of transfers in its environment and ours, of
-tiers in SGLang's flags for a hierarchical cache.
+"""The operator's options are read here: the page store's from SGLang's JSON, transfers' from SGLang's environment and
+kvmover's settings, tiers' from SGLang's flags for a hierarchical cache.
 
-So is what a rank's pools do not say of the model, from the running engine or from the operator.
+Facts of the model that a rank's pools do not tell come from the running engine or the operator.
 """
 
 from __future__ import annotations
@@ -27,25 +27,28 @@ from kvmover.engines.common import (
 from kvmover.engines.sglang.weight_updates import UPDATES
 from kvmover.transfer.config import MoverConfig
 
-#: Keys of the same JSON that are SGLang's own.
+#: SGLang's own keys in the same JSON.
 _ENGINE_KEYS = frozenset({"backend_name", "module_path", "class_name", "interface_v1", "allocator"})
 
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class ObjectKind(StrEnum):
-    """SHARED: pages in kvmover's order, which ranks of any TP, PP and host layout read. NATIVE: as they lie in the
-    host pool, so without a copy, for ranks of the same shape and layout only."""
+    """The form of stored objects.
+
+    SHARED: pages in kvmover's order, read by ranks of any TP, PP and host layout. NATIVE: pages as they lie in the host
+    pool, stored without a copy for ranks of the same shape and layout.
+    """
 
     SHARED = "shared"
     NATIVE = "native"
 
 
 class StoreOptions(ContentOptions, frozen=True, forbid_unknown_fields=True):
-    """The store's own, all of which have a default; what else there is to say of it are settings (`STORE_KEYS`).
+    """The store's own options, all with defaults; further ones are settings (`STORE_KEYS`).
 
-    `model` defaults to the engine's model name. `kv_heads`, `layers`, `kv_dtype`: of the whole model, where the engine
-    is not to be asked.
+    `model` defaults to the engine's model name. `kv_heads`, `layers`, `kv_dtype`: of the whole model, overriding the
+    engine's.
     """
 
     objects: ObjectKind = ObjectKind.SHARED
@@ -55,9 +58,9 @@ class StoreOptions(ContentOptions, frozen=True, forbid_unknown_fields=True):
 
 
 def parse(extra_config: Mapping[str, Any] | None) -> tuple[StoreOptions, Settings]:
-    """The store's options, and the settings of this process with those of `STORE_KEYS` over them.
+    """Returns the store's options, and this process's settings overridden by the `STORE_KEYS` in `extra_config`.
 
-    There may be peers and no store. Raises ConfigError that names the key which is missing, unknown or out of range.
+    A store is optional beside peers. Raises ConfigError naming the key that is missing, unknown or out of range.
     """
     said = {key: value for key, value in (extra_config or {}).items() if key not in _ENGINE_KEYS}
     options, settings = read_options(said, StoreOptions, STORE_KEYS, "the options of kvmover's page store in SGLang")
@@ -67,10 +70,10 @@ def parse(extra_config: Mapping[str, Any] | None) -> tuple[StoreOptions, Setting
 
 
 def transfer_settings(timeout_s: float, given_s: float | None) -> Settings:
-    """The settings of this process for prefill/decode. `timeout_s`: SGLang's; `given_s`: the same where it was given.
+    """Returns this process's settings for prefill/decode.
 
-    A transfer has `mover.deadline_s` where that is configured, else SGLang's timeout. Where both were given each is a
-    promise, so the shorter holds.
+    `timeout_s`: SGLang's timeout; `given_s`: the same if the operator set it. The deadline of a transfer is
+    `mover.deadline_s` if configured, else SGLang's timeout; if both are set, the shorter.
     """
     settings = load(defaults=Settings(mover=MoverConfig(deadline_s=timeout_s))).settings
     if given_s is None:
@@ -80,9 +83,12 @@ def transfer_settings(timeout_s: float, given_s: float | None) -> Settings:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """`kv_heads`, `layers`: of the main attention cache, None where nobody says. `kv_dtype`: what bytes that torch
-    calls uint8 stand for: e4m3 and e5m2 are stored alike. `exchange`: what engines of any make call the model: pages
-    are shared with these then; "": with SGLang's alone."""
+    """The facts of a model that its pools do not tell.
+
+    `kv_heads`, `layers`: of the main attention cache, None if unknown. `kv_dtype`: meaning of bytes that torch calls
+    uint8, because e4m3 and e5m2 are stored alike. `exchange`: the model's name at engines of any make, which then share
+    its pages; "": only SGLang shares them.
+    """
 
     kv_heads: int | None = None
     layers: int | None = None
@@ -91,7 +97,7 @@ class ModelFacts:
 
 
 def said(options: StoreOptions, engine: ModelFacts) -> ModelFacts:
-    """The operator's word before the engine's."""
+    """Returns the operator's facts, and the engine's for those not given."""
     return ModelFacts(
         options.kv_heads or engine.kv_heads,
         options.layers or engine.layers,
@@ -101,7 +107,7 @@ def said(options: StoreOptions, engine: ModelFacts) -> ModelFacts:
 
 
 def served() -> ModelFacts:
-    """The model that this process serves; nothing is known outside a running engine."""
+    """Returns the facts of the served model; outside a running engine only `exchange`."""
     from kvmover.engines.sglang import engine
 
     config, exchange = engine.model_config(), load().settings.exchange.model or ""
@@ -111,10 +117,10 @@ def served() -> ModelFacts:
 
 
 def served_weights(settings: Settings, called: str) -> ServedWeights:
-    """The weights that this process serves, and others call `called` unless the engine's configuration says otherwise.
+    """Returns the weights of this process, named `called` unless `exchange.model` is configured.
 
-    Ranks of one pipeline stage call it together. A version that SGLang was given for its weights is a part of them.
-    Raises ConfigError where nobody can tell them from others.
+    Ranks of a pipeline stage call this together. A version given to SGLang is part of the weights' identity. Raises
+    ConfigError for weights that cannot be identified.
     """
     from kvmover.engines.sglang import engine
 
@@ -123,13 +129,13 @@ def served_weights(settings: Settings, called: str) -> ServedWeights:
     return UPDATES.current(found.updated(version) if version else found)
 
 
-#: What `--hicache-storage-backend dynamic` has to name.
+#: The class that `--hicache-storage-backend dynamic` has to name.
 _STORE = "KvmoverStore"
 
 
 @dataclass(frozen=True, slots=True)
 class StorageFlags:
-    """`--hicache-storage-backend` and its options: SGLang's own by name, all others in `options`."""
+    """The storage backend of `--hicache-storage-backend`: SGLang's own options as fields, all others in `options`."""
 
     backend: str
     options: Mapping[str, Any]
@@ -138,7 +144,7 @@ class StorageFlags:
     timeout_per_ki_token_s: float = 0.25
 
     def check(self) -> None:
-        """Raise EngineUnsupported unless pages are to be kept in kvmover's page store."""
+        """Raise EngineUnsupported unless the backend is kvmover's page store."""
         if self.backend != "dynamic" or self.options.get("class_name") != _STORE:
             named = f"{self.backend} with class_name {self.options.get('class_name')}"
             raise EngineUnsupported(
@@ -149,7 +155,7 @@ class StorageFlags:
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """Of one component on the device: `pages`, or states, and the bytes of one in all its pools."""
+    """The size of a component on the device: number of pages or states, and the bytes of one in all its pools."""
 
     pages: int
     page_bytes: int
@@ -157,8 +163,10 @@ class PoolSize:
 
 @dataclass(frozen=True, slots=True)
 class TierFlags:
-    """`--hicache-ratio`, `--hicache-size` in bytes or 0, `--hicache-write-policy`, `--hicache-storage-prefetch-policy`,
-    and the storage, if any. `host_memory`: `--hicache-host-memory-mode`.
+    """The flags of SGLang's hierarchical cache, and the storage, if any.
+
+    `host_bytes`: `--hicache-size`, or 0. `write`, `prefetch`: `--hicache-write-policy`,
+    `--hicache-storage-prefetch-policy`. `host_memory`: `--hicache-host-memory-mode`.
     """
 
     ratio: float
@@ -169,7 +177,7 @@ class TierFlags:
     storage: StorageFlags | None = field(default=None)
 
     def tiers(self) -> Tiers:
-        """When pages are copied to the host. Raises EngineUnsupported for a policy of another name."""
+        """Returns the policy of copies to the host. Raises EngineUnsupported for an unknown `write`."""
         known: dict[str, Tiers] = {
             "write_through": WriteThrough(1),
             "write_through_selective": WriteThrough(2),
@@ -180,7 +188,7 @@ class TierFlags:
         return known[self.write]
 
     def policy(self) -> TierPolicy:
-        """What storage is written and read for. Raises EngineUnsupported for a prefetch of another name."""
+        """Returns the policy of storage reads and writes. Raises EngineUnsupported for an unknown `prefetch`."""
         if self.storage is None:
             return TierPolicy(store=Store.NEVER)
         storage = self.storage
@@ -194,10 +202,10 @@ class TierFlags:
         return TierPolicy(prefetch=known[self.prefetch], least_tokens=storage.least_tokens)
 
     def host_pages(self, device: Mapping[str, PoolSize]) -> dict[str, int]:
-        """Pages of the host, by component: `ratio` times those of the device, or as many as fit `host_bytes` together,
-        in the proportions of the device.
+        """Returns the host's pages by component.
 
-        Raises EngineUnsupported where that is none.
+        They are `ratio` times the device's, or those that fit `host_bytes` together in the device's proportions. Raises
+        EngineUnsupported if a component gets no page.
 
         >>> device = {"full": PoolSize(pages=1000, page_bytes=4096), "swa": PoolSize(pages=250, page_bytes=16384)}
         >>> TierFlags(ratio=2.0).host_pages(device), TierFlags(2.0, host_bytes=10**9).host_pages(device)

@@ -1,4 +1,4 @@
-"""A rank of SGLang holds a part of every page; here that becomes components, parts and restorable prefixes. Pure."""
+"""A rank's part of every page becomes components, page parts and restorable prefixes here, by pure functions."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kvmover.errors import LayoutError
 from kvmover.layout import Component, Span
 from kvmover.store import PageBox, PagePart
 
-#: The pool whose heads and layers the model's figures are of.
+#: The pool to which the model's numbers of heads and layers apply.
 MAIN = "kv"
 
-#: A pool of which every page of a prefix is needed.
+#: Marks a pool that needs every page of a prefix.
 ALL_PAGES = 0
 
 
 class TpPlacement(Enum):
-    """How the tensor-parallel ranks of a stage hold a pool: a share of the heads each, or all of them the same rows."""
+    """The placement of a pool on a stage's tensor-parallel ranks: a share of the heads each, or all of its rows."""
 
     SHARDED = "sharded"
     REPLICATED = "replicated"
@@ -33,7 +33,7 @@ class TpPlacement(Enum):
 class PoolRows:
     """The rows of a pool on one rank: `layers` of them from `first_layer`, `drafts` of which are a draft model's.
 
-    `kv`: 2 for attention, 1 where one row is both. `states`: 0 is a row a token, 1 a row a page.
+    `kv`: 2 for attention, 1 if a row holds both. `states`: 0 for a row per token, 1 for a row per page.
     """
 
     name: str
@@ -49,11 +49,11 @@ class PoolRows:
 
 
 def part_of_rows(rows: PoolRows, place: ParallelRank, model: ModelFacts, page_tokens: int) -> PagePart:
-    """The whole-model component that `rows` belong to, and the box of a page that they are. `page_tokens`: of all ranks
-    that share its positions.
+    """Returns the part of a page that `rows` are: the whole-model component, and the box of the page.
 
-    What nobody says of the whole model stays the rank's own: 1 head on each of 8 ranks may be 8 heads, or 4 held twice.
-    Then it is stored by rank, which is never wrong, and is shared by fleets of the same shape alone.
+    `page_tokens`: of all ranks that share its positions. Without the whole model's numbers, pages are stored by rank: 1
+    head on each of 8 ranks may be 8 heads, or 4 held twice. That is always correct, but only fleets of the same shape
+    share them. Raises LayoutError if a rank's heads do not fit the model's.
 
     >>> rows = PoolRows("kv", layers=80, kv=2, heads=1, dim=128, dtype="bfloat16")
     >>> part = part_of_rows(rows, ParallelRank(tp=5, tp_size=8), ModelFacts(kv_heads=4), page_tokens=64)
@@ -93,7 +93,7 @@ def _heads(rows: PoolRows, place: ParallelRank, model: ModelFacts) -> tuple[int,
 
 
 def native_part(name: str, nbytes: int, place: ParallelRank, placement: TpPlacement) -> PagePart:
-    """A run of a page that only ranks of the same shape understand: one row, whose component says whose it is."""
+    """Returns a run of a page as an opaque row for ranks of the same shape; the component names the rank and stage."""
     whose = [f"rank {place.tp} of {place.tp_size}"] * (placement is TpPlacement.SHARDED and place.tp_size > 1)
     whose += [f"stage {place.pp} of {place.pp_size}"] * (place.pp_size > 1)
     component = Component.state(", ".join([name, *whose]), 1, 1, nbytes, "uint8")
@@ -102,22 +102,24 @@ def native_part(name: str, nbytes: int, place: ParallelRank, placement: TpPlacem
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """`lengths`: every restorable prefix in pages, rising. `reach`: per pool, the longest prefix that it can serve."""
+    """The restorable prefixes. `lengths`: of each, rising; `reach`: per pool, of the longest it can serve; in pages."""
 
     lengths: tuple[int, ...]
     reach: dict[str, int]
 
     @property
     def pages(self) -> int:
-        """The longest restorable prefix, in pages."""
+        """Length of the longest restorable prefix, pages."""
         return self.lengths[-1] if self.lengths else 0
 
 
 def hits(found: Mapping[str, Sequence[bool]], trailing: Mapping[str, int]) -> Hits:
-    """`found`: per pool, whether each page is stored. `trailing`: how many last pages of a prefix a pool needs of it,
+    """Returns the prefixes that all pools can restore.
+
+    `found`: per pool, True for each stored page. `trailing`: per pool, the number of last pages of a prefix it needs,
     or ALL_PAGES. Ranks must intersect the lengths: the least of their longest may be one that a rank cannot restore.
 
-    A state that was stored behind page 3 alone, and attention for five pages, serve a prefix of 3:
+    A state stored behind page 3 alone, and attention for five pages, serve a prefix of 3:
 
     >>> hits({"kv": [True] * 5, "mamba": [False, False, True, False, False]}, {"kv": ALL_PAGES, "mamba": 1})
     Hits(lengths=(3,), reach={'kv': 5, 'mamba': 3})
@@ -128,6 +130,6 @@ def hits(found: Mapping[str, Sequence[bool]], trailing: Mapping[str, int]) -> Hi
 
 
 def _lengths(rules: Mapping[str, Rule], found: Mapping[str, Sequence[bool]]) -> list[int]:
-    """In pages, rising, from the empty prefix on. A page is the unit: pools say their reach in pages too."""
+    """Returns the restorable lengths, pages, rising, from the empty prefix on."""
     legal = restorable(rules, {name: found[name] for name in rules}, page_tokens=1)
     return np.flatnonzero(legal).tolist()

@@ -1,4 +1,4 @@
-"""AuxRows are the rows of SGLang's buffers that go beside the cache: the first token and what is known of it."""
+"""AuxRows are the rows of SGLang's metadata buffers beside the cache: the first token and its log probabilities."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from kvmover.engines.common import FirstToken, ToldLogprobs
 
-#: Numbers of SGLang's buffers (`MetadataBuffers.get_buf_infos`), which always come first, in this order.
+#: Indices of SGLang's first metadata buffers (`MetadataBuffers.get_buf_infos`), in this order.
 _TOKEN, _CACHED, _LOGPROB, _LOGPROB_TOKEN, _TOP, _TOP_TOKENS = range(6)
 
 
 class AuxRows:
-    """The rows of the buffers that go beside the cache (first token, log probabilities), as one payload.
+    """The rows of the metadata buffers (first token, log probabilities), as one payload.
 
-    `rooms`: which of them has the rooms, counted from the end: -1 is the last.
+    `rooms`: index of the buffer with the rooms, from the end: -1 is the last.
     """
 
     def __init__(self, args: Any, rooms: int = -1) -> None:
@@ -29,11 +29,11 @@ class AuxRows:
         return sum(nbytes for _, nbytes in self._buffers)
 
     def take(self, index: int) -> bytes:
-        """Row `index` of each buffer, one behind the other: a copy."""
+        """Returns a copy of row `index` of each buffer, one behind the other."""
         return b"".join(ctypes.string_at(pointer + index * nbytes, nbytes) for pointer, nbytes in self._buffers)
 
     def put(self, index: int, payload: bytes) -> None:
-        """Raises ValueError where the payload is of other buffers."""
+        """Write a payload of `take` to row `index`. Raises ValueError if its length is not `nbytes`."""
         if len(payload) != self.nbytes:
             raise ValueError(f"{len(payload)} bytes beside the cache; this side's buffers take {self.nbytes}")
         at = 0
@@ -42,8 +42,10 @@ class AuxRows:
             at += nbytes
 
     def land(self, index: int, told: ToldLogprobs | None, room: int, payload: bytes) -> None:
-        """Row `index` of the request in `room`, as SGLang sent it, or, where there is a `told`, an engine of another
-        make. Raises ValueError or ProtocolError for other bytes.
+        """Write a received payload to row `index`, of the request in `room`.
+
+        `told` None: the payload is SGLang's; else it is a FirstToken of an engine of another make. Raises ValueError or
+        ProtocolError for other bytes.
         """
         if told is None:
             self.put(index, payload)
@@ -51,9 +53,9 @@ class AuxRows:
             self.put_first(index, told.beside(FirstToken.decode(payload)), room)
 
     def put_first(self, index: int, first: FirstToken, room: int) -> None:
-        """The row of a request that an engine of another make has prefilled; all that it does not tell is 0.
+        """Write the row of a request that an engine of another make has prefilled; values that it does not tell are 0.
 
-        `room` says that the row is written, and whose it is. A log probability that nobody told is no number.
+        `room` marks the row as written, and as this request's. An unknown log probability is NaN.
         """
         for pointer, nbytes in self._buffers:
             ctypes.memset(pointer + index * nbytes, 0, nbytes)

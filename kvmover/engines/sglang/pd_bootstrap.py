@@ -1,4 +1,4 @@
-"""KvmoverBootstrapServer is SGLang's own, for decode ranks of unlike page sizes and of other makes too."""
+"""KvmoverBootstrapServer is SGLang's own, open to decode ranks of other page sizes and other makes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvmover.errors import ProtocolError
 
 
 class KvmoverBootstrapServer(engine_pd.CommonKVBootstrapServer):
-    """SGLang's own: who serves what, over HTTP. It says no page size, because SGLang's decode would refuse any but its
-    own. What lies token by token moves between pages of any size; for the rest kvmover's handshake refuses.
+    """SGLang's directory of prefill ranks over HTTP, with the ranks' cards, by which engines of another make find them.
 
-    Beside SGLang's routes it hands out the ranks' cards, by which engines of another make find them.
+    It reports no page size, because SGLang's decode would refuse any but its own. KV that lies token by token moves
+    between pages of any size; kvmover's handshake refuses the rest.
     """
 
     def _setup_routes(self) -> None:
@@ -38,9 +38,9 @@ class KvmoverBootstrapServer(engine_pd.CommonKVBootstrapServer):
 
     @property
     def page_size(self) -> None:
-        """Unknown, whatever the prefill's ranks register."""
+        """None, regardless of the page size that ranks register."""
         return None
 
     @page_size.setter
     def page_size(self, registered: Any) -> None:
-        """Forget it."""
+        """Ignore the page size."""

@@ -1,4 +1,4 @@
-"""SGLang describes a rank's caches to its transfer backends; here that becomes values, pools and payloads.
+"""SGLang's description of a rank's caches becomes values, pools and payloads here.
 
 All but the last two functions compute with integers alone.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Division(Enum):
-    """How tensor-parallel ranks divide the pages of a kind."""
+    """The division of a kind's pages among tensor-parallel ranks."""
 
     HEADS = "the model's KV heads, K and V in buffers of their own"
     WINDOW_HEADS = "the same of layers that attend to a window"
@@ -34,7 +34,7 @@ class Division(Enum):
 
 
 class Told(Enum):
-    """What SGLang's indices of a kind are."""
+    """The meaning of SGLang's indices of a kind."""
 
     PAGES = "pages of the request, or of what decode lacks of it"
     WINDOW = "the last pages of the request, as many as the window reaches into"
@@ -44,11 +44,11 @@ class Told(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StateKind:
-    """What one of SGLang's `StateType`s is, and what its components are called here.
+    """A `StateType` of SGLang's, and the name of its components here.
 
-    `halves`: families of buffers behind one another, all layers each. `numbers`: by which SGLang tells a row, of which
-    the first is its index. `interleaved`: pages of so many tokens lie head by head, and within a head as only SGLang's
-    kernels know; 0: it goes by the layout of the pool.
+    `halves`: families of buffers behind one another, all layers each. `numbers`: numbers by which SGLang tells a row,
+    the first its index. `interleaved`: pages of so many tokens lie head by head, and within a head in an order private
+    to SGLang's kernels; 0: the pool's layout decides.
     """
 
     word: str
@@ -59,7 +59,7 @@ class StateKind:
     interleaved: int = 0
 
 
-#: By SGLang's names. Every kind of 0.5.23's `StateType` is here.
+#: By SGLang's names; complete for `StateType` of 0.5.23.
 KINDS = {
     "swa": StateKind("window", Told.WINDOW, Division.WINDOW_HEADS),
     "block_scale_swa": StateKind("window scales", Told.WINDOW, Division.WINDOW_HEADS, interleaved=128),
@@ -67,7 +67,7 @@ KINDS = {
     "minimax_dense_kv": StateKind("dense", Told.PAGES, Division.HEADS),
     "minimax_index_k": StateKind("index keys", Told.PAGES, Division.COPIES),
     "dsa": StateKind("index keys", Told.PAGES, Division.COPIES),
-    # Keys, then their scores. A row's index, two live parts of it by start and length, and how long it is.
+    # Keys, then their scores. Numbers: a row's index, start and length of two live parts of it, and its length.
     "dsa_tail": StateKind("index tail", Told.ROW, Division.COPIES, halves=2, numbers=6),
     "qsa_compressed": StateKind("compressed keys", Told.PAGES, Division.COPIES),
     "qsa_pending": StateKind("pending keys", Told.ROW, Division.COPIES),
@@ -77,19 +77,20 @@ KINDS = {
     "mamba": StateKind("state", Told.ROW, Division.PROJECTIONS),
 }
 
-#: A state is cut into at most so many heads: every usual number of ranks divides it, and a row is many channels.
+#: Heads of a state at most: every usual number of ranks divides it, and a row is still many channels.
 _MOST_HEADS = 192
 
-#: Layouts of a pool's pages in which a head's tokens lie together.
+#: Layouts of pages in which the tokens of a head lie together.
 _HEADS_OUTERMOST = ("hnd", "vectorized_5d")
 
 
 @dataclass(frozen=True, slots=True)
 class CacheTotals:
-    """What the whole model has. `kv`: 2 for keys and values, 1 for a latent; `window` of `window_heads`, if any.
+    """The caches of the whole model.
 
-    `projections`: units and heads of the parts of a convolution that SGLang's pools do not tell: x, B and C of Mamba-2.
-    `draft`: a draft model's, where there is one.
+    `kv`: 2 for keys and values, 1 for a latent. `window`: tokens, of `window_heads`, if any. `projections`: units and
+    heads of the parts of a convolution (x, B, C of Mamba-2), which SGLang's pools do not tell. `draft`: the draft
+    model's caches.
     """
 
     kv: int
@@ -101,7 +102,7 @@ class CacheTotals:
 
 
 def whole_of(config: Any, latent: Any) -> CacheTotals:
-    """`config`: SGLang's `ModelConfig`. A model whose window it does not know may have a chunk instead (Llama 4)."""
+    """Returns the caches of SGLang's `ModelConfig`. Without a known window its chunk is used (Llama 4)."""
     window = config.sliding_window_size or config.attention_chunk_size
     if latent:
         return CacheTotals(1, 1, 1, window)
@@ -110,7 +111,7 @@ def whole_of(config: Any, latent: Any) -> CacheTotals:
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """Allocations of the engine: address, bytes, and bytes of a page or state of each."""
+    """The engine's allocations: address, bytes, and bytes of a page or state of each."""
 
     pointers: tuple[int, ...]
     nbytes: tuple[int, ...]
@@ -118,34 +119,34 @@ class Buffers:
 
     @classmethod
     def of(cls, pointers: Sequence[int], nbytes: Sequence[int], items: Sequence[int]) -> Buffers:
-        """From lists of SGLang's, one entry an allocation."""
+        """Returns the allocations of SGLang's lists, one entry each."""
         return cls(tuple(pointers), tuple(nbytes), tuple(items))
 
     def only(self, numbers: Iterable[int]) -> Buffers:
-        """The allocations of these numbers."""
+        """Returns the allocations of these numbers."""
         chosen = list(numbers)
         return Buffers(*(tuple(of[n] for n in chosen) for of in (self.pointers, self.nbytes, self.items)))
 
     @property
     def item_bytes(self) -> int:
-        """Of a page or state, the same in all."""
+        """Bytes of a page or state, the same in all."""
         (item,) = set(self.items)
         return item
 
     @property
     def pages(self) -> int:
-        """Pages or states that every allocation has room for."""
+        """Pages or states for which every allocation has room."""
         return min(self.nbytes) // self.item_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class RankCache:
-    """One component on one rank. Bytes are opaque unless a `dtype` that others know is named: a row is `row_bytes`.
+    """A component on one rank. Bytes are opaque unless `dtype` names a known type; a row is `row_bytes`.
 
-    `pointers`: one a layer and K/V, layer by layer, or one a layer whose K/V planes are `plane_bytes` apart. `heads` of
-    the whole model, `own_heads` of this rank. `by`: which of SGLang's state indices it goes by; None: the KV pages.
-    `row_tokens`: tokens of a row, those of a page where only SGLang knows what lies where in its pages. `spare`: the
-    row that a request of which nothing is pending has instead of its own; `numbers`: see `StateKind`.
+    `pointers`: one per layer and K/V, layer by layer, or one per layer with K/V planes `plane_bytes` apart. `heads` of
+    the whole model, `own_heads` of this rank. `by`: number of SGLang's state indices for it; None: the KV pages.
+    `row_tokens`: tokens per row, a whole page's if their order in it is private to SGLang. `spare`: row for a request
+    without a pending state; `numbers`: see `StateKind`.
     """
 
     name: str
@@ -171,13 +172,13 @@ class RankCache:
         return len(self.pointers) // (1 if self.plane_bytes else self.kv)
 
     def component(self, layers: int) -> Component:
-        """As the whole model has it, of `layers` layers on all stages together."""
+        """Returns the component of the whole model, with `layers` layers on all stages together."""
         shape = (self.name, layers, self.kv, self.heads, self.row_bytes // DTYPE_BYTES[self.dtype])
         return Component(*shape, self.dtype, self.window, self.states, self.row_tokens)
 
 
 def caches_of(args: Any, whole: CacheTotals, place: ParallelRank) -> list[RankCache]:
-    """All caches that `KVArgs` names, in its order. Raises EngineUnsupported for what cannot be described."""
+    """Returns all caches of `KVArgs`, in its order. Raises EngineUnsupported for caches that cannot be described."""
     every = Buffers.of(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)
     count, dtype, tokens = len(every.items) - args.num_draft_entries, args.kv_cache_dtype_str, args.page_size
     own, draft = every.only(range(count)), every.only(range(count, len(every.items)))
@@ -201,26 +202,26 @@ def caches_of(args: Any, whole: CacheTotals, place: ParallelRank) -> list[RankCa
 
 
 def by_token(caches: Iterable[RankCache]) -> bool:
-    """Whether decode asks for the tokens of a request: else for whole pages, as it must of what lies in them as only
-    SGLang knows."""
+    """Returns True if decode asks for single tokens; else it asks for whole pages, whose order is private to SGLang."""
     return all(cache.row_tokens == 1 for cache in caches)
 
 
 def _whole_pages(window: int, page_tokens: int) -> int:
-    """A window before the end of a request's last page: it ends anywhere there, so it reaches one page further back."""
+    """Returns a window, tokens, from the end of a request's last page: one page more, as a request ends anywhere in it.
+    """
     return (ceil(window / page_tokens) + 1) * page_tokens
 
 
 def kinds_of(args: Any) -> list[str]:
-    """SGLang's words for the kinds of state caches, in its order."""
+    """Returns SGLang's words for the kinds of state caches, in its order."""
     return [str(getattr(kind, "value", kind)) for kind in args.state_types]
 
 
 def refuse(args: Any, context: Any) -> None:
-    """Raise EngineUnsupported for what SGLang hands to a backend and this one cannot take."""
+    """Raise EngineUnsupported for caches or parallel settings that this backend cannot transfer."""
     kinds, cp = kinds_of(args), context.attn_cp_size
     unknown = [kind for kind in kinds if kind not in KINDS]
-    # MiniMax has its scales inside the pages.
+    # MiniMax keeps its scales inside the pages.
     scaleless = "fp4" in args.kv_cache_dtype_str and not any(kind.startswith("minimax") for kind in kinds)
     for bad, what in (
         (unknown, f"caches of these kinds: {', '.join(unknown)}"),
@@ -235,19 +236,19 @@ def refuse(args: Any, context: Any) -> None:
 def page_table(
     cache: RankCache, prefix_pages: int, pages: npt.NDArray[np.int64], states: Sequence[Any], page_tokens: int
 ) -> npt.NDArray[np.int64]:
-    """The page table of a request from what SGLang tells of it: the pages after `prefix_pages`, and state indices.
+    """Returns a request's page table [page] from SGLang's indices: of pages after `prefix_pages`, and of states.
 
-    SGLang tells the pages of a window as the last of the request. The first of them stands before them, too: where
-    decode asks for tokens, nobody reads that; where it asks for whole pages, a window reaches one page further back
-    than was told, on both sides, so the same bytes go to the same place twice. So do the rows of a ring whose request
-    is shorter than the window. Where nothing is pending both sides take the spare row, which no request has.
+    SGLang tells a window's pages as the last of the request; the entries before them repeat the first. Where decode
+    asks for tokens, those entries are not read. Where it asks for whole pages, a window reaches one page further back
+    than told, on both sides, so the same bytes go to the same place twice; likewise the rows of a ring whose request is
+    shorter than the window. Without a pending state both sides take the spare row, which belongs to no request.
 
     Raises PlanError for indices that cannot be of this request.
     """
     own = pages if cache.by is None else np.asarray(states[cache.by], np.int64).reshape(-1)
     length, most = prefix_pages + len(pages), None
     if cache.window is not None:
-        most = (cache.window + page_tokens - 2) // page_tokens + 1  # it begins at the last token of its first page
+        most = (cache.window + page_tokens - 2) // page_tokens + 1  # a window from the last token of its first page
     if cache.states:
         length = cache.states
         if cache.spare is not None and len(own) in (0, cache.numbers):
@@ -266,10 +267,10 @@ def chunk_table(
     states: Sequence[Any] | None,
     page_tokens: int,
 ) -> npt.NDArray[np.int64]:
-    """What a chunk of a prefill adds to `page_table`, behind `before` pages of earlier chunks (None: it is the first).
+    """Returns the entries that a prefill chunk adds to `page_table`, behind `before` pages of earlier chunks.
 
-    `states` None: other chunks follow. SGLang tells state indices with the last: what goes by them is named then. What
-    decode has is no page here: -1.
+    `before` None: it is the first chunk. `states` None: others follow; state indices, and the caches that go by them,
+    come with the last. Pages that decode has are -1.
     """
     if cache.by is None:
         lacking = prefix_pages if before is None else 0
@@ -283,7 +284,7 @@ def chunk_table(
 
 
 def _of_kind(args: Any, number: int, kind: StateKind, whole: CacheTotals, place: ParallelRank) -> Iterable[RankCache]:
-    """The components of the state caches that SGLang has as number `number`."""
+    """Returns the components of SGLang's state caches number `number`."""
     listed = args.state_data_ptrs[number], args.state_data_lens[number], args.state_item_lens[number]
     own, tokens = Buffers.of(*listed), args.page_size
     if kind.division is Division.PROJECTIONS:
@@ -313,10 +314,10 @@ def _of_kind(args: Any, number: int, kind: StateKind, whole: CacheTotals, place:
 
 
 def _copies(name: str, own: Buffers, halves: int, row_tokens: int, place: ParallelRank) -> Iterator[RankCache]:
-    """Pages or rows that all ranks hold, and in which only SGLang knows what lies where: a row each.
+    """Yield the pages or rows that all ranks hold, in an order private to SGLang: a row each.
 
-    Buffers whose items differ in size are caches of their own; those without items are of layers that use another
-    layer's. Raises EngineUnsupported where buffers of a size are of two families and stages hold a part of each.
+    Buffers of unlike item sizes become separate caches; those without items are of layers that use another layer's.
+    Raises EngineUnsupported if, on pipeline stages, buffers of one size lie before and behind others.
     """
     held = [number for number, item in enumerate(own.items) if item]
     sizes = list(dict.fromkeys(own.items[number] for number in held))
@@ -334,10 +335,11 @@ def _copies(name: str, own: Buffers, halves: int, row_tokens: int, place: Parall
 def _pages(
     name: str, own: Buffers, kv: int, heads: int, place: ParallelRank, tokens: int, row_tokens: int
 ) -> Iterator[RankCache]:
-    """Pages of `heads` of the model, all K before all V. With a row a token they lie `token head dim`, with one a page
-    `head ...`.
+    """Yield pages of the model's `heads`, all K before all V.
 
-    Layers whose K or V pages differ in size are caches of their own, and so are K and V of different sizes.
+    With a row per token they lie `token head dim`, with a row per page `head ...`. Layers whose K or V pages differ in
+    size become separate caches, and so do K and V of unlike sizes. Raises EngineUnsupported for buffers that do not
+    divide into layers, tokens and heads.
     """
     if len(own.items) % kv:
         raise EngineUnsupported(f"{len(own.items)} buffers of {name!r} are not {kv} a layer")
@@ -357,7 +359,7 @@ def _pages(
 
 
 def _told_apart(caches: Sequence[RankCache]) -> list[RankCache]:
-    """The caches with names of their own: those of one name are numbered, in SGLang's order, which both sides have."""
+    """Returns the caches with unique names: duplicates are numbered in SGLang's order, which both sides share."""
     seen: Counter[str] = Counter()
     named: list[RankCache] = []
     for cache in caches:
@@ -368,10 +370,10 @@ def _told_apart(caches: Sequence[RankCache]) -> list[RankCache]:
 
 
 def _states(args: Any, number: int, own: Buffers, whole: CacheTotals, place: ParallelRank) -> Iterator[RankCache]:
-    """States of Mamba and its like: a run of buffers, one a layer, for each tensor of the state.
+    """Yield states of Mamba and its like: for each tensor of the state a run of buffers, one per layer.
 
-    The first is a convolution, whose channels are x, B and C or q, k and v side by side: it is cut over ranks in as
-    many groups, which SGLang tells for some models. The others are cut along one axis.
+    The first is a convolution with channels of x, B and C, or q, k and v, side by side: ranks cut each of these groups,
+    which SGLang tells for some models. The others are cut along one axis.
     """
     cuts, outers = args.state_dim_per_tensor[number], args.state_slice_outer_counts[number]
     groups, ids = args.state_conv_shard_groups[number], args.state_layer_ids[number]
@@ -391,10 +393,10 @@ def _states(args: Any, number: int, own: Buffers, whole: CacheTotals, place: Par
 def _cut(
     state: RankCache, dim: int, outer: int, groups: Sequence[tuple[int, int]], place: ParallelRank
 ) -> Iterator[RankCache]:
-    """A state of `outer` planes of `dim` units; `groups`: units and heads of the model, each group cut by itself.
+    """Yield the groups of a state of `outer` planes of `dim` units.
 
-    `dim` 0: every rank holds all of it. A state whose groups nobody tells, or of which ranks hold other parts than the
-    heads say, is cut by rank: fleets of the same TP find each other, others do not.
+    `groups`: the model's units and heads, each cut by itself. `dim` 0: every rank holds all of it. A state with unknown
+    groups, or with other parts on the ranks than the heads say, is cut by rank: only fleets of the same TP share it.
     """
     if not dim:
         yield state
@@ -422,7 +424,7 @@ def _cut(
 
 
 def pool_of(cache: RankCache, component: Component, page_tokens: int, device: torch.device) -> Pool:
-    """The engine's memory as it lies: pages of `token head dim`, states of `kv head dim`. It stays the engine's."""
+    """Returns a pool over the engine's own memory: pages of `token head dim`, states of `kv head dim`."""
     tokens, layers = 1 if component.states else page_tokens // component.row_tokens, cache.layers
     token_bytes, size = cache.own_heads * cache.row_bytes, component.element_bytes
     shape = (cache.pages, cache.own_heads, layers, cache.kv, tokens, component.dim)
@@ -433,7 +435,7 @@ def pool_of(cache: RankCache, component: Component, page_tokens: int, device: to
 
 
 def tensor_at(pointer: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """The bytes at an address of the engine's memory, uint8 [nbytes]. Nothing keeps them alive."""
+    """Returns the bytes at an address of the engine's memory, uint8 [nbytes], without keeping them alive."""
     import torch
 
     if device.type == "cpu":
