@@ -1,4 +1,4 @@
-"""The prefill/decode backend joins SGLang's bookkeeping and sockets with kvmover's transfers."""
+"""KvmoverManager and KvmoverReceiver join SGLang's prefill/decode bookkeeping and sockets with kvmover's transfers."""
 
 from __future__ import annotations
 
@@ -58,24 +58,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: SGLang's setting of which layers a pipeline stage holds.
+#: SGLang's setting of the layers that a pipeline stage holds.
 _PARTITION = "SGLANG_PP_LAYER_PARTITION"
 
-#: Requests that decode ranks asked for or gave up, and that no sender was made for, and prefills that answered a call:
-#: more, and the oldest are forgotten.
+#: Limit of requests that decode ranks asked for or gave up before a sender was made, and of prefills that answered a
+#: call; the oldest are forgotten.
 _MOST_KEPT = 1 << 16
 
-#: What the second request in a room is told.
+#: Failure of the second request in a room.
 ROOM_TAKEN = "room {room} has another request in it: each needs a room of its own"
 
-#: What one of several answers is told whose prefill is no SGLang: that was asked once, in the room of the prompt.
+#: Failure of one of several answers whose prefill is no SGLang: that was asked once, in the room of the prompt.
 ASKED_ONCE = "the prefill at {address} computes one answer to a prompt, and {answers} were asked for: ask once for each"
 
 
 @dataclass(slots=True)
 class Outgoing:
-    """A request of the prompt `content`, of which the prefill has computed `pages` pages, from the one in which decode
-    begins to lack tokens.
+    """A request to send: `pages` pages computed so far, from the one in which decode begins to lack tokens.
 
     `begun`: decode may fetch those.
     """
@@ -89,13 +88,14 @@ class Outgoing:
 class KvmoverManager(engine_pd.CommonKVManager):
     """A rank's end of all transfers. A thread of its own reads SGLang's socket and turns the mover.
 
-    A decode rank tells of a failure when it happens; SGLang holds the request's pages until `is_abort_release_safe`.
+    A decode rank tells a failure at once; SGLang holds the request's pages until `is_abort_release_safe`.
     """
 
     supports_deferred_decode_kv_release = True
 
     def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
-        """Raises EngineUnsupported before anything is registered anywhere."""
+        """Raises EngineUnsupported, before the rank registers anywhere, for caches or settings that it cannot transfer.
+        """
         context = engine_pd.parallel()
         refuse(args, context)
         if disaggregation_mode is not engine_pd.PREFILL:
@@ -130,7 +130,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self._observers.serve(MoverCollector([self._driver]))
         self._weights.log()
         self._outgoing: dict[int, Outgoing] = {}
-        #: Prompts of requests that a receiver tells prefill ranks of at the moment.
+        #: Prompts of the requests that receivers are announcing to prefill ranks.
         self.asking: dict[int, Content] = {}
         self._given_up: dict[int, float] = {}
         self._asked: dict[int, dict[str, PagesReady]] = defaultdict(dict)
@@ -139,7 +139,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self._rows_of: dict[int, tuple[int, ToldLogprobs | None]] = {}
         self._closing = Event()
         engine_pd.CommonKVManager.__init__(self, args, disaggregation_mode, server_args, is_mla_backend)
-        # Context-parallel ranks hold copies of the whole cache: the first of them sends, whatever the model.
+        # Context-parallel ranks hold copies of the whole cache: the first of them sends, for every model.
         self.enable_all_cp_ranks_for_transfer = False
         self.is_dummy_cp_rank = context.attn_cp_rank > 0
         self._bell = Bell(self.server_socket)
@@ -151,7 +151,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
         UPDATES.follow(self)
 
     def close(self) -> None:
-        """End the thread, then the mover. Requests that are under way end in no state."""
+        """End the thread, then the mover. Open requests get no final status."""
         UPDATES.leave(self)
         self._closing.set()
         self._bell.ring()
@@ -163,7 +163,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
     # Both sides
 
     def _loop(self) -> None:
-        """No message and no transfer ends it."""
+        """Hear messages and turn the mover until `close`; errors are logged, and end no loop."""
         nap_s = 0.0
         while not self._closing.is_set():
             try:
@@ -183,13 +183,13 @@ class KvmoverManager(engine_pd.CommonKVManager):
                 self._answer(message)
             case Answer():
                 self._engines[message.key] = message.engine
-                if message.refused:  # one rank's is enough
+                if message.refused:  # one rank's refusal is enough
                     self._refused[message.key] = message.refused
                 for known in (self._engines, self._refused):
                     _keep_the_last(known)
             case PagesReady():
                 if self._given_up.pop(message.room, None) is not None:
-                    self._asked.pop(message.room, None)  # the room is another request's
+                    self._asked.pop(message.room, None)  # another request has the room now
                 self._asked[message.room][message.rank] = message
                 _keep_the_last(self._asked)
                 self.opened(message.room)
@@ -213,7 +213,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self.update_status(room, SUCCESS if reason is None else FAILED)
 
     def give_up(self, room: int, reason: str) -> None:
-        """The request fails at once where nothing moves, else when the transfer has ended."""
+        """Fail the request: at once if no page moves, else when the transfer has ended."""
         if room in self.request_status:
             self.failure_records.setdefault(room, reason)
         self._driver.abort(room, reason)
@@ -221,19 +221,19 @@ class KvmoverManager(engine_pd.CommonKVManager):
             self.update_status(room, FAILED)
 
     def is_moving(self, room: int) -> bool:
-        """Whether pages of the request may still be read or written."""
+        """Returns True while pages of the request may be read or written."""
         return self._driver.has(room)
 
     def enter(self, room: int) -> int:
-        """The room of a request that begins: `room`; a negative number, which is nobody's, if another request is in it.
+        """Returns the number of a request that begins: `room`, or a negative one if another request is in the room.
 
-        Rooms are the router's. Two requests in one would take each other's pages, and end for each other.
+        The router chooses rooms. Two requests in one would take each other's pages, and end for each other.
         """
         asked = chain([room], count(-1, -1))
         return next(number for number in asked if number not in self.request_status and not self.is_moving(number))
 
     def turn_away(self, number: int, room: int) -> Any:
-        """Fail the request that was given `number` instead of its room; how it ends."""
+        """Fail the request that was given `number` instead of its room. Returns FAILED."""
         self.record_failure(number, ROOM_TAKEN.format(room=room))
         self.update_status(number, FAILED)
         return FAILED
@@ -245,7 +245,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
         return [page_table(cache, prefix_tokens // size, pages, states or (), size) for cache in self._caches]
 
     def reweigh(self) -> None:
-        """End what is open, and meet engines with the weights that this one has now. Raises KvmoverError."""
+        """End open requests, and meet engines with the present weights of this one. Raises KvmoverError."""
         self._weights = UPDATES.current(self._weights)
         self._weights.log()
         self._driver.rejoin(self._wire, self._weights.model(self._components), UPDATED)
@@ -260,7 +260,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
     # Prefill
 
     def register_to_bootstrap(self) -> None:
-        """SGLang's own, and this rank's card, by which engines of another make find it."""
+        """Register as SGLang does, and publish this rank's card for engines of another make."""
         engine_pd.CommonKVManager.register_to_bootstrap(self)
         self._lay_card()
 
@@ -270,7 +270,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
             lay_card(engine_pd.bootstrap_url(self), laid, engine_pd.put)
 
     def _look_for_wants(self) -> None:
-        """A decode rank of another make does not say that it has pages: it asks for the request at once."""
+        """Open requests that decode ranks of another make ask for: they send no PagesReady."""
         for room in [room for room, status in list(self.request_status.items()) if status == BOOTSTRAPPING]:
             for place, wanted, content in self._driver.waiting(room):
                 ready = PagesReady(room, f"{place.engine} {place.rank}", 1, wanted.start if wanted else 0, content)
@@ -289,9 +289,11 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self._send_multipart_locked(where.to_tcp(), answer, is_ipv6=where.is_ipv6)
 
     def opened(self, room: int) -> None:
-        """Every decode rank has pages for a request that the scheduler knows: its prefill may begin. It fails if one of
-        them means another prompt, or has given it up, be it before the scheduler knew it. Long after that, the room is
-        another request's."""
+        """Let a request's prefill begin if the scheduler knows it and every decode rank has pages for it.
+
+        The request fails if a decode rank means another prompt, or gave it up, also before the scheduler knew it. An
+        abort older than the deadline was an earlier request's in this room.
+        """
         outgoing = self._outgoing.get(room)
         if outgoing is None or room not in self.request_status:
             return
@@ -305,7 +307,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
         elif given_up:
             self.give_up(room, "decode aborted the request")
         elif asked and len(asked) >= asked[0].ranks:
-            # SGLang begins to send with a page of its own; decode's may be smaller.
+            # SGLang sends from a page boundary of its own; decode's pages may be smaller.
             prefix_tokens = asked[0].prefix_tokens - asked[0].prefix_tokens % self.kv_args.page_size
             self.req_to_decode_prefix_len[room] = prefix_tokens
             outgoing.prefix_tokens = prefix_tokens
@@ -314,7 +316,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
     def add_transfer_request(
         self, bootstrap_room: int, kv_indices: Any, index_slice: slice, is_last_chunk: bool, **more: Any
     ) -> None:
-        """Pages of a chunk, which move once they are computed. States, and windows, are told with the last chunk."""
+        """Send the pages of a chunk once they are computed. States and windows come with the last chunk."""
         room = bootstrap_room
         if self.request_status.get(room, FAILED) == FAILED:
             return
@@ -339,26 +341,25 @@ class KvmoverManager(engine_pd.CommonKVManager):
     def _chunk_tables(
         self, outgoing: Outgoing, pages: npt.NDArray[np.int64], states: Sequence[Any] | None
     ) -> list[npt.NDArray[np.int64]]:
-        """What a chunk adds to the page tables."""
+        """Returns the entries that a chunk adds to the page tables."""
         size, before = self.kv_args.page_size, outgoing.pages if outgoing.begun else None
         prefix = outgoing.prefix_tokens // size
         return [chunk_table(cache, prefix, before, pages, states, size) for cache in self._caches]
 
     def expect(self, room: int, content: Content) -> None:
-        """The scheduler has a request of this number and prompt, which is not the one that may have failed under it
-        before."""
+        """Begin a request of the scheduler's, of this number and prompt, apart from a failed one of the same number."""
         self._driver.expect(room)
         self._outgoing[room] = Outgoing(content)
 
     def forget(self, room: int) -> None:
-        """The scheduler is done with a request that was sent, or was not."""
+        """Forget a request that the scheduler is done with."""
         self._outgoing.pop(room, None)
         self._asked.pop(room, None)
 
     # Decode
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Whether the prefill at `host:port` is known. One of another make is met by its cards."""
+        """Returns True if the prefill at `host:port` is known. One of another make is met by its cards."""
         known = bootstrap_addr in self.prefill_info_table
         met = None if known else self._exchange.meet(bootstrap_addr, self._driver.connect)
         if met is None:
@@ -371,11 +372,11 @@ class KvmoverManager(engine_pd.CommonKVManager):
         return True
 
     def is_foreign(self, bootstrap_addr: str) -> bool:
-        """Whether the prefill there is of another make."""
+        """Returns True if the prefill there is of another make."""
         return bootstrap_addr in self._exchange.foreign
 
     def _resolve_rank_mapping(self, info: Any) -> None:
-        """Every prefill rank: which of them send what is the plan's matter. Of context-parallel copies, the first."""
+        """Target every prefill rank, as the transfer plan picks the senders; of context-parallel copies, the first."""
         info.target_tp_rank = None
         info.target_tp_ranks = list(range(info.attn_tp_size))
         info.target_pp_ranks = list(range(info.pp_size))
@@ -384,22 +385,24 @@ class KvmoverManager(engine_pd.CommonKVManager):
         info.required_prefill_response_num = 1
 
     def call(self, key: str) -> list[bytes]:
-        """What introduces this decode rank to a prefill rank; `key` is how it knows the prefill engine. What that said
-        before is no matter."""
+        """Returns the frames that introduce this decode rank to a prefill rank, and forget its engine's refusal.
+
+        `key`: this rank's word for the prefill engine.
+        """
         self._refused.pop(key, None)
         return frames(Call(self._driver.mover.card, (self.local_ip, self.rank_port), key))
 
     def build_receiver_metadata_message(
         self, *, bootstrap_room: int, decode_prefix_len: int | None, **_: Any
     ) -> list[bytes]:
-        """The frames that tell a prefill rank that this rank has pages for a request."""
+        """Returns the frames that tell a prefill rank that this rank has pages for a request."""
         rank, content = f"{self._name} {self._rank}", self.asking[bootstrap_room]
         return frames(PagesReady(bootstrap_room, rank, self._fleet.size, decode_prefix_len or 0, content))
 
     def fetch(self, receiver: Any, pages: npt.NDArray[np.int32], row: int, states: Any, prefix_tokens: int) -> None:
-        """Begin to receive a request's pages and states, and row `row` of what goes beside them.
+        """Begin to receive a request's `pages` [page], its states, and metadata row `row`.
 
-        That comes from the last pipeline stage, where the first token is sampled. Raises PlanError.
+        The row comes from the last pipeline stage, which samples the first token. Raises PlanError.
         """
         room, key, info = receiver.bootstrap_room, receiver.key, receiver.prefill_info
         tables = self._tables(prefix_tokens, np.asarray(pages, np.int64), states)
@@ -407,7 +410,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
             raise PlanError("SGLang's queue did not tell how long the request is")
         stop = prefix_tokens + len(pages) * self.kv_args.page_size
         if by_token(self._caches):
-            stop = receiver.tokens  # the prefill's pages may end before the last of these does
+            stop = receiver.tokens  # the prefill's last page may end before decode's
         last_stage = Fleet(info.attn_tp_size, info.pp_size).rank(Coordinate(0, info.pp_size - 1, 0))
         told = told_logprobs(receiver.parameters, str(room)) if self.is_foreign(receiver.bootstrap_addr) else None
         self._rows_of[room] = row, told
@@ -416,19 +419,19 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self._driver.receive(room, wanted)
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
-        """Whether SGLang may give the pages of a failed request back: nothing can write to them on this rank any more.
+        """Returns True if SGLang may free a failed request's pages: no peer can write to them on this rank any more.
 
-        What prefill ranks acknowledge does not matter: the transfer knows of them, and of those that died.
+        Acknowledgements of prefill ranks do not count: the transfer tracks them, and ranks that died.
         """
         return not self.is_moving(bootstrap_room)
 
     def _on_heartbeat_success(self, bootstrap_addr: str) -> None:
-        """A prefill of another make that has started again has another name: what was known of it is forgotten."""
+        """Forget a prefill of another make that has started again, which has another name then."""
         if self._exchange.has_changed(bootstrap_addr):
             self._handle_node_failure(bootstrap_addr)
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
-        """SGLang fails the requests of a prefill that answers no heartbeat: nothing more is fetched from it."""
+        """Fail the requests of a prefill that answers no heartbeat, and stop fetching from it."""
         rooms = list(self.addr_to_rooms_tracker.get(failed_bootstrap_addr, ()))
         engine_pd.CommonKVManager._handle_node_failure(self, failed_bootstrap_addr)
         for room in rooms:
@@ -436,8 +439,11 @@ class KvmoverManager(engine_pd.CommonKVManager):
                 self.give_up(room, f"lost the prefill at {failed_bootstrap_addr}")
 
     def _lost(self, engine: str) -> None:
-        """Forget where a prefill engine's ranks were: one that starts again at once, on the same bootstrap port, has
-        others, and answers SGLang's heartbeats as if nothing had been."""
+        """Forget the ranks of a prefill engine that lost one.
+
+        An engine that starts again at once, on the same bootstrap port, has other ranks, yet answers SGLang's
+        heartbeats.
+        """
         for key in [key for key, known in self._engines.items() if known == engine]:
             del self._engines[key]
             self._handle_node_failure(key.rpartition(" ")[0])
@@ -448,7 +454,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
             return self._engines.get(key)
         self._driver.abort(room, refused)
         address = key.rpartition(" ")[0]
-        if self.is_foreign(address):  # it may be another engine by the next request
+        if self.is_foreign(address):  # another engine may be there by the next request
             self.prefill_info_table.pop(address, None)
         with self.connection_lock:  # the next request introduces this rank anew
             for met in [met for met in self.connection_pool if met.startswith(f"{address}_")]:
@@ -457,7 +463,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
 
 
 def _served_model(args: Any, is_mla_backend: Any) -> CacheTotals:
-    """What the model that this process serves has, and its draft. Raises EngineUnsupported outside a serving SGLang."""
+    """Returns the caches of the served model and its draft. Raises EngineUnsupported outside a serving SGLang."""
     config = engine.model_config()
     if config is None:
         raise EngineUnsupported("kvmover's prefill/decode backend runs inside a serving SGLang only")
@@ -476,13 +482,13 @@ def _keep_the_last(kept: dict[Any, Any]) -> None:
 
 
 class KvmoverReceiver(engine_pd.CommonKVReceiver):
-    """SGLang's receiver, which calls all prefill ranks and tells of a failure at once, whoever may write its pages."""
+    """SGLang's receiver, which calls all prefill ranks and tells a failure at once, even while pages are written."""
 
-    #: How long the request is, its prompt, and its `custom_params`, where SGLang's queue has said it.
+    #: The request's length, prompt and `custom_params`, set by SGLang's queue.
     tokens: int | None = None
     content: Content = Content(0, unknown="SGLang's queue has not said which prompt it is")
     parameters: Any = None
-    #: How many answers to the prompt SGLang asks for, each by a request like this one.
+    #: Number of answers to the prompt, each fetched by a request like this one.
     answers = 1
     _cleared = False
 
@@ -494,7 +500,7 @@ class KvmoverReceiver(engine_pd.CommonKVReceiver):
 
     def _setup_bootstrap_infos(self) -> None:
         if self.kv_mgr.is_foreign(self.bootstrap_addr):
-            self.bootstrap_infos: list[Any] = []  # nobody there reads SGLang's sockets
+            self.bootstrap_infos: list[Any] = []  # ranks of another make do not read SGLang's sockets
         else:
             engine_pd.CommonKVReceiver._setup_bootstrap_infos(self)
 
@@ -507,15 +513,16 @@ class KvmoverReceiver(engine_pd.CommonKVReceiver):
 
     @property
     def key(self) -> str:
-        """The prefill engine, as the manager knows it."""
+        """The manager's word for the prefill engine."""
         return f"{self.bootstrap_addr} {self.prefill_dp_rank}"
 
     def send_metadata(
         self, kv_indices: Any, aux_index: int | None = None, state_indices: Any = None, *more: Any, **named: Any
     ) -> None:
-        """The request has pages here: tell every prefill rank, and begin to fetch them.
+        """Tell every prefill rank that the request has pages here, and begin to fetch them.
 
-        `kv_indices` [page]: the pages behind the prefix that decode has, `aux_index` the row of what goes beside them.
+        `kv_indices` [page]: the pages behind the prefix that decode has; `aux_index`: the metadata row. The request
+        fails if they do not fit it, or if several answers are asked of a prefill that is no SGLang.
         """
         if self.answers > 1 and self.kv_mgr.is_foreign(self.bootstrap_addr):
             said = ASKED_ONCE.format(address=self.bootstrap_addr, answers=self.answers)
@@ -532,9 +539,9 @@ class KvmoverReceiver(engine_pd.CommonKVReceiver):
                 self.kv_mgr.give_up(self.bootstrap_room, str(error))
 
     def poll(self) -> Any:
-        """The mover has the deadlines.
+        """Returns the request's status; the mover has the deadlines.
 
-        The prefill hears of every failure, or it would keep pages that nobody asks for until its deadline.
+        The prefill is told of every failure, or it would keep the pages until its deadline.
         """
         if self.conclude_state is None:
             status = self.kv_mgr.request_status.get(self.bootstrap_room, FAILED)
@@ -546,13 +553,13 @@ class KvmoverReceiver(engine_pd.CommonKVReceiver):
         return self.conclude_state
 
     def ensure_abort_notified(self, **more: Any) -> None:
-        """The request has failed, on this rank or on another. The prefill hears of it, and nothing more is fetched."""
+        """Tell the prefill that the request failed, on this rank or another, and stop fetching."""
         engine_pd.CommonKVReceiver.ensure_abort_notified(self, **more)
         if self.kv_mgr.is_moving(self.bootstrap_room):
             self.kv_mgr.give_up(self.bootstrap_room, "decode aborted the request")
 
     def clear(self) -> None:
-        """Forget the request. SGLang asks twice where one failed; by the second time its room may be another's."""
+        """Forget the request, once: by SGLang's second call for a failed one, its room may be another's."""
         if not self._cleared:
             self._cleared = True
             engine_pd.CommonKVReceiver.clear(self)

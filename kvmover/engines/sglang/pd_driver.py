@@ -1,5 +1,7 @@
-"""A rank of prefill or decode: the messages by which it is met over SGLang's sockets, and TransferDriver, which lets
-SGLang's threads use one mover and tells how requests ended and which are held, by number."""
+"""TransferDriver lets SGLang's threads share one mover, and tells by number which requests ended and which are held.
+
+The messages by which prefill and decode ranks meet over SGLang's sockets are defined here too.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,12 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-#: First frame of every message of ours: SGLang's own share the socket.
+#: First frame of every message of kvmover: SGLang's own share the socket.
 TAG = b"KVMOVER"
 
 
 class Call(msgspec.Struct, frozen=True, tag="Call"):
-    """A decode rank introduces itself. `answer_to`: host and port; `key`: how it knows the prefill engine."""
+    """The introduction of a decode rank. `answer_to`: host and port; `key`: its word for the prefill engine."""
 
     card: bytes
     answer_to: tuple[str, int]
@@ -41,7 +43,7 @@ class Call(msgspec.Struct, frozen=True, tag="Call"):
 
 
 class Answer(msgspec.Struct, frozen=True, tag="Answer"):
-    """A prefill rank says what its engine is called, or why it does not serve the caller."""
+    """A prefill rank's answer: the name of its engine, or the reason not to serve the caller."""
 
     key: str
     engine: str
@@ -49,9 +51,9 @@ class Answer(msgspec.Struct, frozen=True, tag="Answer"):
 
 
 class PagesReady(msgspec.Struct, frozen=True, tag="Asked"):
-    """A decode rank, one of `ranks` that will ask, has pages for a request, all but its first `prefix_tokens`.
+    """The news that a decode rank, one of `ranks`, has pages for a request, all but its first `prefix_tokens`.
 
-    `content`: the prompt that it means. The tag is the name that it had first: other releases know it by that.
+    `content`: the prompt that it means. The tag is an earlier name, kept for other releases.
     """
 
     room: int
@@ -67,12 +69,12 @@ _decode = msgspec.msgpack.Decoder(Message).decode
 
 
 def frames(message: Message) -> list[bytes]:
-    """The two frames of a message on SGLang's socket."""
+    """Returns the two frames of a message on SGLang's socket."""
     return [TAG, msgspec.msgpack.encode(message)]
 
 
 def read(received: Sequence[bytes]) -> Message | None:
-    """The message, or None for frames that are not ours or make no sense."""
+    """Returns the message; None for frames of SGLang, or malformed ones."""
     if len(received) != 2 or received[0] != TAG:
         return None
     try:
@@ -81,16 +83,16 @@ def read(received: Sequence[bytes]) -> Message | None:
         return None
 
 
-#: Number of a request, why it failed or None, and the payloads that came with it by source rank.
+#: Takes a request's number, the reason of its failure or None, and its payloads beside the cache by source rank.
 Ended = Callable[[int, str | None, dict[int, bytes]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A request to fetch as soon as the engine it is asked of is known and connected.
+    """A request to fetch once its prefill engine is known and connected.
 
-    `engine`: its name, or None while it has not said it. `positions`, `pages` and `content` as `Mover.receive` takes
-    them.
+    `engine`: returns the engine's name, or None until it has answered. `positions`, `pages`, `content`: as for
+    `Mover.receive`. `deadline`: by the driver's clock, s.
     """
 
     engine: Callable[[], str | None]
@@ -103,11 +105,13 @@ class Wanted:
 
 @dataclass(slots=True)
 class TransferDriver:
-    """Every call may come from any thread. `ended` is called by `turn`, once a request: of one that is received when it
-    has ended, though its pages may be written for longer (`has`); of one that is sent when nothing reads its pages.
-    `lost` is, too, with the name of an engine that was asked for requests and some of whose ranks are connected no
-    more. `pace` says how long `turn` may be left alone, and `wake` ends that sooner, because there is a call to act
-    upon."""
+    """A mover's driver, to be called from any thread.
+
+    `ended` is called by `turn`, once per request: a received one when it has ended, though its pages may be written for
+    longer (`has`); a sent one when its pages are no longer read. `lost` is called with the name of an engine, asked
+    before, when one of its ranks disconnects. `pace` bounds the time between turns; `wake` ends it when a call needs a
+    turn.
+    """
 
     mover: Mover
     ended: Ended
@@ -127,23 +131,23 @@ class TransferDriver:
         self._busy = self.clock()
 
     def snapshot(self) -> Snapshot:
-        """What the mover did and has under way, between two turns."""
+        """Returns the mover's counts and open transfers, between two turns."""
         with self._lock:
             return self.mover.snapshot()
 
     def connect(self, card: bytes) -> None:
-        """Raises PeerRefused or TransportError."""
+        """Connect the peer of `card`. Raises PeerRefused or TransportError."""
         with self._lock:
             self.mover.connect(card)
             self._called()
 
     def expect(self, room: int) -> None:
-        """A request of this number will be sent, whatever became of one before: who asks for it waits."""
+        """Announce a request of this number, whatever the end of its predecessor: peers that ask for it wait."""
         with self._lock:
             self.mover.reopen(str(room))
 
     def waiting(self, room: int) -> list[tuple[Place, range, Content | None]]:
-        """See `Mover.waiting`."""
+        """Returns the peers that wait for the request: see `Mover.waiting`."""
         with self._lock:
             return self.mover.waiting(str(room))
 
@@ -155,15 +159,16 @@ class TransferDriver:
         aux: bytes | None,
         content: Content | None = None,
     ) -> None:
-        """Offer a request's pages, a table a component, or those of its first chunk. Raises PlanError."""
+        """Offer a request's pages, or those of its first chunk, a table per component. Raises PlanError."""
         with self._lock:
             self._sends[room] = self.mover.send(str(room), pages, gates, aux, content=content)
             self._called()
 
     def produced(self, room: int, gate: Gate, pages: Sequence[npt.NDArray[np.int64]], aux: bytes | None) -> None:
-        """More of a request that is being sent: the pages of a chunk, and with the last what goes beside the cache.
+        """Add a chunk's pages to a request that is being sent, and with the last its payload beside the cache.
 
-        Nothing of one that is over."""
+        Ignored once the request is over.
+        """
         with self._lock:
             if room in self._sends:
                 self.mover.produced(self._sends[room], gate, pages)
@@ -172,16 +177,17 @@ class TransferDriver:
                 self._called()
 
     def receive(self, room: int, wanted: Wanted) -> None:
-        """Fetch a request once its engine is connected; `turn` begins it, and tells how it ended.
+        """Fetch a request once its engine is connected; `turn` begins it and tells its end.
 
-        The page tables are copied here. Raises PlanError for what is none."""
+        Copies the page tables. Raises PlanError for malformed ones.
+        """
         wanted = replace(wanted, pages=page_tables(wanted.pages))
         with self._lock:
             self._wanted[room] = wanted
             self._called()
 
     def abort(self, room: int, reason: str) -> None:
-        """The request ends with `reason`; one that was not begun is refused to whoever asks for it."""
+        """End the request with `reason`; one that was not begun is refused to peers that ask for it."""
         with self._lock:
             transfer = self._sends.get(room) or self._receives.get(room)
             if room in self._wanted:
@@ -193,17 +199,17 @@ class TransferDriver:
             self._called()
 
     def turned_away(self, refused_for: RefusedFor) -> None:
-        """Count a request that was turned away before the mover had it."""
+        """Count a request that was turned away before it reached the mover."""
         with self._lock:
             self.mover.meter.turned_away(refused_for)
 
     def has(self, room: int) -> bool:
-        """Whether the request's pages may still be read or written."""
+        """Returns True while the request's pages may be read or written."""
         with self._lock:
             return any(room in those for those in (self._sends, self._receives, self._held, self._wanted))
 
     def turn(self) -> float:
-        """Advance everything; seconds until the next turn, unless there is a call before."""
+        """Advance all transfers. Returns the seconds until the next turn, if no call comes before."""
         with self._lock:
             moved = self.mover.poll()
             self._tell_of_the_lost()
@@ -230,8 +236,9 @@ class TransferDriver:
             return self.pace.nap_s(now - self._busy, under_way)
 
     def rejoin(self, make: Callable[[], Transport], model: Model, reason: str) -> None:
-        """Give up all requests, wait until peers have let go of their pages or their time is up, and join anew: see
-        Mover.rejoin, whose errors this raises. Blocks the caller, who begins nothing meanwhile.
+        """End all requests with `reason`, wait until peers have released their pages or timed out, and join anew.
+
+        Blocks the caller, which begins no request meanwhile. Raises the errors of `Mover.rejoin`.
         """
         with self._lock:
             for room in list(self._wanted):
@@ -253,7 +260,7 @@ class TransferDriver:
 
     def _tell(self, room: int, transfer: Transfer) -> None:
         assert transfer.result is not None
-        if transfer.result.reason is None:  # rooms are the router's: decode may hear of the next one first
+        if transfer.result.reason is None:  # the router may reuse the room, and decode ask for the next request first
             self.mover.reopen(str(room))
         self.ended(room, transfer.result.reason, transfer.result.aux)
 
@@ -268,7 +275,7 @@ class TransferDriver:
         self.wake()
 
     def _begin(self, room: int, wanted: Wanted) -> None:
-        """Ask, unless the engine has not answered our call yet."""
+        """Ask for the request, unless the engine has not answered this rank's call yet."""
         engine, reason = wanted.engine(), ""
         try:
             if engine is not None:
@@ -288,16 +295,17 @@ class TransferDriver:
             self._unbegun(room, reason or "the prefill engine has not answered")
 
     def _unbegun(self, room: int, reason: str) -> None:
-        """A request that was wanted ends before anybody was asked for it."""
+        """End a wanted request before any rank was asked for it."""
         del self._wanted[room]
         self.mover.meter.never_began("receive")
         self.ended(room, reason, {})
 
 
 class Bell:
-    """What the thread that turns a TransferDriver sleeps on: SGLang's socket, and other threads' calls meanwhile.
+    """The bell that wakes the thread that turns a TransferDriver, for a message of SGLang's or another thread's call.
 
-    `nap` is for one thread, `ring` for all others. The ZeroMQ socket is the engine's, and outlives this."""
+    One thread calls `nap`, all others `ring`. The ZeroMQ socket is the engine's, and outlives this.
+    """
 
     def __init__(self, socket: Any) -> None:
         zmq = import_module("zmq")
@@ -310,24 +318,24 @@ class Bell:
             self._poller.register(source, zmq.POLLIN)
 
     def nap(self, seconds: float) -> bool:
-        """Sleep until there is a message or somebody has rung since the last nap, at most so long.
+        """Sleep until a message arrives or `ring` is called, also since the last nap, at most so long.
 
-        Whether there is a message. ZeroMQ counts in milliseconds: naps below one are not cut short.
+        Returns True if there is a message. ZeroMQ counts in milliseconds: naps below 1 ms are not cut short.
         """
         whole_ms = int(seconds * 1000)
         if not whole_ms:
             time.sleep(seconds)
         woken: dict[Any, int] = dict(self._poller.poll(whole_ms))
-        with suppress(OSError):  # nothing was rung
+        with suppress(OSError):  # the bell has not rung
             self._ear.recv(4096)
         return self._socket in woken
 
     def ring(self) -> None:
         """End the nap of the other thread, or its next one."""
-        with suppress(OSError):  # it rings already, or nobody sleeps here any more
+        with suppress(OSError):  # the bell rings already, or is closed
             self._hand.send(b"!")
 
     def close(self) -> None:
-        """Give back what `ring` goes through; the engine's socket stays open."""
+        """Close the sockets behind `ring`; the engine's stays open."""
         self._ear.close()
         self._hand.close()

@@ -1,4 +1,4 @@
-"""Prefill and decode with an engine of another make: one vocabulary of caches, and ranks that meet by their cards."""
+"""Exchange lets prefill and decode work with other makes of engines, by common names of caches and the ranks' cards."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from kvmover.transfer.protocol.wire import MAX_RANKS
 
 log = logging.getLogger(__name__)
 
-#: Data-parallel engines that lay their cards at one server, and those that were there before a restart.
+#: Limit of engines with cards at one server: data-parallel ones, and those from before a restart.
 _MOST_ENGINES = 1024
 
-#: How long SGLang's scheduler waits for a port that may be nobody's.
+#: Time that SGLang's scheduler waits for a port that may be unused, s.
 _PATIENCE_S = 5.0
 
 
 def exchanged_caches(caches: Sequence[RankCache], dtype: str) -> list[RankCache] | None:
-    """The same memory as engines of any make describe theirs: one component of full attention, or a latent.
+    """Returns the same memory as engines of any make describe it: one component of full attention, or a latent.
 
-    `dtype`: of the cache, by SGLang's word. None where they have no common words for these caches.
+    `dtype`: the cache's, by SGLang's word. None for caches without a common description.
     """
     if len(caches) != 1 or dtype not in EXCHANGED_DTYPES or caches[0].row_bytes % DTYPE_BYTES[dtype]:
         return None
@@ -51,7 +51,7 @@ def exchanged_caches(caches: Sequence[RankCache], dtype: str) -> list[RankCache]
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """A prefill engine of another make by its name, or why its ranks cannot be connected."""
+    """A prefill engine of another make, with the reason if its ranks cannot be connected."""
 
     engine: str
     refused: str = ""
@@ -59,9 +59,10 @@ class Met:
 
 @dataclass(slots=True)
 class Exchange:
-    """How a rank goes along with engines of another make. `model`: what these call its weights; None: with none.
+    """The dealings of a rank with engines of another make.
 
-    `foreign`: prefill engines of another make, by address. `repeats`: what was said of engines that cannot be met.
+    `model`: their name of its weights; None: it has no dealings. `allow`: hosts that requests may have dialled.
+    `foreign`: prefill engines of another make, by address. `repeats`: log lines about engines that cannot be met.
     """
 
     model: str | None
@@ -72,11 +73,11 @@ class Exchange:
 
     @classmethod
     def of(cls, settings: Settings) -> Exchange:
-        """As configured."""
+        """Returns the exchange that `settings` configure."""
         return cls(settings.exchange.model, caller(settings), settings.exchange.allow)
 
     def described(self, caches: list[RankCache], dtype: str) -> list[RankCache]:
-        """In the words of all engines, where the weights have a name for all and there are such words."""
+        """Returns the caches as all engines describe them if `model` is set and that is possible, else unchanged."""
         found = exchanged_caches(caches, dtype) if self.model else caches
         if found is None:
             names = ", ".join(cache.name for cache in caches)
@@ -84,9 +85,9 @@ class Exchange:
         return found or caches
 
     def meet(self, bootstrap_addr: str, connect: Callable[[bytes], object]) -> Met | None:
-        """Connect the prefill at `host:port`; None where SGLang, or nobody, is found there.
+        """Connect the prefill at `host:port`; returns None if it is SGLang or absent.
 
-        A host that requests may not have dialled is met as one that is refused: SGLang's own client does not dial it.
+        A host that requests may not have dialled is met as refused: SGLang's own client does not dial it.
         """
         self.foreign.pop(bootstrap_addr, None)
         if self.allow:
@@ -110,19 +111,19 @@ class Exchange:
         return Met(found.engine)
 
     def refused(self, peer: str, words: str) -> None:
-        """Write that a peer cannot be connected, and why, once a minute."""
+        """Log that a peer cannot be connected, and the reason, once a minute."""
         if (more := self.repeats.more((peer, words), time.monotonic())) is not None:
             log.error("refused %s: %s%s", peer, words, more)
 
     def has_changed(self, bootstrap_addr: str) -> bool:
-        """Whether another engine is at the address now than the one that was met there."""
+        """Returns True if the address now has another engine than the one met there."""
         known = self.foreign.get(bootstrap_addr)
         found = foreign_cards(bootstrap_addr, self.call) if known else None
         return found is not None and found.engine != known
 
 
 def foreign_cards(bootstrap_addr: str, call: Callable[[str, int], Cards] = fetch_cards) -> Cards | None:
-    """Those of a prefill engine of another make at `host:port`; None where SGLang, or nobody, is found there."""
+    """Returns the cards of a prefill of another make at `host:port`; None if it is SGLang or absent."""
     host, _, port = bootstrap_addr.rpartition(":")
     try:
         cards = call(host.strip("[]"), int(port))
@@ -133,7 +134,7 @@ def foreign_cards(bootstrap_addr: str, call: Callable[[str, int], Cards] = fetch
 
 
 class RankCard(msgspec.Struct, frozen=True):
-    """What a prefill rank lays at its engine's bootstrap server: the card of rank `rank` of `ranks`."""
+    """The card that rank `rank` of `ranks` publishes at its engine's bootstrap server."""
 
     engine: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
     rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
@@ -142,20 +143,20 @@ class RankCard(msgspec.Struct, frozen=True):
 
 
 class CardTable:
-    """The cards of a bootstrap server's ranks: `put` as they come, `answer` when all have."""
+    """The cards of a bootstrap server's ranks: `put` as they come, `answer` when complete."""
 
     def __init__(self) -> None:
         self._engines: dict[str, dict[int, RankCard]] = {}
 
     def put(self, body: bytes) -> None:
-        """Raises msgspec.MsgspecError for what is no card, and ProtocolError for more than a server can have."""
+        """Keep a rank's card. Raises msgspec.MsgspecError for a malformed one, ProtocolError for too many engines."""
         laid = msgspec.msgpack.decode(body, type=RankCard)
         if laid.engine not in self._engines and len(self._engines) == _MOST_ENGINES:
             raise ProtocolError(f"a card of {laid.engine}, beside those of {_MOST_ENGINES} engines")
         self._engines.setdefault(laid.engine, {})[laid.rank] = laid
 
     def answer(self) -> tuple[int, bytes]:
-        """HTTP status, and the cards or a sentence that says why not.
+        """Returns an HTTP status, and the cards or a sentence that says why they are unavailable.
 
         >>> CardTable().answer()
         (503, b'no rank has laid its card here')
@@ -173,7 +174,7 @@ class CardTable:
 
 
 def lay_card(url: str, laid: RankCard, put: Any) -> None:
-    """Lay a rank's card at the bootstrap server. `put`: of `requests`. A server without a place for it is told of."""
+    """Publish a rank's card at the bootstrap server. `put`: of `requests`. A server that takes no cards is logged."""
     answer = put(url + CARDS_PATH, data=msgspec.msgpack.encode(laid), timeout=_PATIENCE_S)
     if answer.status_code != 200:
         log.warning(

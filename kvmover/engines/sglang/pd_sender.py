@@ -1,4 +1,4 @@
-"""KvmoverSender is a request as SGLang's prefill sends it."""
+"""KvmoverSender is a request that SGLang's prefill sends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvmover.transfer import Content
 
 
 class KvmoverSender(engine_pd.CommonKVSender):
-    """SGLang's sender; what it sends, the manager collects."""
+    """A sender of SGLang's that leaves the collecting of pages to the manager."""
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *more: Any, **named: Any) -> None:
         own = mgr.enter(bootstrap_room)
@@ -18,17 +18,17 @@ class KvmoverSender(engine_pd.CommonKVSender):
             self.conclude_state = mgr.turn_away(own, bootstrap_room)
 
     def begin(self, content: Content) -> None:
-        """Send the request, of which the scheduler has said its prompt, as soon as decode has pages for it."""
+        """Send the request, of this prompt, as soon as decode has pages for it."""
         if self.conclude_state is None:
             self.kv_mgr.expect(self.bootstrap_room, content)
             self.kv_mgr.opened(self.bootstrap_room)
 
     def abort(self) -> None:
-        """The scheduler gives the request up. It is over when nothing reads its pages."""
+        """Give up the request for the scheduler. It is over when its pages are no longer read."""
         engine_pd.CommonKVSender.abort(self)
         self.kv_mgr.give_up(self.bootstrap_room, "aborted by the scheduler")
 
     def clear(self) -> None:
-        """The request has ended, whichever way: forget what was collected for it."""
+        """Forget the data collected for a request that has ended."""
         engine_pd.CommonKVSender.clear(self)
         self.kv_mgr.forget(self.bootstrap_room)
