@@ -1,8 +1,8 @@
-"""SGLang's plug-in entry point makes kvmover a choice: of `--disaggregation-transfer-backend`, of
-`--radix-cache-backend`, and of publishers in `--kv-events-config`.
+"""SGLang's plug-in entry point registers kvmover as a transfer backend, a radix cache and a publisher of KV events.
 
-SGLang 0.5.23 knows its transfer backends by an Enum and a chain of ifs. Its hooks replace both before anything else
-imports them; the built-in backends stay what they are. Radix caches and publishers have registries.
+SGLang 0.5.23 knows its transfer backends (`--disaggregation-transfer-backend`) by an Enum and a chain of ifs: hooks
+replace both before other imports, and built-in backends stay. Radix caches (`--radix-cache-backend`) and publishers
+(`--kv-events-config`) have registries.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ NAME = "kvmover"
 
 _UTILS = "sglang.srt.disaggregation.utils"
 
-#: What SGLang calls an adapter that `--lora-paths` names.
+#: SGLang's name for an adapter of `--lora-paths`.
 _ADAPTER_ID = "sglang.srt.lora.lora_registry.LoRARef.deterministic_id"
 
-#: What sends requests to SGLang's schedulers.
+#: The sender of requests to SGLang's schedulers.
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 
-#: What SGLang calls the parts of a backend, and what they are here, by module and name.
+#: SGLang's names of the parts of a backend, with their module and class here.
 _CLASSES = {
     "manager": ("pd", "KvmoverManager"),
     "sender": ("pd_sender", "KvmoverSender"),
@@ -39,7 +39,9 @@ _CLASSES = {
 
 
 def register() -> None:
-    """Called by SGLang in each of its processes. Raises EngineUnsupported beside a release that was not tested."""
+    """Register all choices and hooks; SGLang calls this in each of its processes. Raises EngineUnsupported beside an
+    untested release.
+    """
     SGLANG.require()
     hooks: Any = import_module("sglang.srt.plugins.hook_registry")
     choices: Any = import_module("sglang.srt.arg_groups.choices")
@@ -59,8 +61,10 @@ def register() -> None:
 
 
 def adapter_id(known: Callable[[str, str], str], lora_name: str, lora_path: str) -> str:
-    """Returns an adapter's id, of its bytes too where they are here: KV in every cache and store goes by it, also after
-    a restart with other files at the same path. Of one that a hub has it is SGLang's own."""
+    """Returns an adapter's id, made from its bytes too if they are here: caches and stores key KV by it.
+
+    So other files at the same path get another id after a restart. An adapter at a hub has SGLang's own id.
+    """
     try:
         return known(lora_name, f"{lora_path}\0{digest_of_adapter(Path(lora_path))}")
     except UnknownWeights:
@@ -68,27 +72,27 @@ def adapter_id(known: Callable[[str, str], str], lora_name: str, lora_path: str)
 
 
 def several_answers(handle: Callable[..., Any], manager: Any, obj: Any, *more: Any) -> Any:
-    """Have each request that SGLang sends for one with several answers in a room of its own, with our backend."""
+    """Give each request of a prompt with several answers a room of its own, if kvmover is the transfer backend."""
     backend = import_module("sglang.srt.runtime_context").get_disagg().disaggregation_transfer_backend
     return of_several(handle, manager, obj, *more) if backend == NAME else handle(manager, obj, *more)
 
 
 def register_radix_cache() -> None:
-    """In SGLang's registry, once a process."""
+    """Enter the radix cache in SGLang's registry, once per process."""
     registry: Any = import_module("sglang.srt.mem_cache.registry")
     if NAME not in registry.registered_radix_cache_backends():
         registry.register_radix_cache_backend(NAME, radix_cache)
 
 
 def register_event_publisher() -> None:
-    """In SGLang's registry, once a process."""
+    """Enter the publisher in SGLang's registry, once per process."""
     factory: Any = import_module("sglang.srt.disaggregation.kv_events").EventPublisherFactory
     if NAME not in factory._registry:
         factory.register_publisher(NAME, event_publisher)
 
 
 def register_weight_updates() -> None:
-    """Hear of updates in a process with a scheduler, and in one that starts those; others need not import it."""
+    """Hook the weight updates in processes that have imported SGLang's scheduler, and import it in no others."""
     hooks: Any = import_module("sglang.srt.plugins.hook_registry")
     if "sglang.srt.managers.scheduler" in sys.modules:
         updates = _module("weight_updates")
@@ -97,14 +101,14 @@ def register_weight_updates() -> None:
 
 
 def event_publisher(**options: Any) -> Any:
-    """What sends one cache's KV events. Imported when a server asks for it."""
+    """Returns the publisher of one cache's KV events, imported on this call."""
     return _module("event_publisher").KvmoverEventPublisher(**options)
 
 
 def radix_cache(context: Any) -> Any:
-    """The prefix cache of one rank, with tiers where SGLang is asked for them. Imported when a server asks for it.
+    """Returns the prefix cache of one rank, with tiers if SGLang is asked for them, imported on this call.
 
-    Raises EngineUnsupported for what only SGLang's own tree keeps.
+    Raises EngineUnsupported for caches and features that only SGLang's own tree has.
     """
     engine = _module("engine_radix")
     if context.disable_radix_cache:
@@ -122,7 +126,7 @@ def radix_cache(context: Any) -> Any:
 
 
 def class_of(known: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
-    """A part of ours for our name, SGLang's answer for all others."""
+    """Returns kvmover's part for its own name, and SGLang's for all others."""
     if transfer_backend.value != NAME or class_type.value not in _CLASSES:
         return known(transfer_backend, class_type)
     module, name = _CLASSES[class_type.value]
@@ -130,5 +134,5 @@ def class_of(known: Callable[..., Any], transfer_backend: Any, class_type: Any) 
 
 
 def _module(name: str) -> Any:
-    """One beside this, which imports SGLang."""
+    """Returns a module beside this that imports SGLang."""
     return import_module(f"kvmover.engines.sglang.{name}")

@@ -1,6 +1,6 @@
 """RadixAccounts enters the requests of SGLang's radix cache into kvmover's ledger, which is served at /metrics.
 
-SGLang tells its cache when it looks a request up, gives it pages, keeps what it computed, and takes its pages back.
+SGLang calls its cache when it looks a request up, gives it pages, keeps its KV, and takes its pages back.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Lookup:
-    """What a request asked for and what was found, on device and host. `last_page_tokens` were found and are computed
-    all the same: a page with a prompt's last token in it always is. `left`: tokens that storage has and did not bring.
+    """The tokens that a request asked for and found, on device and host.
+
+    `last_page_tokens`: found but computed anyway, as their page has the prompt's last token. `left`: held by storage
+    but not brought, by reason.
     """
 
     prompt_tokens: int
@@ -42,7 +44,9 @@ class Lookup:
 
 @dataclass(slots=True)
 class _Attempt:
-    """`prefix_tokens`: that it was admitted with; None while it waits. `concurrent_tokens`: as in `Ledger.finished`."""
+    """An admission. `prefix_tokens`: of the prefix used; None while it waits. `concurrent_tokens`: see
+    `Ledger.finished`.
+    """
 
     lookup: Lookup
     prefix_tokens: int | None = None
@@ -50,13 +54,13 @@ class _Attempt:
 
 
 class RadixAccounts:
-    """Calls come from the scheduler's thread, scrapes from another: a scrape stands between two calls.
+    """The ledger of a rank's requests, for the scheduler's thread; another thread scrapes it between two calls.
 
     An event that does not balance is counted (`Ledger.faults`), and fails no request.
     """
 
     def __init__(self, model: str, settings: Settings, place: ParallelRank) -> None:
-        """Serves metrics and keeps the run log where `settings` ask for it. Raises KvmoverError where that fails."""
+        """Serve metrics and keep the run log if `settings` ask for them. Raises KvmoverError."""
         speaker = Guest(logging.getLogger(), f"kvmover radix cache rank {place.number} of {place.grid}")
         self._observers = Observers(settings, model, place.number, speaker)
         self.ledger = Ledger(FaultPolicy.COUNT, sink=self._observers.account)
@@ -71,20 +75,20 @@ class RadixAccounts:
         self._observers.close()
 
     def collect(self) -> list[Family]:
-        """The ledger's families, and those of the tiers. For prometheus_client."""
+        """Returns the families of the ledger and of the tiers, for prometheus_client."""
         with self._lock:
             found = list(LedgerCollector(self.ledger).collect())
         return [*found, *(family for collector in self._beside for family in collector.collect())]
 
     def show(self, collector: TierCollector | PinCollector) -> None:
-        """Serve these families too."""
+        """Serve the families of `collector` too."""
         self._beside.append(collector)
 
     def matched(self, request: str, lookup: Lookup, params: object = None) -> None:
-        """A look-up of a request that waits. The last one before admission counts.
+        """Record a look-up of a waiting request; the last one before admission counts.
 
-        `params`: the request's own, in which a router may have said what it expects. Else the first look-up is what a
-        router would have said that has read every event.
+        `params`: the request's own, with a router's expectation, if any. Else the first look-up is the expectation of a
+        router that has read every event.
         """
         attempt = self._attempts.get(request)
         if attempt is not None and attempt.prefix_tokens is not None:
@@ -102,7 +106,10 @@ class RadixAccounts:
             self.ledger.predicted(request, hints.prediction(lookup.prompt_tokens, lookup.found_tokens))
 
     def admitted(self, request: str, credit: Credit, why: Loss = Loss.THRESHOLD) -> None:
-        """The request has pages, behind what it found; `why` it has not all of that. Later chunks change nothing."""
+        """Record that the request has pages behind its prefix; `why`: the reason for found tokens that it lacks.
+
+        Calls for later chunks are ignored.
+        """
         attempt = self._attempts.get(request)
         if attempt is None or attempt.prefix_tokens is not None:
             return
@@ -114,18 +121,18 @@ class RadixAccounts:
             self.ledger.admitted(request, credit, {reason: count for reason, count in lost.items() if count})
 
     def concurrent(self, request: str, tokens: int) -> None:
-        """The request computed `tokens` of its prompt that another had kept by then."""
+        """Count `tokens` of the prompt that the request computed although another one had kept them by then."""
         attempt = self._attempts.get(request)
         if attempt is not None:
             attempt.concurrent_tokens += tokens
 
     def answered(self, request: str) -> None:
-        """The request ends as it should: all of its prompt was found or computed."""
+        """Record the request's regular end: all of its prompt was found or computed."""
         attempt = self._attempts.pop(request, None)
         if attempt is None or attempt.prefix_tokens is None:
             return
         computed = attempt.lookup.prompt_tokens - attempt.prefix_tokens
-        # What was found and not used was known before: that it is known again is no news.
+        # Tokens found but not used were known before admission, so they are not concurrent.
         known = attempt.lookup.found_tokens + attempt.lookup.last_page_tokens - attempt.prefix_tokens
         concurrent = max(0, attempt.concurrent_tokens - known)
         with self._lock:
@@ -133,7 +140,7 @@ class RadixAccounts:
             self.ledger.finished(request, time.time(), min(concurrent, computed))
 
     def retracted(self, request: str, done_tokens: int) -> None:
-        """The request gives its pages back and waits again, with `done_tokens` found or computed."""
+        """Record that the request gave its pages back and waits again, with `done_tokens` found or computed."""
         attempt = self._attempts.get(request)
         if attempt is None or attempt.prefix_tokens is None:
             return
@@ -143,7 +150,7 @@ class RadixAccounts:
             self.ledger.retracted(request, time.time())
 
     def aborted(self, request: str, done_tokens: int = 0) -> None:
-        """The request ends without an answer, while it waits or runs. One that has ended already is no error."""
+        """Record the request's end without an answer, waiting or running. A request that has ended is ignored."""
         attempt = self._attempts.pop(request, None)
         if attempt is None:
             return
@@ -153,7 +160,7 @@ class RadixAccounts:
             self.ledger.aborted(request, time.time())
 
     def hinted(self, kind: str, outcome: str, params: object) -> None:
-        """A hint of a request was met or refused; `params` are the request's own, which name its tenant."""
+        """Record the outcome of a hint. `params`: the request's own, which name its tenant."""
         group = self._groups.of(hints_of(params, kind).kvmover_tenant)
         with self._lock:
             self.ledger.hinted(kind, outcome, group)
@@ -164,7 +171,10 @@ def _computed(attempt: _Attempt, done_tokens: int) -> int:
 
 
 def accounts_of() -> RadixAccounts | None:
-    """A ledger where the settings of this process let it be seen: a prefill or decode has its own metrics there."""
+    """Returns a ledger if the settings publish it, by run log or metrics, else None.
+
+    None also in a prefill or decode, which has metrics of its own.
+    """
     settings = load().settings
     if (settings.record.run_log is None and settings.metrics.port is None) or engine_radix.disaggregated():
         return None

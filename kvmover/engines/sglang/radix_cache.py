@@ -1,8 +1,8 @@
 """KvmoverRadixCache is SGLang's prefix cache on kvmover's PrefixTree: `--radix-cache-backend kvmover`.
 
-The scheduler matches a request, locks what it found, allocates the rest, and checkpoints the request after each chunk
-and at its end: the tree then takes the request's whole pages, and the row of the request names the tree's pages from
-then on. What the tree has already is given back at once. What the tree gives up goes back to SGLang's allocator.
+The scheduler matches a request, locks the match, allocates the rest, and checkpoints the request after each chunk and
+at its end. The tree then takes the request's whole pages, and the request's row names the tree's pages from then on.
+Pages that the tree had already are freed at once. Evicted pages go back to SGLang's allocator.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: By SGLang's names.
+#: The tree's components by SGLang's names.
 _COMPONENTS = {SWA: WINDOW, MAMBA: STATE}
 
 #: SGLang's priorities are int64.
@@ -60,9 +60,9 @@ _HIGHEST = 2**63 - 1
 
 
 class KvmoverRadixCache(engine_radix.BasePrefixCache):
-    """One rank's cache on the device: attention KV, sliding windows, states. SGLang knows nodes by the tree's ids.
+    """A rank's cache on the device: attention KV, sliding windows, states. SGLang knows nodes by the tree's ids.
 
-    `params`: SGLang's `CacheInitParams`. Its pools belong to SGLang. Nothing here waits for the device.
+    `params`: SGLang's `CacheInitParams`, with pools that belong to SGLang. No method here waits for the device.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         tiers: Tiers | None = None,
         terms: HintTerms | None = None,
     ) -> None:
-        """Raises EngineUnsupported for an eviction policy that the tree has not."""
+        """Raises EngineUnsupported for an eviction policy that the tree lacks."""
         import torch
 
         self.disable = False
@@ -96,7 +96,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
             components=components,
             policy=self._policy,
             tiers=tiers,
-            # As in SGLang's own cache: a state is of tokens.
+            # As in SGLang's own cache, states go by tokens.
             units=KeyUnits.BIGRAM if params.is_eagle and not stateful else KeyUnits.PLAIN,
             sink=self._events.append if params.enable_kv_cache_events else None,
         )
@@ -118,7 +118,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
     # Requests
 
     def match_prefix(self, params: Any) -> Any:
-        """The longest prefix that is cached, in whole pages. Nothing is locked."""
+        """Returns the longest cached prefix, in whole pages, unlocked."""
         if params.req is not None:
             self._hints.came(params.req)
         match = self._tree.match(self._keys.of(params.key))
@@ -142,13 +142,11 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         )
 
     def touch_prefix(self, key: Any) -> None:
-        """The path of a request that waits is used: it goes later."""
+        """Mark the path of a waiting request as used, so that it is evicted later."""
         self._tree.match(self._keys.of(key))
 
     def checkpoint(self, req: Any, *, up_to: int, **_options: Any) -> None:
-        """Keep the request's pages up to `up_to` tokens, have its row name the tree's, and lock them instead of those
-        before.
-        """
+        """Keep the request's pages up to `up_to` tokens, point its row at the tree's, and move its lock to them."""
         kept, states = req.kv.cache_protected_len, self._states
         reach = up_to if states is None else min(up_to, states.reach(req, up_to))
         key = self._keys.of_request(req, req.full_untruncated_fill_ids, reach)
@@ -179,9 +177,10 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         self.unlock(before)
 
     def insert(self, params: Any) -> Any:
-        """Keep `params.value`, a token index a token, from `params.prev_prefix_len` on; those before are the tree's.
+        """Keep `params.value`, a token index per token, from `params.prev_prefix_len` on; the tree has the tokens
+        before.
 
-        A slot with a state, `params.mamba_value`, stays the caller's where the tree has that state.
+        The slot of a state, `params.mamba_value`, stays the caller's if the tree has that state.
         """
         key = self._keys.of(params.key)
         end = key.tokens // self.page_size * self.page_size
@@ -201,12 +200,12 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         )
 
     def maybe_hand_to_session(self, req: Any) -> None:
-        """SGLang has just given the request pages."""
+        """Record the admission: SGLang has just given the request pages."""
         if self._accounts is not None:
             self._accounts.admitted(req.rid, Credit(device_tokens=req.prefix_len))
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
-        """SGLang has taken the request's pages back: it is answered, given up, or waits again."""
+        """Record that the request was answered, aborted or retracted: SGLang has taken its pages back."""
         if self._states is not None and not checkpointed:
             self._states.release(req)
         if not req.finished():
@@ -222,20 +221,22 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
                 self._accounts.answered(req.rid)
 
     def release_aborted_request(self, handle: Any) -> None:
-        """SGLang has given up a request that waits."""
+        """Record that SGLang gave up a waiting request."""
         self._hints.aborted(handle.rid)
         if self._accounts is not None:
             self._accounts.aborted(handle.rid)
 
     def path_device_indices(self, node: int) -> torch.Tensor:
-        """Token indices of all that is cached up to the node's end, int64."""
+        """Returns the token indices cached up to the node's end, int64."""
         return self._indices.of(self._tree.page_ids(node))
 
     # Room
 
     def evict(self, params: Any) -> Any:
-        """Give up `params.num_tokens` tokens, windows of `params.swa_num_tokens`, both in whole pages, and
-        `params.mamba_num` states, or all that nobody locked. A leaf takes its window and its state along.
+        """Evict `params.num_tokens` tokens, windows of `params.swa_num_tokens`, both in whole pages, and
+        `params.mamba_num` states.
+
+        Locked ones stay, so it may be less. A leaf takes its window and its state along.
         """
         began = time.perf_counter()
         wanted = {ATTENTION: -(-params.num_tokens // self.page_size)}
@@ -250,13 +251,13 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         return engine_radix.EvictResult(tokens, window_tokens, counts.get(STATE, 0))
 
     def lock(self, node: int, skip_lock_components: Sequence[Any] = ()) -> Any:
-        """As `inc_lock_ref`, for one holder."""
+        """Lock a node as `inc_lock_ref` does, for one holder."""
         skipped = tuple(skip_lock_components)
         handle = self._tree.lock(node, skip=[_COMPONENTS[each] for each in skipped] if skipped else ())
         return engine_radix.TreeLock(node, engine_radix.DecLockRefParams(node, skipped, {FULL: handle}))
 
     def inc_lock_ref(self, node: int, skip_lock_components: Sequence[Any] = ()) -> Any:
-        """Lock a node and all above it, with the window and the state at its end. The receipt carries the tree's own
+        """Lock a node and its ancestors, with the window and the state at its end. The receipt carries the tree's
         handle.
         """
         skipped = tuple(skip_lock_components)
@@ -266,24 +267,24 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         )
 
     def dec_lock_ref(self, node: int, params: Any = None) -> Any:
-        """Give a lock back by its receipt. Raises StaleHandle without one, or for one that was given back."""
+        """Release a lock by its receipt. Raises StaleHandle without one, or for one that was released."""
         if params is None or params.node_id != node:
             raise StaleHandle(f"a lock of node {node} is given back by its own receipt")
         self._tree.unlock(params.get_lock_uuid(FULL))
         return engine_radix.DecLockRefResult()
 
     def release_swa(self, lock: Any) -> None:
-        """Give back the part of a lock that keeps a window, once: decoding has left it."""
+        """Release the window of a lock, once: decoding has left it."""
         if lock is not None and lock.node != ROOT and not lock.swa_released:
             self._tree.unlock_component(lock.receipt.get_lock_uuid(FULL), WINDOW)
             lock.swa_released = True
 
     def release_swa_prefix_lock(self, req: Any) -> None:
-        """The request has decoded a window beyond its prefix."""
+        """Release the window of a request that has decoded a window beyond its prefix."""
         self.release_swa(req.lock)
 
     def reset(self) -> None:
-        """Forget everything; SGLang clears its pools. Raises PrefixError while a request holds a lock."""
+        """Forget all entries; SGLang clears its pools. Raises PrefixError while a request holds a lock."""
         self._hints.pins.forget()
         given = self._tree.reset()
         self._indices.forget(given.page_ids())
@@ -292,70 +293,73 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         if self._states is not None:
             self._states.forget(given.page_ids(STATE))
 
-    # What there is
+    # Sizes and reports
 
     def evictable_size(self) -> int:
-        """Tokens that may go."""
+        """Returns the tokens that may be evicted."""
         return self._tree.sizes().evictable * self.page_size
 
     def protected_size(self) -> int:
-        """Tokens that are locked."""
+        """Returns the tokens that are locked."""
         return self._tree.sizes().protected * self.page_size
 
     full_evictable_size = evictable_size
     full_protected_size = protected_size
 
     def supports_swa(self) -> bool:
-        """Whether requests have windows."""
+        """Returns True if requests have windows."""
         return self._windows is not None
 
     def swa_evictable_size(self) -> int:
-        """Tokens whose windows may go."""
+        """Returns the tokens whose windows may be evicted."""
         return 0 if self._windows is None else self._tree.sizes(WINDOW).evictable * self.page_size
 
     def swa_protected_size(self) -> int:
-        """Tokens whose windows are locked."""
+        """Returns the tokens whose windows are locked."""
         return 0 if self._windows is None else self._tree.sizes(WINDOW).protected * self.page_size
 
     def supports_mamba(self) -> bool:
-        """Whether requests have states of recurrent layers."""
+        """Returns True if requests have states of recurrent layers."""
         return self._states is not None
 
     def mamba_evictable_size(self) -> int:
-        """States that may go."""
+        """Returns the states that may be evicted."""
         return 0 if self._states is None else self._tree.sizes(STATE).evictable
 
     def mamba_protected_size(self) -> int:
-        """States that are locked."""
+        """Returns the states that are locked."""
         return 0 if self._states is None else self._tree.sizes(STATE).protected
 
     def swa_retain_floor(self, req: Any) -> int | None:
-        """The window behind a snapshot is kept with it."""
+        """Returns the token from which a snapshot's window is kept with it; None without windows, states or snapshot.
+        """
         snapshot = req.kv.mamba_last_track_seqlen
         if self._windows is None or self._states is None or snapshot is None:
             return None
         return snapshot - self.swa_retain_window
 
     def all_values_flatten(self) -> torch.Tensor:
-        """Every token index that is cached, int64, for SGLang's report of a leak."""
+        """Returns every cached token index, int64, for SGLang's report of a leak."""
         return self._indices.of(np.fromiter(self._tree.ids(), np.int32))
 
     def all_mamba_values_flatten(self) -> torch.Tensor:
-        """Every slot of a state that is cached, int64, for SGLang's report of a leak."""
+        """Returns every slot of a cached state, int64, for SGLang's report of a leak."""
         assert self._states is not None
         return self._states.slots(np.fromiter(self._tree.ids(STATE), np.int32))
 
     def total_size(self) -> int:
-        """Tokens that are cached."""
+        """Returns the tokens that are cached."""
         sizes = self._tree.sizes()
         return (sizes.evictable + sizes.protected) * self.page_size
 
     def root_node_handle(self, extra_key: str | None = None) -> int:
-        """The empty prefix, in every namespace."""
+        """Returns the empty prefix, of every namespace."""
         return ROOT
 
     def dfs_weight_order(self, node_handles: Sequence[int]) -> list[int]:
-        """Requests by the nodes that they matched, depth first, heavy subtrees first, nodes after those below."""
+        """Returns the order of requests by matched node: depth first, heavy subtrees first, nodes after their
+        descendants.
+        """
         paths = [self._tree.page_hashes(node) for node in node_handles]
         weights = Counter(name for path in paths for name in path)
         seen = {name: place for place, name in enumerate(weights)}
@@ -363,18 +367,20 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         return sorted(range(len(paths)), key=ranks.__getitem__)
 
     def take_events(self) -> list[KVEvent]:
-        """What was stored and removed since the last call; a publisher of ours may ask it for all that is cached."""
+        """Returns the stores and removals since the last call, by which a kvmover publisher can ask for all cached
+        pages.
+        """
         events = CacheEvents(coalesce(self._events), self._tree.resident)
         self._events.clear()
         return events
 
     def pretty_print(self) -> None:
-        """Sizes, for SGLang's report of an allocation that failed."""
+        """Log the sizes, for SGLang's report of a failed allocation."""
         sizes = self._tree.sizes()
         log.info("%d nodes, %d pages evictable, %d protected", len(self._tree), sizes.evictable, sizes.protected)
 
     def check(self) -> None:
-        """Raise InvariantBroken where the tree or its tables of indices are not sound. O(pages), for tests."""
+        """Raise InvariantBroken if the tree or its tables of indices are unsound. O(pages), for tests."""
         self._tree.check()
         self._hints.pins.check()
         tables = {ATTENTION: self._indices, WINDOW: self._windows, STATE: self._states}
@@ -388,7 +394,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
     # Inside
 
     def _pool_pages(self) -> dict[str, int]:
-        """Of each component, all that there are."""
+        """Returns the pages of each component's pool."""
         pages = {ATTENTION: self.token_to_kv_pool_allocator.size_full // self.page_size}
         if self._windows is not None:
             pages[WINDOW] = self.token_to_kv_pool_allocator.size_swa // self.page_size
@@ -397,13 +403,13 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         return pages
 
     def _room_for_state(self, node: int) -> None:
-        """Give up a state, and not that of `node`."""
+        """Evict a state other than that of `node`."""
         handle = self._tree.lock(node)
         self._evict({STATE: 1})
         self._tree.unlock(handle)
 
     def _room_beside(self, req: Any) -> None:
-        """Give up a state: if need be the one that the request started from, which it has copied."""
+        """Evict a state, if need be the one that the request started from and has copied."""
         lock: Any = req.lock
         if lock is not None and lock.node != ROOT and MAMBA not in lock.receipt.skipped_lock_components:
             self._tree.unlock_component(lock.receipt.get_lock_uuid(FULL), STATE)
@@ -411,7 +417,8 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         self._evict({STATE: 1})
 
     def _take_state(self, states: StateSlots, req: Any, at_end: bool) -> PageArray:
-        """What the tree gets of a request's states: none, where the key does not end with the state's token."""
+        """Returns the id [1] of a request's state for the tree; empty if the key does not end with the state's token.
+        """
         if at_end:
             return states.take(req, partial(self._room_beside, req))
         states.withhold(req)
@@ -420,8 +427,10 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
     def _insert(
         self, key: RadixKey, indices: torch.Tensor, kept: int, live: int, counted: int, priority: int, state: PageArray
     ) -> Inserted:
-        """Keep the pages of `key` behind the first `kept` tokens, with their windows behind the first `live`, and the
-        state at their end. Page ids are new each time, so what the tree knew comes back; its state is the caller's.
+        """Keep the pages of `key` behind the first `kept` tokens, their windows behind the first `live`, and the state
+        at the end.
+
+        Page ids are new each time, so pages that the tree had come back; a state that it had is the caller's.
         """
         pages = self._indices.keep(indices)
         windows = NO_IDS if self._windows is None else self._windows.keep(indices[live - kept :])
@@ -440,14 +449,14 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         return inserted
 
     def _reused(self, req: Any, key: RadixKey, end: int) -> None:
-        """A request is at `end` and has added nothing: on one tier that changes nothing."""
+        """Handle a request at `end` without new pages: no change on a single tier."""
 
     def _kept(self, inserted: Inserted, pages: PageArray) -> None:
-        """The tree was given `pages`: carry out what it answered."""
+        """Carry out the tree's answer to `pages`."""
         self._give_back(inserted)
 
     def _evict(self, wanted: Mapping[str, int]) -> ActionList:
-        """Give up so many pages of each component. What was done is said."""
+        """Evict so many pages of each component. Returns the actions carried out."""
         given = self._tree.evict_pools(wanted)
         self._give_back(given)
         if self._states is not None:
@@ -455,7 +464,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         return given
 
     def _adopt(self, of: WindowPages, inserted: Inserted, windows: PageArray, live: int) -> None:
-        """Of pages that the tree knew without their windows, it has taken the request's: its own indices lead there."""
+        """Map windows that the tree has taken, for pages it had without them, from the tree's own indices."""
         count = (inserted.known_tokens - live) // self.page_size
         taken = ~np.isin(windows[:count], inserted.page_ids(WINDOW))
         if taken.any():
@@ -463,7 +472,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
             of.move(windows[:count][taken], self._indices.of(theirs[taken]))
 
     def _give_back(self, given: ActionList) -> None:
-        """To SGLang's allocator: windows first, for they are found by what is freed next."""
+        """Free pages at SGLang's allocator, windows first, because the pages freed next lead to them."""
         pages, allocator = given.page_ids(), self.token_to_kv_pool_allocator
         if self._windows is not None:
             self._windows.give_back(given.page_ids(WINDOW))
@@ -474,7 +483,10 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
             self._indices.forget(pages)
 
     def _raise_prompt(self, req: Any, end: int) -> None:
-        """By priority, the answer goes before the prompt, as in SGLang's own cache; by others it is the leaf's end."""
+        """Raise a prompt's priority, so that its answer is evicted first, as in SGLang's own cache.
+
+        Other policies evict from a leaf's end anyway.
+        """
         if self._policy is not PRIORITY or self._states is not None:
             return
         key = self._keys.of_request(req, req.origin_input_ids, None)
@@ -484,7 +496,9 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
             self._tree.insert(key, [], first_page=pages, counted_tokens=key.tokens, priority=raised)
 
     def _lookup(self, req: Any, key: Any, found: int) -> Lookup:
-        """Of a prompt that ends with a page, that page is not asked for; what the tree has of it is looked at."""
+        """Returns the look-up of a request. If its prompt ends with a page, SGLang does not ask for that page, and the
+        tree is searched for it here.
+        """
         prompt = len(req.origin_input_ids) + len(req.output_ids)
         last = 0
         if prompt == len(key.token_ids) == found + self.page_size:

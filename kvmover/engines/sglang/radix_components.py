@@ -1,11 +1,11 @@
-"""What SGLang's radix cache keeps beside attention KV: pages of sliding windows, and states of recurrent layers.
+"""WindowPages and StateSlots are kept beside attention KV: pages of sliding windows, and states of recurrent layers.
 
 A token of SGLang's hybrid allocator has one index, into the pool of full attention. A mapping on the device leads from
-it to the token's KV in the pool of the windows, which may be given up alone: then the mapping says 0.
+it to the token's KV in the window pool, and is 0 once the window was freed alone.
 
-A request writes its state to a slot of its own as it goes, so what stands in the tree is never written to. Where SGLang
-keeps snapshots, in two further slots by turns, the tree takes the slot of the last one: it may lie behind what the
-request has computed. Where it does not, the tree takes the working slot of a request that ends, and a copy before that.
+A request writes its state to a slot of its own, so slots in the tree are never written. With snapshots, which SGLang
+keeps in two further slots by turns, the tree takes the slot of the last one: it may lie behind the request's tokens.
+Without them the tree takes the working slot of a request that ends, and a copy before that.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ if TYPE_CHECKING:
 
     from kvmover.cache.prefix import PageArray
 
-#: The tree's names of sliding windows, and of states of recurrent layers.
+#: The tree's names of sliding windows and of recurrent layers' states.
 WINDOW, STATE = "swa", "state"
 
-#: Makes room for one state, if it can.
+#: Makes room for one state, if possible.
 MakeRoom = Callable[[], object]
 
 
 class WindowPages:
-    """Ids for pages of the windows' pool. Each stands for the full index whose mapping leads to it."""
+    """The ids of window pages. Each stands for the full index whose mapping leads to the page."""
 
     def __init__(self, allocator: Any, indices: DeviceIndices) -> None:
         self._allocator, self.indices = allocator, indices
 
     def __len__(self) -> int:
-        """Pages that are kept."""
+        """Returns the number of kept pages."""
         return len(self.indices)
 
     def keep(self, full_indices: torch.Tensor) -> PageArray:
-        """New ids for the windows of these tokens, whole pages."""
+        """Returns new ids for the windows of these tokens, whole pages."""
         return self.indices.keep(full_indices)
 
     def move(self, ids: PageArray, full_indices: torch.Tensor) -> None:
-        """The same window pages are found by other full indices from now on: those of equal tokens."""
+        """Map the same window pages from other full indices, of equal tokens, from now on."""
         before = self.indices.of(ids)
         pages = self._allocator.translate_loc_from_full_to_swa(before)
         self._allocator.clear_full_to_swa_mapping(before)
@@ -51,39 +51,41 @@ class WindowPages:
         self.indices.replace(ids, full_indices)
 
     def give_back(self, ids: PageArray) -> None:
-        """Free these pages. What full indices led to them leads nowhere."""
+        """Free these pages, and clear the mappings that lead to them."""
         if len(ids):
             self._allocator.free_swa_segment(self.indices.of(ids), start_pos=0)
             self.indices.forget(ids)
 
     def forget(self, ids: PageArray) -> None:
-        """As DeviceIndices.forget: the allocator is cleared by whoever asks."""
+        """Forget ids as DeviceIndices.forget does; the caller clears the allocator."""
         self.indices.forget(ids)
 
 
 class StateSlots:
-    """Ids for slots of states, and what requests hold of them. `rows`: SGLang's `HybridReqToTokenPool`.
+    """The ids of state slots, and the slots that requests hold. `rows`: SGLang's `HybridReqToTokenPool`.
 
-    This one is for a pool without snapshots: a request has the state of all its tokens, and of no others.
+    This class is for a pool without snapshots: a request has only the state of all its tokens.
     """
 
     def __init__(self, rows: Any, indices: DeviceIndices) -> None:
         self._rows, self.indices = rows, indices
 
     def __len__(self) -> int:
-        """Slots that are kept."""
+        """Returns the number of kept slots."""
         return len(self.indices)
 
     def keep(self, slots: torch.Tensor) -> PageArray:
-        """New ids for slots with states."""
+        """Returns new ids for slots with states."""
         return self.indices.keep(slots)
 
     def reach(self, req: Any, tokens: int) -> int:
-        """Of the first `tokens` tokens, those that the request has a state of to give; 0 for none."""
+        """Returns the tokens, at most `tokens`, of which the request can give a state; 0 without one."""
         return tokens
 
     def take(self, req: Any, make_room: MakeRoom) -> PageArray:
-        """The id, in a row, of the state of as many tokens as `reach` said. A request that has ended keeps no slot."""
+        """Returns the id [1] of the state of `reach` tokens. A finished request keeps no slot. Raises PrefixError
+        without a slot.
+        """
         working = req.kv.mamba_pool_idx.unsqueeze(0)
         if req.finished():
             req.kv.mamba_pool_idx = None
@@ -93,19 +95,21 @@ class StateSlots:
         return self.indices.keep(copy)
 
     def withhold(self, req: Any) -> None:
-        """The tree takes nothing: a request that has ended gives all its slots back, a snapshot of another is over."""
+        """Give the tree no state: a finished request frees all its slots, another one drops its snapshot."""
         if req.finished():
             self.release(req)
         else:
             self._over(req)
 
     def release(self, req: Any) -> None:
-        """The request gives all its slots back."""
+        """Free all slots of the request."""
         if req.kv.holds_mamba:
             self._rows.free_mamba_cache(req)
 
     def start(self, req: Any, state: PageArray, make_room: MakeRoom) -> None:
-        """The request starts from a state: SGLang copies it to the request's own slot before its first step."""
+        """Start the request from a state, which SGLang copies to the request's slot before its first step. Raises
+        PrefixError without a free slot.
+        """
         if not req.kv.holds_mamba:
             req.kv.mamba_pool_idx = self._new(make_room)[0]
         req.kv.mamba_cow_src_index = self.indices.of(state)
@@ -117,11 +121,11 @@ class StateSlots:
             self._rows.mamba_allocator.free(self.indices.forget(ids))
 
     def forget(self, ids: PageArray) -> None:
-        """As DeviceIndices.forget: the pool is cleared by whoever asks."""
+        """Forget ids as DeviceIndices.forget does; the caller clears the pool."""
         self.indices.forget(ids)
 
     def slots(self, ids: PageArray) -> torch.Tensor:
-        """Slots by their ids, int64."""
+        """Returns the slots of these ids, int64."""
         return self.indices.of(ids)
 
     def _new(self, make_room: MakeRoom) -> torch.Tensor:
@@ -138,16 +142,18 @@ class StateSlots:
 
 
 class SnapshotSlots(StateSlots):
-    """The same for a pool with snapshots."""
+    """The state slots of a pool with snapshots."""
 
     def reach(self, req: Any, tokens: int) -> int:
-        """How far the last snapshot goes; of a request that was cut shorter than that, the one before."""
+        """Returns the tokens of the last snapshot; of the one before for a request that was cut shorter."""
         if not req.finished():
             return req.kv.mamba_last_track_seqlen or 0
         return self._last(req, tokens)[0]
 
     def take(self, req: Any, make_room: MakeRoom) -> PageArray:
-        """The snapshot's slot. A request that goes on gets another one in its place."""
+        """Returns the id [1] of the snapshot's slot. A running request gets another slot in its place. Raises
+        PrefixError.
+        """
         if req.finished():
             place = self._last(req, len(req.full_untruncated_fill_ids))[1]
             slot = req.kv.mamba_ping_pong_track_buffer[place].unsqueeze(0).clone()
@@ -158,7 +164,7 @@ class SnapshotSlots(StateSlots):
         return self.indices.keep(slot)
 
     def _last(self, req: Any, tokens: int) -> tuple[int, int]:
-        """Of the last snapshot within `tokens` tokens: how many it is of, and its place among the request's."""
+        """Returns the tokens of the last snapshot within `tokens` tokens, and its place among the request's."""
         rows, place = self._rows, self._rows.get_mamba_ping_pong_keep_idx(req)
         last, before = req.kv.mamba_last_track_seqlen or 0, req.kv.mamba_prev_track_seqlen or 0
         if last <= tokens:
