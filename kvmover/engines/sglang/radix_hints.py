@@ -1,9 +1,8 @@
-"""RadixHints carry out what an orchestrator says with SGLang's requests: `kv_hints` of `/generate`, or `kvmover_hints`
-in `custom_params`.
+"""RadixHints carry out an orchestrator's hints with SGLang's requests.
 
-Every rank hears of the same requests in the same order, so all do the same. Only time is each rank's own: when a
-request comes, the ranks say which pins are over, and those that are over on all of them end. A pool into which nobody
-comes needs no room, so nobody asks before.
+Hints are `kv_hints` of `/generate`, or `kvmover_hints` in `custom_params`. Every rank gets the same requests in the
+same order and acts alike; only clocks differ. So when a request comes, the ranks agree on the pins that are over, and
+end them. Without new requests no pool needs room, and no rank asks.
 """
 
 from __future__ import annotations
@@ -30,21 +29,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HintTerms:
-    """`consensus`: of all ranks that are called alike; None where stages run apart: there nothing is pinned."""
+    """The limits of pins, and the ranks' agreement.
+
+    `consensus`: of all ranks that are called alike; None if stages run apart, where pins are off.
+    """
 
     limits: PinLimits = field(default_factory=PinLimits)
     consensus: Consensus | None = field(default_factory=LocalConsensus)
 
     @classmethod
     def of(cls, settings: HintSettings, place: ParallelRank, group: dist.ProcessGroup | None) -> HintTerms:
-        """For a rank at `place`, of `group` where there are others."""
+        """Returns the terms of a rank at `place`. `group`: of all ranks; None for a single one."""
         if place.pp_size > 1:
             return cls(pin_limits(settings), None)
         return cls(pin_limits(settings), LocalConsensus() if group is None else Grouped(group))
 
 
 class RadixHints:
-    """Of one rank's cache. `pages`: of the pool, by the tree's component."""
+    """The hints of one rank's cache. `pages`: of the pool, by the tree's component."""
 
     def __init__(
         self,
@@ -60,16 +62,16 @@ class RadixHints:
         self.pins = Pins(tree, pages, terms.limits if terms.consensus is not None else PinLimits(share=0.0))
         self._desk = HintDesk(tree, self.pins)
         self._accounts = accounts
-        #: By request that has come and not ended: pages that it takes, with its answer.
+        #: By open request: the pages that it takes, its answer included.
         self._needs: dict[str, int] = {}
         self._requests = HintedRequests[Any](self._carry_out, self._told)
 
     def reach(self, tiers: HintedTiers) -> None:
-        """There are tiers below the device."""
+        """Carry out hints on the `tiers` below the device too."""
         self._desk.tiers = tiers
 
     def came(self, req: Any) -> None:
-        """SGLang looks a request up that waits; it may do so at every step."""
+        """Carry out the hints of a request that waits, at its first look-up; SGLang may look it up at every step."""
         if req.rid in self._requests:
             return
         tokens = len(req.origin_input_ids) + (req.sampling_params.max_new_tokens or 0)
@@ -79,17 +81,17 @@ class RadixHints:
         self._requests.came(req.rid, req, req.kv_hints, req.sampling_params.custom_params)
 
     def answered(self, req: Any) -> None:
-        """The request has its answer, and the tree its pages."""
+        """Carry out the hints due at the end of a request; the tree has its pages now."""
         self._needs.pop(req.rid, None)
         self._requests.ended(req.rid, req)
 
     def aborted(self, rid: str) -> None:
-        """The request ends without one, while it waits or runs."""
+        """End a request without an answer, waiting or running."""
         self._needs.pop(rid, None)
         self._requests.aborted(rid, None)
 
     def _let_go(self, pages: int) -> None:
-        """Pins whose time is over on all ranks, and those beside which a request of `pages` could never run."""
+        """End pins whose time is over on all ranks, and pins beside which a request of `pages` could never run."""
         assert self._consensus is not None
         agreed = self._consensus.minimum(np.array(self.pins.over(self._clock()), np.int64))
         if agreed is not None:
@@ -97,7 +99,9 @@ class RadixHints:
         self.pins.give_way(pages)
 
     def _carry_out(self, req: Any, action: HintAction) -> HintAnswer:
-        """On the prefix that it names, or the request's own: its prompt when it comes, with its answer at the end."""
+        """Carry out a hint on its own prefix, or on the request's: the prompt when it comes, with its answer at the
+        end.
+        """
         tokens: Any = action.hint.token_ids
         if tokens is None:
             tokens = req.origin_input_ids if action.is_due_at_once else req.full_untruncated_fill_ids

@@ -1,4 +1,4 @@
-"""RadixKeys make the tree's keys of SGLang's tokens, extra keys, salts and adapters."""
+"""RadixKeys make the tree's keys from SGLang's tokens, extra keys, salts and adapters."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from kvmover.cache.prefix import PrefixError, PrefixNamespace, PrefixTree, Radix
 
 
 class RadixKeys:
-    """Of one tree. `lora_names`: SGLang's, by extra key."""
+    """The keys of one tree. `lora_names`: SGLang's, by extra key."""
 
     def __init__(self, tree: PrefixTree, lora_names: Any) -> None:
         self._tree, self._lora_names = tree, lora_names
 
     def of(self, key: Any) -> RadixKey:
-        """Of SGLang's RadixKey."""
+        """Returns the key of SGLang's RadixKey."""
         return self.of_tokens(key.token_ids, key.extra_key, key.cache_salt, key.limit)
 
     def of_request(self, req: Any, tokens: Any, limit: int | None = None) -> RadixKey:
-        """Of tokens in a request's namespace."""
+        """Returns the key of tokens in a request's namespace."""
         return self.of_tokens(tokens, req.extra_key, req.cache_salt, limit)
 
     def of_tokens(
         self, tokens: Any, extra_key: str | None, cache_salt: str | None, limit: int | None = None
     ) -> RadixKey:
-        """Of the first `limit` tokens; empty where 32 bits cannot hold one of them: such a request is not cached."""
+        """Returns the key of the first `limit` tokens; empty, so that it is not cached, if a token exceeds 32 bits."""
         namespace = _namespace(extra_key, cache_salt, self._lora_names.get(extra_key) or "")
         if limit is not None and limit < len(tokens):
             tokens = cast("list[int]", tokens)[:limit] if isinstance(tokens, list) else memoryview(tokens)[:limit]
@@ -37,5 +37,5 @@ class RadixKeys:
 
 @lru_cache(maxsize=4096)
 def _namespace(extra_key: str | None, cache_salt: str | None, lora_name: str) -> PrefixNamespace:
-    """SGLang tells no extra key from an empty one, and an empty salt is none. The LoRA's name is told in events."""
+    """Returns the namespace. An empty salt is no salt, but an empty extra key is one. Events name the LoRA."""
     return PrefixNamespace(adapter=lora_name, salt=cache_salt or "", extra=() if extra_key is None else (extra_key,))

@@ -1,8 +1,8 @@
-"""TieredRadixCache is the radix cache with host memory and a page store below it: `--enable-hierarchical-cache` beside
-`--radix-cache-backend kvmover`.
+"""TieredRadixCache is the radix cache with host memory and a page store below it.
 
-The scheduler has storage asked for each request that waits, loads what the host has when it admits one, and starts the
-forward pass at once: each layer waits for its own KV. In every step it polls, and what is done on all ranks ends.
+It is chosen by `--enable-hierarchical-cache` beside `--radix-cache-backend kvmover`. The scheduler has storage asked
+for each waiting request, loads the host's pages when it admits one, and starts the forward pass at once: each layer
+waits for its own KV. Every step polls, and operations done on all ranks end.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from kvmover.engines.sglang.radix_hints import HintTerms
 from kvmover.engines.sglang.tier_pools import EnginePages, EngineTiers, EngineWindows, LayerGates, open_tiers
 from kvmover.engines.sglang.weight_updates import UPDATES
 
-#: How old the tiers' counts may be that a scrape is answered with.
+#: Age at which the tiers' counts for scrapes are taken anew, s.
 _SNAPSHOT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class HostRoom:
-    """What SGLang's gauges of host memory ask for, in tokens."""
+    """The sizes of host memory that SGLang's gauges read, in tokens."""
 
     pages: FreeList
     page_tokens: int
@@ -59,14 +59,14 @@ class HostRoom:
         return self.pages.pages * self.page_tokens
 
     def available_size(self) -> int:
-        """Tokens for which it has room."""
+        """Returns the tokens for which it has room."""
         return len(self.pages) * self.page_tokens
 
 
 class TieredRadixCache(KvmoverRadixCache):
-    """One rank's cache on device, host and in storage. All ranks call it in the same order."""
+    """A rank's cache on device, host and in storage. All ranks call it in the same order."""
 
-    #: What SGLang's scheduler reads of its own cache: no hashes of a prefix are wanted, a prefetch is not asked twice.
+    #: Read by SGLang's scheduler: a prefetch needs no hashes of the prefix.
     hicache_storage_pass_prefix_keys = False
 
     def __init__(
@@ -77,7 +77,7 @@ class TieredRadixCache(KvmoverRadixCache):
         accounts: RadixAccounts | None = None,
         terms: HintTerms | None = None,
     ) -> None:
-        """The host pools and the store of `tiers` are this cache's from here on."""
+        """Take over the host pools and the store of `tiers`."""
         super().__init__(params, accounts, flags.tiers(), terms)
         self._tiers = tiers
         lent = tiers.peers.tier if tiers.peers is not None else None
@@ -87,11 +87,11 @@ class TieredRadixCache(KvmoverRadixCache):
         self._hints.reach(self._controller)
         self.token_to_kv_pool_host = HostRoom(self._controller.allocator.host[ATTENTION], self.page_size)
         self.gates = LayerGates(self._controller.loads, tiers.depths)
-        #: By request: what it waits for from storage, and where that begins.
+        #: By request: the restore from storage that it waits for.
         self.ongoing_prefetch: dict[Any, Restore] = {}
-        #: By request: up to where its prompt was read from a peer.
+        #: By request: end of the prompt's part that was read from a peer, tokens.
         self._lent: dict[str, int] = {}
-        #: By request: what storage has of its prompt and did not bring.
+        #: By request: tokens of its prompt that storage has and did not bring, by reason.
         self._left: dict[str, Mapping[Loss, int]] = {}
         #: Requests whose host copies found no room on the device.
         self._no_room: set[str] = set()
@@ -116,7 +116,9 @@ class TieredRadixCache(KvmoverRadixCache):
         cache_salt: str | None = None,
         **_options: Any,
     ) -> bool:
-        """Begin to bring to the host what peers or storage have of a prompt. Whether there is something to wait for."""
+        """Begin to bring a prompt's KV from peers or storage to the host. Returns True if there is a prefetch to wait
+        for.
+        """
         if handle in self.ongoing_prefetch or not self.enable_storage:
             return False
         tokens = np.concatenate([np.asarray(matched_prefix_tokens, np.int64), np.asarray(new_input_tokens, np.int64)])
@@ -125,7 +127,7 @@ class TieredRadixCache(KvmoverRadixCache):
         return True
 
     def check_prefetch_progress(self, handle: Any) -> bool:
-        """Whether the request need not wait for storage: nothing comes, or all has that will."""
+        """Returns True if the request need not wait for storage: it has no prefetch, or that is done."""
         restore = self.ongoing_prefetch.get(handle)
         if restore is None:
             return True
@@ -134,7 +136,9 @@ class TieredRadixCache(KvmoverRadixCache):
         return restore.done
 
     def pop_prefetch_loaded_span(self, handle: Any) -> tuple[int, int | None]:
-        """How many tokens came from peers or storage, and where they begin. The request is matched next."""
+        """Returns the number of tokens that came from peers or storage, and the first one's position. SGLang matches
+        the request next.
+        """
         restore = self.ongoing_prefetch.pop(handle, None)
         if restore is None:
             return 0, None
@@ -142,7 +146,7 @@ class TieredRadixCache(KvmoverRadixCache):
         first = restore.state.best_tokens
         came = max(0, self._tree.look(restore.key).best_tokens - first)
         lent = min(came, max(0, restore.state.peer_tokens - first))
-        if self._tiers.storage is None:  # the rest is what other requests have brought or computed since
+        if self._tiers.storage is None:  # other requests have brought or computed the rest since
             came = lent
         self._left[handle.rid] = restore.state.reasons
         if lent:
@@ -150,13 +154,13 @@ class TieredRadixCache(KvmoverRadixCache):
         return came, first
 
     def init_load_back(self, params: Any) -> tuple[int, int]:
-        """Bring what the host has of a request to the device: how many tokens come, and the node they end at."""
+        """Load a request's part on the host to the device. Returns the number of tokens, and the node at their end."""
         req, node = params.req, params.best_match_node
         if params.host_hit_length < self._controller.config.policy.least_load_tokens:
             return 0, req.last_node
         try:
             pages = self._controller.load(node)
-        except StaleHandle:  # it was matched, and has left the host since
+        except StaleHandle:  # the match has left the host since
             pages = None
         if pages is None:
             self._no_room.add(req.rid)
@@ -166,13 +170,13 @@ class TieredRadixCache(KvmoverRadixCache):
             state = dict(self._tree.look(key).held)[STATE]
             try:
                 self._states.start(req, state, partial(self._room_for_state, node))
-            except PrefixError:  # no slot for the request's copy: what is loaded is the next one's
+            except PrefixError:  # no slot for the request's copy: the loaded pages serve the next request
                 self._no_room.add(req.rid)
                 return 0, req.last_node
         return params.host_hit_length, node
 
     def maybe_hand_to_session(self, req: Any) -> None:
-        """SGLang has just given the request pages."""
+        """Record the admission: SGLang has just given the request pages."""
         if self._accounts is not None:
             why = Loss.DEVICE_CAPACITY if req.rid in self._no_room else Loss.THRESHOLD
             device, host, stored = engine_radix.tokens_by_tier(req)
@@ -181,7 +185,7 @@ class TieredRadixCache(KvmoverRadixCache):
         self._forget(req.rid)
 
     def release_aborted_request(self, handle: Any) -> None:
-        """SGLang has given up a request that waits."""
+        """End the prefetch of a waiting request that SGLang gave up."""
         restore = self.ongoing_prefetch.pop(handle, None)
         if restore is not None and restore.done:
             self._controller.release(restore)
@@ -192,7 +196,7 @@ class TieredRadixCache(KvmoverRadixCache):
         super().release_aborted_request(handle)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
-        """As of the device alone. What a request found counts again where it is admitted again."""
+        """Release the request. Its hits are counted again if it is rescheduled."""
         super().on_release(req, checkpointed=checkpointed)
         if req.finished():
             self._lent.pop(req.rid, None)
@@ -200,50 +204,50 @@ class TieredRadixCache(KvmoverRadixCache):
     # Steps of the scheduler
 
     def ready_to_load_host_cache(self) -> int:
-        """A batch is made: the number under which it waits at the gates."""
+        """Returns the number under which a new batch waits at the gates."""
         return self.gates.consumer_index
 
     def check_hicache_events(self) -> None:
-        """End what is done on all ranks, and go on with what follows: one collective while anything is open."""
+        """End operations that are done on all ranks, and begin those that follow: one collective while any is open."""
         self._controller.poll()
         now = time.monotonic()
         if now >= self._snapshot_s + _SNAPSHOT_S:
             self._snapshot, self._snapshot_s = self._controller.snapshot(), now
 
     def reset(self) -> None:
-        """Forget what device and host hold, not storage. Raises PrefixError while a request holds a lock."""
+        """Forget device and host, but not storage. Raises PrefixError while a request holds a lock."""
         self._hints.pins.forget()
         self._controller.reset()
 
     def reweigh(self) -> None:
-        """Share KV of the weights that the engine has now. What is in the tree may be of those before until a reset."""
+        """Share KV of the engine's present weights. Until a reset, the tree may hold KV of earlier ones."""
         self._tiers.reweigh()
 
     def clear_storage_backend(self) -> bool:
-        """Delete the pages of this model, page size and tenant from storage; whether there is one."""
+        """Delete the pages of this model, page size and tenant from storage. Returns True if there is a store."""
         if self._tiers.store is not None:
             self._tiers.store.clear()
         return self._tiers.store is not None
 
     def attach_storage_backend(self, *_given: Any, **_options: Any) -> tuple[bool, str]:
-        """Storage is there from the start, or not at all."""
+        """Returns False and the reason: storage is chosen at the start."""
         return False, "kvmover's radix cache has the storage that the server was started with"
 
     def detach_storage_backend(self) -> tuple[bool, str]:
-        """As `attach_storage_backend`."""
+        """Returns the same as `attach_storage_backend`."""
         return self.attach_storage_backend()
 
     def release_host_resources(self) -> None:
-        """End the storage's thread, close the store and part from peers. What waits to be written is not."""
+        """End the storage's thread, close the store and part from peers. Waiting writes are dropped."""
         UPDATES.leave(self)
         self._controller.close()
         self._tiers.close()
 
-    # What SGLang asks before it waits, flushes or sleeps
+    # SGLang's questions before it waits, flushes or sleeps
 
     @property
     def enable_storage(self) -> bool:
-        """Whether there is a page store, or peers to read from as from one."""
+        """True if there is a page store, or peers that are read like one."""
         return self._tiers.storage is not None or self._tiers.peers is not None
 
     @property
@@ -253,34 +257,34 @@ class TieredRadixCache(KvmoverRadixCache):
 
     @property
     def ongoing_write_through(self) -> Collection[Any]:
-        """Operations that have not ended on all ranks, and one where some are due."""
+        """Operations that have not ended on all ranks, or a stand-in if some are due."""
         return self._controller.collectives.open or [self] * (not self._controller.idle)
 
     @property
     def ongoing_backup(self) -> Collection[Any]:
-        """Writes to storage are among `ongoing_write_through`."""
+        """Always empty: writes to storage are in `ongoing_write_through`."""
         return ()
 
     def is_root(self, node: int) -> bool:
-        """Whether this is the empty prefix."""
+        """Returns True for the empty prefix."""
         return node == ROOT
 
     def is_backuped(self, node: int) -> bool:
-        """Whether storage may be asked for what follows: always. A prefetch begins where the host's copy ends."""
+        """Returns True: storage may be asked behind every node, as a prefetch begins where the host's copy ends."""
         return True
 
     def get_last_hash_value(self, node: int) -> None:
-        """SGLang's hash of a node's end, which a prefetch here has no use for."""
+        """Returns None: a prefetch here needs no hash of SGLang's."""
 
     def check(self) -> None:
-        """As KvmoverRadixCache's, of all tiers. For tests."""
+        """Check the tree and all tiers. For tests."""
         super().check()
         self._controller.check({})
 
     # Inside
 
     def _reused(self, req: Any, key: RadixKey, end: int) -> None:
-        """It counts as a hit, once a request: the path may be due to be written through."""
+        """Count a hit, once per request: the path may be due to be written through."""
         counted = req.kv.cache_inserted_len
         if counted < end:
             used = self._tree.insert(key, NO_IDS, first_page=end // self.page_size, counted_tokens=counted)
@@ -288,7 +292,7 @@ class TieredRadixCache(KvmoverRadixCache):
             self._controller.kept(used, NO_IDS)
 
     def _kept(self, inserted: Inserted, pages: PageArray) -> None:
-        """A state that the tree had already is the caller's to give back."""
+        """Hand the tree's answer to the controller, without states that the tree had: the caller frees those."""
         ours = tuple(action for action in inserted.actions if not _is_state(action))
         self._controller.kept(structs.replace(inserted, actions=ours), pages)
 
@@ -296,7 +300,7 @@ class TieredRadixCache(KvmoverRadixCache):
         return self._controller.evict_pools(wanted)
 
     def _device_pages(self) -> dict[str, DevicePages]:
-        """What SGLang deals of each component."""
+        """Returns SGLang's pages of each component."""
         allocator, page_tokens = self.token_to_kv_pool_allocator, self.page_size
         if self._windows is None:
             free = allocator.free_page_ids
@@ -323,10 +327,10 @@ class TieredRadixCache(KvmoverRadixCache):
 
 
 class DecodeRadixCache(TieredRadixCache):
-    """Of a decode server, which tells its prefill with a look-up how much of a prompt need not be sent.
+    """A decode server's cache. Its look-ups tell the prefill how much of a prompt need not be sent.
 
-    SGLang locks then what is on the device, and loads the rest later. Here all that the host has is the device's by the
-    time that it is told, so no promise is broken. Storage is written for whoever shares it, and not read.
+    SGLang then locks the device's part, and loads the rest later. Here a look-up loads the host's part first, so every
+    promised token is on the device. Storage is written for the engines that share it, and not read.
     """
 
     def __init__(self, *given: Any) -> None:
@@ -337,12 +341,12 @@ class DecodeRadixCache(TieredRadixCache):
         self._number = 0
 
     def match_prefix(self, params: Any) -> Any:
-        """As of the other tiers' caches, with the host's part on its way to the device, or left out."""
+        """Returns the match, with the host's part on its way to the device, or left out."""
         found = super().match_prefix(params)
         if found.host_hit_length >= self._controller.config.policy.least_load_tokens:
             try:
                 self._controller.load(found.best_match_node)
-            except StaleHandle:  # it left the host for the room that another of its components took
+            except StaleHandle:  # another of its components took its room on the host
                 pass
             else:
                 found = super().match_prefix(params)
@@ -351,15 +355,15 @@ class DecodeRadixCache(TieredRadixCache):
         )
 
     def query_storage_hit_length(self, *_given: Any, **_options: Any) -> int:
-        """Nothing: what storage has would have to be there before it is promised."""
+        """Returns 0: tokens in storage would have to be here before they are promised."""
         return 0
 
     def has_free_load_back_slot(self) -> bool:
-        """Always: loads are begun by look-ups."""
+        """Returns True: look-ups begin loads."""
         return True
 
     def ready_to_load_host_cache(self) -> int:
-        """The number of the loads that are under way."""
+        """Returns a number for the loads under way."""
         self._number += 1
         loads = tuple(load for load in self._controller.loads.open if load.gate is not None)
         if loads:
@@ -367,7 +371,7 @@ class DecodeRadixCache(TieredRadixCache):
         return self._number
 
     def is_load_back_event_done(self, number: int) -> bool:
-        """Whether these loads have landed on this rank."""
+        """Returns True if the loads of this number have landed on this rank."""
         if any(load.gate is not None for load in self._under_way.get(number, ())):
             return False
         self._under_way.pop(number, None)
@@ -375,7 +379,7 @@ class DecodeRadixCache(TieredRadixCache):
 
 
 class _DecodeController:
-    """What SGLang reads and sets of its own controller's in a decode server. The gates have no numbers of their own."""
+    """The attributes of its own controller that SGLang reads and sets in a decode server. The gates have no numbers."""
 
     storage_backend = None
     storage_backend_type = "kvmover"
@@ -391,9 +395,10 @@ def _is_state(action: FreePages | CopyOut) -> bool:
 
 
 def left_within(reasons: Mapping[Loss, int], tokens: int) -> dict[Loss, int]:
-    """Why storage did not bring `tokens` tokens at most: what another request has brought since is not left.
+    """Returns the reasons why storage did not bring at most `tokens` tokens: other requests may have brought the rest
+    since.
 
-    A load that was not asked for yet is no loss of storage's.
+    A load that was not asked for yet (THRESHOLD) is no loss of storage's.
 
     >>> left_within({Loss.LATE: 32, Loss.THRESHOLD: 16}, 20)
     {<Loss.LATE: 'late'>: 20}
@@ -407,7 +412,7 @@ def left_within(reasons: Mapping[Loss, int], tokens: int) -> dict[Loss, int]:
 
 
 def open_radix_cache(context: Any) -> TieredRadixCache:
-    """One rank's cache and its tiers. Raises EngineUnsupported for what needs SGLang's own."""
+    """Returns one rank's cache and its tiers. Raises EngineUnsupported for caches that need SGLang's own."""
     flags, odd = engine_radix.tier_flags(), engine_radix.odd_pools(context)
     if odd or flags.host_memory != "cache":
         asked = odd or f"host memory as {flags.host_memory} (--hicache-host-memory-mode)"

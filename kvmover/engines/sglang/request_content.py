@@ -1,4 +1,4 @@
-"""The content of one of SGLang's requests is read here, the same on both halves whatever ids each of them gives."""
+"""RequestReader reads the content of SGLang's requests, the same on prefill and decode although their ids differ."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from kvmover.transfer import Content
 if TYPE_CHECKING:
     import torch
 
-#: Behind an extra key where experts come and go: it says how many there are, which is each half's own.
+#: Suffix of an extra key with elastic experts: their number, which prefill and decode each have their own of.
 _EXPERTS = re.compile(r"(\|?elastic_ep_size=\d+)+$")
 
 
 class LoadedAdapters:
-    """The LoRA adapters of this process by SGLang's ids, each read when SGLang loads it: its files may change later.
+    """The LoRA adapters of this process by SGLang's ids. Each is read when SGLang loads it: its files may change later.
 
     `folder_of` finds the files of a path as an operator writes it, or raises OSError or ValueError.
     """
@@ -39,14 +39,14 @@ class LoadedAdapters:
         self._parts: dict[str, PromptParts] = {}
 
     def load(self, lora_id: str, path: str) -> None:
-        """Read an adapter's files; one that cannot be read is unknown from then on."""
+        """Read an adapter's files; an unreadable adapter is unknown from then on."""
         try:
             self._parts[lora_id] = adapter_parts(self._folder_of(path), TOKENS_ALONE)
         except (OSError, ValueError) as error:
             self._parts[lora_id] = PromptParts(unknown=f"adapter in {path}: {error}")
 
     def parts(self, lora_id: str | None) -> PromptParts:
-        """Returns the adapter that a request names, as the parts of its prompt; None: it has no adapter."""
+        """Returns the adapter of a request as prompt parts; None: it has no adapter."""
         if lora_id is None:
             return TOKENS_ALONE
         return self._parts.get(lora_id) or PromptParts(unknown=f"adapter {lora_id} was not loaded from files")
@@ -54,19 +54,20 @@ class LoadedAdapters:
 
 @dataclass(frozen=True, slots=True)
 class RequestReader:
-    """The content of SGLang's requests, of which one process has loaded `adapters`. `unhashed`: why SGLang's hash of an
-    image is none of its content here; empty where it is."""
+    """A reader of requests. `adapters`: loaded in this process. `unhashed`: the reason why SGLang's hash of an image
+    does not identify it here; empty if it does.
+    """
 
     adapters: LoadedAdapters
     unhashed: str = ""
 
     def content(self, req: Any) -> Content:
-        """Returns the content of the prompt that a prefill is asked to compute for SGLang's `Req`.
+        """Returns the content of the prompt that a prefill computes for SGLang's `Req`.
 
-        After a retraction for other weights that is the prompt and the tokens after it, but for the last.
+        After a retraction for other weights it includes the generated tokens but the last.
         """
         after = req.output_ids if getattr(req, "pd_rebootstrap_in_progress", False) else ()
-        # Where images are, SGLang writes its own hashes over the ids: the same on both halves, but no token ids.
+        # SGLang overwrites the ids of images with its hashes: the same on both halves, but no token ids.
         has_media = req.multimodal_inputs is not None
         ids: Sequence[int] = req.origin_input_ids_unpadded if has_media else req.origin_input_ids
         return PromptHasher(self._parts(req)).content(
@@ -88,11 +89,11 @@ class RequestReader:
 
 
 class _NoContentId(Exception):
-    """An input has no id by its content."""
+    """The error for an input without an id by its content."""
 
 
 def _inputs_of(req: Any) -> Iterator[PromptInput]:
-    """Everything beside tokens, adapter and salt, in the order in which SGLang has it."""
+    """Yield all inputs beside tokens, adapter and salt, in SGLang's order. Raises _NoContentId."""
     if extra := _EXPERTS.sub("", _without(req.extra_key or "", req.lora_id)):
         yield PromptInput(0, 0, _digest("extra key", extra))
     for item in req.multimodal_inputs.mm_items if req.multimodal_inputs is not None else ():
@@ -118,8 +119,11 @@ def _without(extra_key: str, lora_id: str | None) -> str:
 
 
 def _digest_of_item(item: Any) -> bytes:
-    """Returns the digest of an image or other input by SGLang's hash of its features, by which it keeps KV too, and by
-    the tensors beside them that are on the host: an image's grid is one."""
+    """Returns the digest of an image or other input. Raises _NoContentId without a hash of SGLang's.
+
+    It covers SGLang's hash of the features, which keys KV too, and the tensors beside them on the host, like an image's
+    grid.
+    """
     hashed = item.identity or (None if item.hash is None else int(item.hash).to_bytes(8, "big"))
     if hashed is None:
         raise _NoContentId(f"an input of kind {item.modality.name} has no hash")

@@ -1,4 +1,4 @@
-"""KvmoverStore is the page store as a storage backend of SGLang's HiCache (`--hicache-storage-backend dynamic`)."""
+"""KvmoverStore is the page store as SGLang's HiCache storage backend (`--hicache-storage-backend dynamic`)."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Move = Callable[[Sequence[bytes], Numbers], list[bool]]
 
 
 class KvmoverStore(engine.HiCacheStorage):
-    """One rank's backend. Host pools belong to the engine and outlive it.
+    """A rank's storage backend. Host pools belong to the engine and outlive it.
 
-    The engine looks up, reads and writes from a thread each, a batch of pages at a time. Pages are keyed by its own
-    hash of their tokens within a `Namespace`; what ranks of another shape make of them is `part_of_rows`'s matter.
+    The engine looks up, reads and writes from one thread each, a batch of pages at a time. Pages are keyed by SGLang's
+    hash of their tokens within a `Namespace`; `part_of_rows` decides how ranks of another shape read them.
     """
 
     def __init__(self, storage_config: Any, kwargs: dict[str, Any]) -> None:
-        """Raises ConfigError for options, EngineUnsupported for settings of the engine that are not understood."""
+        """Raises ConfigError for options, EngineUnsupported for unknown settings of the engine."""
         config = storage_config
         if config.dcp_size > 1:
             raise EngineUnsupported(
@@ -54,7 +54,10 @@ class KvmoverStore(engine.HiCacheStorage):
     # Pools and life
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Opens the store: only now is the page size known. Raises StoreError, EngineUnsupported or LayoutError."""
+        """Open the store, now that the page size is known, for the main pool.
+
+        Raises ConfigError, StoreError, EngineUnsupported or LayoutError.
+        """
         engine.HiCacheStorage.register_mem_pool_host(self, mem_pool_host)
         self._adapter = StoreAdapter(self._options, self._settings.store, self._rank, mem_pool_host.page_size)
         self._upkeep = Upkeep(self._adapter.store, self._settings.store)
@@ -63,30 +66,32 @@ class KvmoverStore(engine.HiCacheStorage):
         self._page_tokens[MAIN] = mem_pool_host.page_size
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
-        """A further pool of a hybrid model. Raises EngineUnsupported or LayoutError."""
+        """Add a further pool of a hybrid model. Raises EngineUnsupported or LayoutError."""
         engine.HiCacheStorage.register_mem_host_pool_v2(self, host_pool, host_pool_name)
         if str(host_pool_name) not in self._backends:
             self._backends[str(host_pool_name)] = self._adapter.backend(host_pool, str(host_pool_name))
             self._page_tokens[str(host_pool_name)] = host_pool.page_size
 
     def clear(self) -> None:
-        """Delete the pages of this model, page size and tenant, and nothing else."""
+        """Delete the pages of this model, page size and tenant only."""
         self._adapter.store.clear()
 
     def reweigh(self) -> None:
-        """Store and find pages of the weights that the engine has now. What SGLang is at ends with those before."""
+        """Store and find pages of the engine's present weights. Calls under way end with the earlier ones. Raises
+        StoreError.
+        """
         adapter = self._adapter
         adapter.reweigh()
         self._backends = {name: backend.moved(adapter.store, adapter.space) for name, backend in self._backends.items()}
 
     def close(self) -> None:
-        """Flush the store and give it back. The pools stay the engine's."""
+        """Flush and close the store. The pools stay the engine's."""
         UPDATES.leave(self)
         self._upkeep.close()
         self._adapter.store.close()
 
     def get_stats(self) -> Any:
-        """Batches since the last call, where the engine was started with metrics."""
+        """Returns the batches since the last call; None unless the engine was started with metrics."""
         if not self._metrics:
             return None
         (read, read_gb_s), (written, written_gb_s) = self._read.take(), self._written.take()
@@ -95,9 +100,9 @@ class KvmoverStore(engine.HiCacheStorage):
     # Version 1 and 2 of the interface: pages of host pools
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """How many pages are stored before the first that is not, of the main pool."""
+        """Returns the number of leading pages that are stored, of the main pool."""
         if isinstance(self._backends[MAIN], EmptyBackend):
-            return 0  # a pool without bytes proves nothing by itself
+            return 0  # a pool without bytes does not prove that a page is stored
         return hits({MAIN: self._found(MAIN, keys)}, {MAIN: ALL_PAGES}).pages
 
     def batch_exists_v2(
@@ -106,7 +111,7 @@ class KvmoverStore(engine.HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: Any = None,
     ) -> Any:
-        """Every restorable prefix. Block groups never gate one, so nothing is said of them.
+        """Returns every restorable prefix. Block groups never gate one, and are left out.
 
         Side pools are asked for as many pages as the main pool has.
         """
@@ -124,37 +129,44 @@ class KvmoverStore(engine.HiCacheStorage):
         return engine.PoolTransferResult(result.pages, reach, list(result.lengths))
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        """Read pages into the main pool at `host_indices` [page * token]; which of them came."""
+        """Read pages into the main pool at `host_indices` [page * token]. Returns per page if it came."""
         return self._move(self._read, MAIN, self._backends[MAIN].get, keys, host_indices)
 
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        """Store pages of the main pool at `host_indices` [page * token]; which need not be stored again."""
+        """Store the main pool's pages at `host_indices` [page * token]. Returns per page if it need not be stored
+        again.
+        """
         return self._move(self._written, MAIN, self._backends[MAIN].put, keys, host_indices)
 
     def batch_get_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:
-        """Read pages into several pools; which of them came, by pool. Raises StoreError for a pool that is unknown."""
+        """Read pages into several pools. Returns by pool, per page, if it came. Raises StoreError for an unknown pool.
+        """
         return {t.name: self._move(self._read, t.name, self._of(t).get, t.keys, t.host_indices) for t in transfers}
 
     def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:
-        """Store pages of several pools; which need not be stored again, by pool. Raises as `batch_get_v2`."""
+        """Store pages of several pools. Returns by pool, per page, if it need not be stored again. Raises StoreError.
+        """
         return {t.name: self._move(self._written, t.name, self._of(t).put, t.keys, t.host_indices) for t in transfers}
 
-    # The older interface: pages that the engine copied out of the pool. `"interface_v1": 1` spares it the copy.
+    # The older interface: pages that the engine copied out of the pool. `"interface_v1": 1` spares the copy.
 
     def exists(self, key: str) -> bool:
-        """Whether one page of the main pool is stored."""
+        """Returns True if the page of the main pool is stored."""
         return self._found(MAIN, [key])[0]
 
     def get(
         self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any = None
     ) -> torch.Tensor | None:
-        """One page, read into `target_location`; None where it does not come."""
+        """Read a page into `target_location`. Returns it, or None if it did not come. Raises StoreError without a
+        target.
+        """
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(
         self, keys: list[str], target_locations: Sequence[torch.Tensor | None] | None = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """Into `target_locations`, flat pages in the layout of the pool."""
+        """Read into `target_locations`, flat pages in the layout of the pool. Returns each, or None if it did not come.
+        """
         backend, targets = self._backends[MAIN], _tensors(target_locations)
         pairs = zip(keys, targets, strict=True)
         return [target if backend.get_flat(page_of(key), target) else None for key, target in pairs]
@@ -162,7 +174,7 @@ class KvmoverStore(engine.HiCacheStorage):
     def set(
         self, key: str, value: torch.Tensor | None = None, target_location: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Store one page; whether it need not be stored again."""
+        """Store a page. Returns True if it need not be stored again."""
         return self.batch_set([key], [value])
 
     def batch_set(
@@ -172,7 +184,7 @@ class KvmoverStore(engine.HiCacheStorage):
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        """Store flat pages in the layout of the pool; whether none of them needs to be stored again."""
+        """Store flat pages in the layout of the pool. Returns False if a page has to be stored again."""
         backend, pages = self._backends[MAIN], _tensors(values)
         done = [backend.put_flat(page_of(key), page) for key, page in zip(keys, pages, strict=True)]
         return all(done)
@@ -189,7 +201,9 @@ class KvmoverStore(engine.HiCacheStorage):
     def _move(
         self, batches: Batches, name: str, move: Move, keys: Sequence[str] | None, indices: torch.Tensor | None
     ) -> list[bool]:
-        """An answer a page. A pool that got no memory for them, or other than so many pages, has moved none."""
+        """Move pages, and count the batch. Returns per page if it moved: False for all without indices of exactly these
+        pages.
+        """
         pages, backend = [page_of(key) for key in keys or ()], self._backends[str(name)]
         wanted = len(pages) * self._page_tokens[str(name)]
         if indices is None or indices.numel() != wanted:
@@ -203,7 +217,7 @@ class KvmoverStore(engine.HiCacheStorage):
 
 
 def page_of(key: str) -> bytes:
-    """32 bytes for a page: SGLang's keys are a SHA-256 in hexadecimal; whatever else is asked for gets one."""
+    """Returns the 32 bytes of a page's key: SGLang's are a SHA-256 in hexadecimal, others are hashed."""
     try:
         page = bytes.fromhex(key)
     except ValueError:

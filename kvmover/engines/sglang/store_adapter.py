@@ -1,4 +1,4 @@
-"""StoreAdapter opens a rank's store when the page size is known, with one backend for each pool of the engine."""
+"""StoreAdapter opens a rank's store once the page size is known, with one backend for each pool of the engine."""
 
 from __future__ import annotations
 
@@ -40,8 +40,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServedRank:
-    """A rank that opens a store, of an engine that serves `weights`. `placement`: of the main pool.
-    One that is replicated the engine asks one rank alone to write."""
+    """A rank that opens a store, of an engine that serves `weights`.
+
+    `placement`: of the main pool. The engine asks a single rank to write a replicated one.
+    """
 
     weights: ServedWeights
     model: ModelFacts
@@ -62,14 +64,17 @@ class StoreAdapter:
     registered: dict[Memory, torch.Tensor] = field(default_factory=dict["Memory", "torch.Tensor"])
 
     def __post_init__(self) -> None:
-        """Raises ConfigError without a root, StoreError for one that is not there or a store that cannot be opened."""
+        """Open the store. Raises ConfigError without a root, StoreError if it is missing or the store cannot be opened.
+        """
         self.space = self._space(self.rank.weights)
         self.store = open_store(self.settings, self.space if self.rank.weights.is_known else None)
         self.rank.weights.log()
 
     def reweigh(self) -> None:
-        """Go on in the namespace of the weights that the engine has now, or in none: views and backends are made anew,
-        by `view` and `PoolBackend.moved`. Raises StoreError for one that cannot be opened; nothing is stored then.
+        """Enter the namespace of the engine's present weights, or leave it if they are unknown.
+
+        Views and backends are then made anew, by `view` and `PoolBackend.moved`. Raises StoreError for a namespace that
+        cannot be opened; pages are not stored then.
         """
         weights = UPDATES.current(self.rank.weights)
         self.rank, self.space = replace(self.rank, weights=weights), self._space(weights)
@@ -80,7 +85,7 @@ class StoreAdapter:
         return weights.namespace(self.page_tokens, self.options.tenant)
 
     def backend(self, pool: Any, name: str) -> PoolBackend:
-        """The backend of a host pool. Raises EngineUnsupported or LayoutError for one that cannot be stored."""
+        """Returns the backend of a host pool. Raises EngineUnsupported or LayoutError if it cannot be stored."""
         hostpool.refuse(pool, name)
         if not pool.size_per_token:
             return EmptyBackend()
@@ -90,7 +95,7 @@ class StoreAdapter:
         return made
 
     def _shared(self, pool: Any, name: str, tensor: torch.Tensor) -> PoolBackend:
-        """A pool whose rows have a meaning to other ranks, layouts and fleets."""
+        """Returns the backend of a pool whose rows other ranks, layouts and fleets can read."""
         buffer = hostpool.buffer_of(pool, tensor)
         placement = self._placement_of(pool)
         rows = hostpool.rows_of(pool, name, buffer, str(tensor.dtype).removeprefix("torch."), placement)
@@ -112,7 +117,8 @@ class StoreAdapter:
         return PackedBackend(flat, view, pool.page_size, out, into, cpu.move, writes)
 
     def _native(self, pool: Any, name: str) -> PoolBackend:
-        """A pool whose pages nobody but its like on the same rank understands: each run of a page is an object."""
+        """Returns the backend of a pool that only its like on the same rank can read: each run of a page is an object.
+        """
         sizes = hostpool.native_runs(pool, name)
         placement = self._placement_of(pool)
         called = hostpool.own_name(pool, name, sizes)
@@ -127,11 +133,13 @@ class StoreAdapter:
         return InPlaceBackend(self.store, views, partial(_runs, pool, len(sizes)))
 
     def view(self, part: PagePart, writes: Election | None = None) -> PartView:
-        """The store as pages of `part`. `writes`: which of them this rank is elected to write."""
+        """Returns the store as pages of `part`. `writes`: elects the pages that this rank writes."""
         return self.store.view(self.space, part, writes)
 
     def _model_of(self, pool: Any, name: str) -> ModelFacts:
-        """What is known of the model of which `pool` is a part: its figures are those of the main attention cache."""
+        """Returns the facts of the model that hold for `pool`: numbers of heads and layers are the main attention
+        cache's.
+        """
         if name != MAIN:
             return replace(self.rank.model, kv_heads=None, layers=None)
         return self.rank.model if hostpool.whole_layers(pool) else replace(self.rank.model, layers=None)
@@ -140,16 +148,18 @@ class StoreAdapter:
         return TpPlacement.SHARDED if hostpool.is_split(pool) else self.rank.placement
 
     def election(self, component: Component) -> Election | None:
-        """Who writes a page whose heads several ranks hold. None where nobody else does."""
+        """Returns the election of the writer of a page whose heads several ranks hold; None if only this rank holds
+        them.
+        """
         place = self.rank.place.in_stage
         return election(component, place.fleet(self.page_tokens), place.rank)
 
     def _of_copies(self) -> Election | None:
-        """Who writes a pool that all ranks have copies of: rank 0 alone, as in the engine's own backends."""
+        """Returns the election for a replicated pool: rank 0 writes alone, as in the engine's own backends."""
         return _nothing if self.rank.place.tp else None
 
     def register(self, tensors: list[torch.Tensor]) -> None:
-        """Kept as long as the store may touch it. Pools that share an allocation are registered once."""
+        """Register memory with the store, once per allocation, and keep it while the store may touch it."""
         for tensor in tensors:
             memory = memory_of(tensor)
             if memory not in self.registered:
@@ -159,21 +169,21 @@ class StoreAdapter:
 
 @dataclass(slots=True)
 class Batches:
-    """Pages and GB/s of each batch in one direction, since they were last taken."""
+    """The pages and GB/s of each batch in one direction, since they were last taken."""
 
     pages: list[int] = field(default_factory=list[int])
     gb_s: list[float] = field(default_factory=list[float])
     _lock: Lock = field(default_factory=Lock)
 
     def add(self, pages: int, nbytes: int, seconds: float) -> None:
-        """A batch. Nothing was moved where all pages were stored already, and no bandwidth is told then."""
+        """Add a batch; without moved pages it has no bandwidth, and is left out."""
         with self._lock:
             if pages:
                 self.pages.append(pages)
                 self.gb_s.append(nbytes / max(seconds, 1e-9) / 1e9)
 
     def take(self) -> tuple[list[int], list[float]]:
-        """Pages, and GB/s, of each batch since the last call."""
+        """Returns pages, and GB/s, of each batch since the last call."""
         with self._lock:
             taken = self.pages, self.gb_s
             self.pages, self.gb_s = [], []
@@ -189,7 +199,7 @@ def _at(tokens: Numbers, count: int, page_tokens: int, first: int, stride: int) 
 
 
 def _runs(pool: Any, runs: int, tokens: Numbers, count: int) -> list[list[int]]:
-    """Where the engine says that the pages lie, run by run."""
+    """Returns the addresses of the pages, as the engine tells them, run by run."""
     import torch
 
     page_ids(tokens, count, pool.page_size)

@@ -1,6 +1,4 @@
-"""A rank's host pools are opened to other engines here, and theirs to it: what SGLang asks storage for, peers are asked
-first.
-"""
+"""EnginePeers lends a rank's host pools to other engines, and reads theirs: peers are asked before storage."""
 
 from __future__ import annotations
 
@@ -30,14 +28,15 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-#: Why an engine shares nothing after an update that its stages hear of one after the other.
+#: Reason why an engine shares no KV after an update that its stages hear of one after the other.
 IN_STAGES = "pipeline stages (--pp-size) do not hear of it together: peers share nothing until a restart"
 
 
 @dataclass(slots=True)
 class EnginePeers:
-    """`tier`: of this rank, which lends its host pools. `neighbours`: how it meets the others. `place`, `group`: among
-    the ranks whose cards are laid out together.
+    """A rank's peers. `tier` lends its host pools; `neighbours` meets other engines.
+
+    `place`, `group`: among the ranks whose cards are published together.
     """
 
     tier: PeerTier
@@ -47,14 +46,15 @@ class EnginePeers:
     group: dist.ProcessGroup | None
 
     def lay_out(self) -> None:
-        """Lay out the cards of all ranks, which call this together. Raises ConfigError for the address."""
+        """Publish the cards of all ranks, which call this together. Raises ConfigError for the address."""
         cards = _of_all(self.tier.card, self.place, self.group)
         if self.place.number == 0:
             self.neighbours.lay_out(cards)
 
     def reweigh(self) -> None:
-        """Lend nothing of what has come so far, and meet engines with the weights that this one has now. All ranks call
-        this together. Raises TransportError.
+        """Withdraw the lent pages, and meet engines with the present weights of this one. Raises TransportError.
+
+        All ranks call this together.
         """
         self.weights = UPDATES.current(self.weights)
         if self.place.pp_size > 1:
@@ -65,7 +65,7 @@ class EnginePeers:
             self.lay_out()
 
     def close(self) -> None:
-        """Lend nothing any more, and ask nobody. The pools outlive it."""
+        """End lending and asking. The pools outlive it."""
         self.neighbours.close()
         self.tier.close()
 
@@ -78,9 +78,9 @@ def open_peers(
     page_tokens: int,
     group: dist.ProcessGroup | None,
 ) -> EnginePeers | None:
-    """Of the rank at `place`; None where no `peers.address` is configured. All ranks of `group` call this together.
+    """Returns the peers of the rank at `place`; None without `peers.address`. All ranks of `group` call this together.
 
-    Raises EngineUnsupported for what peers do not share, TransportUnavailable, and ConfigError for the address.
+    Raises EngineUnsupported for caches that peers do not share, TransportUnavailable, and ConfigError for the address.
     """
     if settings.peers.address is None:
         return None
@@ -98,7 +98,7 @@ def open_peers(
 
 
 def _refuse(tiered_pools: Sequence[TieredPool], place: ParallelRank) -> None:
-    """Raise EngineUnsupported for caches that other engines cannot ask for by pages of tokens, or not read."""
+    """Raise EngineUnsupported for caches that other engines cannot ask for by pages of tokens, or cannot read."""
     odd = {
         "windows or states beside attention KV": any(each.name != ATTENTION for each in tiered_pools),
         "ranks that hold the same (--attn-cp-size)": place.copies > 1,
@@ -113,7 +113,7 @@ def _refuse(tiered_pools: Sequence[TieredPool], place: ParallelRank) -> None:
 
 
 def refuse_unasked(settings: Settings, asked: str) -> None:
-    """Raise EngineUnsupported where peers are configured, and `asked` of SGLang never asks them nor lends."""
+    """Raise EngineUnsupported if peers are configured, and `asked` of SGLang keeps it from asking and lending."""
     if settings.peers.address is not None:
         raise EngineUnsupported(
             f"peers.address = {settings.peers.address!r} and {asked}: peers share what --enable-hierarchical-cache"
@@ -123,7 +123,7 @@ def refuse_unasked(settings: Settings, asked: str) -> None:
 
 
 def _of_all(card: bytes, place: ParallelRank, group: dist.ProcessGroup | None) -> list[bytes]:
-    """Every rank's, in order."""
+    """Returns every rank's card, in order."""
     if group is None:
         return [card]
     distributed: Any = import_module("torch.distributed")

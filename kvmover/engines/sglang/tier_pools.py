@@ -1,4 +1,4 @@
-"""A rank's tiers are opened here over SGLang's device pools: host pools, the page store, and how they are used.
+"""A rank's tiers are opened here over SGLang's device pools: host pools, the page store, and their policies.
 
 EnginePages are SGLang's device pages as tiers take and give them; LayerGates hold a forward pass before each layer
 whose KV is still on its way from the host.
@@ -47,15 +47,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-#: By SGLang's names of pools: the component of the tree whose page ids a pool goes by.
+#: By SGLang's names of pools: the tree's component whose page ids a pool uses.
 _COMPONENTS = {"kv": ATTENTION, "swa": WINDOW, "mamba": STATE}
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTiers:
-    """What a controller is made of. The host pools and the store are ours, the device's pools are SGLang's.
+    """The parts of a controller. It owns the host pools and the store; the device's pools are SGLang's.
 
-    `depths`: by layer of the rank, how many layers of a pool must be there before it reads: all up to this one.
+    `depths`: per layer of the rank, the highest layer of a pool that must be there before it reads.
     """
 
     tiered_pools: tuple[TieredPool, ...]
@@ -68,11 +68,11 @@ class EngineTiers:
 
     @property
     def store(self) -> PageStore | None:
-        """The store, if there is one."""
+        """The page store, if there is one."""
         return self.adapter and self.adapter.store
 
     def reweigh(self) -> None:
-        """Share KV of the weights that the engine has now, with peers and the store. Raises KvmoverError."""
+        """Share KV of the engine's present weights, with peers and the store. Raises KvmoverError."""
         if self.peers is not None:
             self.peers.reweigh()
         if self.adapter is not None and self.storage is not None:
@@ -80,7 +80,7 @@ class EngineTiers:
             self.storage.moved(self.adapter.space)
 
     def close(self) -> None:
-        """End what looks after the store and after peers, and close both."""
+        """Close the peers, the upkeep of the store, and the store."""
         if self.peers is not None:
             self.peers.close()
         if self.upkeep is not None:
@@ -96,11 +96,10 @@ def open_tiers(
     group: dist.ProcessGroup | None = None,
     fences: Sequence[torch.cuda.Stream] = (),
 ) -> EngineTiers:
-    """The tiers below the device pools of `params`, SGLang's `CacheInitParams`, for the rank at `place`.
+    """Returns the tiers below the device pools of `params`, SGLang's `CacheInitParams`, for the rank at `place`.
 
-    All ranks of `group` call this together; they are the whole fleet, stage by stage. Raises EngineUnsupported for
-    flags or pools that are not understood, ConfigError and StoreError for the store, TierError for host memory that
-    cannot be had.
+    All ranks of `group`, the whole fleet stage by stage, call this together. Raises EngineUnsupported for unknown flags
+    or pools, ConfigError and StoreError for the store, TierError for host memory that cannot be had.
     """
     kvcache = params.token_to_kv_pool_allocator.get_kvcache()
     pools = engine_linker.tiered_pools(kvcache, params.req_to_token_pool, params.page_size // place.cp_size)
@@ -142,7 +141,7 @@ def _behind(
     page_tokens: int,
     group: dist.ProcessGroup | None,
 ) -> EngineTiers:
-    """With peers and the store, of which either may be absent."""
+    """Add peers and the store, either of which may be absent."""
     storage.check()
     options, settings = parse(storage.options)
     if flags.write == "write_back":
@@ -160,7 +159,7 @@ def _behind(
 
 
 def _consensus(place: ParallelRank, group: dist.ProcessGroup | None) -> Consensus:
-    """Schedulers of one stage run in step, and those of several do not."""
+    """Returns the ranks' agreement: schedulers of one stage run in step, and those of several do not."""
     if group is None:
         return LocalConsensus()
     return Grouped(group) if place.pp_size == 1 else Pipelined(group, place.in_stage.ranks)
@@ -168,7 +167,7 @@ def _consensus(place: ParallelRank, group: dist.ProcessGroup | None) -> Consensu
 
 @dataclass(frozen=True, slots=True)
 class _PoolPart:
-    """`name`: the component of the tree. `memory`: the buffers of the whole pool, flat."""
+    """A strand of a pool. `name`: the tree's component. `memory`: the flat buffers of the whole pool."""
 
     name: str
     strand: Strand
@@ -176,7 +175,9 @@ class _PoolPart:
     memory: tuple[torch.Tensor, ...]
 
     def tiered(self, pages: int, params: Any) -> TieredPool:
-        """With `pages` on the host. Of windows a prefix needs what SGLang keeps behind it, of states the last."""
+        """Returns the pool with `pages` on the host. A prefix needs the windows that SGLang keeps behind it, and its
+        last state.
+        """
         memory = tuple(self.memory[number] for number in self.strand.buffers)
         device = Pool(self.strand.spec(self.part.component), memory)
         rules = {ATTENTION: ALL_PAGES, WINDOW: Rule(params.swa_retain_window or None), STATE: LAST_PAGE}
@@ -184,7 +185,8 @@ class _PoolPart:
 
 
 def _sizes(found: Sequence[_PoolPart], params: Any) -> dict[str, PoolSize]:
-    """Of each component, what SGLang deals of it: a pool has a page more, or a slot, that nobody gets."""
+    """Returns the size of each component that SGLang gives out: a pool has a further page or slot, which stays unused.
+    """
     allocator, rows = params.token_to_kv_pool_allocator, params.req_to_token_pool
     sizes: dict[str, PoolSize] = {}
     for name in dict.fromkeys(each.name for each in found):
@@ -204,7 +206,7 @@ def _stored(tiered_pools: tuple[TieredPool, ...], adapter: StoreAdapter) -> Stor
 
 
 class EnginePages:
-    """Of one rank and component: pages of `page_tokens` tokens in SGLang's `allocator`. See `tiers.DevicePages`.
+    """The pages of one component, of `page_tokens` tokens in SGLang's `allocator`: see `tiers.DevicePages`.
 
     States are pages of one slot. `free`: gives pages, by number, back to SGLang.
     """
@@ -215,40 +217,42 @@ class EnginePages:
         self._allocator, self._free, self._indices, self._page_tokens = allocator, free, indices, page_tokens
 
     def __len__(self) -> int:
-        """Pages that SGLang has free."""
+        """Returns the pages that SGLang has free."""
         return self._allocator.available_size() // self._page_tokens
 
     def take(self, count: int) -> list[int]:
-        """See `tiers.DevicePages`."""
+        """Take free pages: see `tiers.DevicePages`."""
         indices = self._allocator.alloc(count * self._page_tokens)
         if indices is None:
             raise TierError(f"{count} pages of SGLang's pool, of which {len(self)} are free")
         return self._indices.keep(indices).tolist()
 
     def give(self, ids: Iterable[int]) -> None:
-        """See `tiers.DevicePages`."""
+        """Give pages back: see `tiers.DevicePages`."""
         row = _row(ids)
         if len(row):
             self._free(self._indices.forget(row))
 
     def places(self, ids: Sequence[int]) -> Sequence[int]:
-        """See `tiers.DevicePages`. On a GPU the current stream is waited for: a copy's pages are named on the host."""
+        """Returns page numbers: see `tiers.DevicePages`. On a GPU it waits for the current stream, as the host names
+        the pages.
+        """
         first = self._indices.of(_row(ids))[:: self._page_tokens]
         return cast(list[int], (first // self._page_tokens).tolist())  # pyright: ignore[reportUnknownMemberType]
 
     def loaded(self, ids: Sequence[int], beside: Sequence[int]) -> None:
-        """See `tiers.DevicePages`: SGLang finds these by their own index."""
+        """Ignore the pages beside these: see `tiers.DevicePages`. SGLang finds these by their own index."""
 
     def check(self, others: Collection[int]) -> None:
-        """See `tiers.DevicePages`: what is free is SGLang's to count."""
+        """Check the ids in use: see `tiers.DevicePages`. Free pages are SGLang's to count."""
         if len(self._indices) != len(others):
             raise InvariantBroken(f"{len(self._indices)} pages have indices, the tree has {len(others)}")
 
 
 class EngineWindows(EnginePages):
-    """The same for pages of windows, which SGLang finds by the index of attention KV. `attention`: ids of that.
+    """The pages of windows, which SGLang finds by the index of attention KV. `attention`: ids of that.
 
-    One that is being loaded has no such index before it is known beside which page it comes.
+    A page that is being loaded has such an index only once `loaded` names the attention page beside it.
     """
 
     def __init__(self, allocator: Any, indices: DeviceIndices, attention: DeviceIndices, page_tokens: int) -> None:
@@ -257,13 +261,13 @@ class EngineWindows(EnginePages):
         self._unplaced: set[int] = set()
 
     def take(self, count: int) -> list[int]:
-        """See `tiers.DevicePages`."""
+        """Take free pages: see `tiers.DevicePages`."""
         ids = super().take(count)
         self._unplaced.update(ids)
         return ids
 
     def give(self, ids: Iterable[int]) -> None:
-        """See `tiers.DevicePages`."""
+        """Give pages back: see `tiers.DevicePages`."""
         row = _row(ids)
         unplaced = np.isin(row, list(self._unplaced))
         super().give(row[unplaced].tolist())
@@ -274,7 +278,7 @@ class EngineWindows(EnginePages):
             self._indices.forget(placed)
 
     def places(self, ids: Sequence[int]) -> Sequence[int]:
-        """See `tiers.DevicePages`. On a GPU the current stream is waited for."""
+        """Returns page numbers: see `tiers.DevicePages`. On a GPU it waits for the current stream."""
         row = _row(ids)
         if self._unplaced.intersection(row.tolist()):
             return super().places(ids)
@@ -282,7 +286,7 @@ class EngineWindows(EnginePages):
         return (first // self._page_tokens).tolist()
 
     def loaded(self, ids: Sequence[int], beside: Sequence[int]) -> None:
-        """See `tiers.DevicePages`."""
+        """Map these pages from the attention pages beside them: see `tiers.DevicePages`."""
         row = _row(ids)
         found = self._attention.of(_row(beside))
         self._hybrid.set_full_to_swa_mapping(found, self._indices.of(row))
@@ -295,7 +299,7 @@ def _row(ids: Iterable[int]) -> PageArray:
 
 
 class LayerGates:
-    """What SGLang's pools call a layer transfer counter. Whoever reads a layer waits for every load that was begun.
+    """A layer transfer counter for SGLang's pools. A reader of a layer waits for every load that was begun.
 
     `depths`: see EngineTiers.
     """
@@ -305,12 +309,12 @@ class LayerGates:
 
     @property
     def consumer_index(self) -> int:
-        """0 while something is on its way, else -1: SGLang asks before it replays a graph."""
+        """0 while a load is on its way, else -1: SGLang asks before it replays a graph."""
         return 0 if self._loads.closed else -1
 
     def set_consumer(self, index: int) -> None:
-        """SGLang's own counter waits for the loads of one batch; here a batch waits for all before it too."""
+        """Ignore the batch: SGLang's counter waits for the loads of one, this for all before it too."""
 
     def wait_until(self, layer: int) -> None:
-        """`layer` counts within the rank's own. On a GPU the current stream waits, and the host does not."""
+        """Wait for `layer`, counted within the rank. On a GPU the current stream waits, and the host does not."""
         self._loads.wait(self._depths[layer])

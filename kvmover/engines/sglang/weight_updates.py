@@ -1,8 +1,8 @@
-"""Weights that SGLang puts in the place of others while it runs: who goes by them hears which they are now.
+"""WeightUpdates tell the parts that go by SGLang's weights when it replaces them while it runs.
 
-An update names a version or does not, and may leave KV of the weights before in SGLang's cache. Until that is flushed,
-and while a session of updates is open, nobody can say of which weights KV is, so nothing is shared. SGLang is not
-imported here: its plug-in puts the hooks around its methods, all of which run in the scheduler's thread.
+An update may name a version, and may leave KV of earlier weights in SGLang's cache. Until that is flushed, and while an
+update is open, the weights of KV are unknown, so it is not shared. SGLang is not imported here: its plug-in hooks these
+functions around its methods, all of which run in the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvmover.errors import KvmoverError
 
 log = logging.getLogger(__name__)
 
-#: Why nobody has the weights that an engine has, beside NO_VERSION.
+#: Reasons, beside NO_VERSION, why the weights of an engine are no other engine's.
 UNFLUSHED = "SGLang's cache may hold KV of those before: KV is shared with no engine and no store until /flush_cache"
 BEING_UPDATED = "an update of them is under way: KV is shared with no engine and no store until /end_weight_update"
 
@@ -27,24 +27,22 @@ class WeightFollower(Protocol):
     """A part that goes by the weights: a rank of prefill or decode, a store, tiers."""
 
     def reweigh(self) -> None:
-        """Go on with what `WeightUpdates.current` says now. Raises KvmoverError or OSError where it shares
-        nothing then.
-        """
+        """Go on with the weights of `WeightUpdates.current`. Raises KvmoverError or OSError if it then shares no KV."""
         ...
 
 
 @dataclass(slots=True)
 class WeightUpdates:
-    """The changes of weights that one process knows of since it started. For the scheduler's thread."""
+    """The changes of weights in one process since it started. For the scheduler's thread."""
 
-    #: What the caller called the last update; None where it did not.
+    #: The caller's name of the last update; None without one.
     version: str | None = None
     is_changed: bool = False
-    #: Whether the cache may hold KV of other weights.
+    #: True if the cache may hold KV of other weights.
     is_stale: bool = False
-    #: Whether a session is open, in which weights are put in place bit by bit.
+    #: True between SGLang's begin and end of an update, while weights come bit by bit.
     is_open: bool = False
-    #: Whether SGLang is in a method that puts weights in place, and how often it has.
+    #: True while an SGLang method puts weights in place; and the number of times it has.
     is_loading: bool = False
     loads: int = 0
     _is_due: bool = False
@@ -56,12 +54,12 @@ class WeightUpdates:
         self._followers.append(follower)
 
     def leave(self, follower: WeightFollower) -> None:
-        """Tell `follower` nothing more."""
+        """Tell `follower` of no further change."""
         if follower in self._followers:
             self._followers.remove(follower)
 
     def current(self, weights: ServedWeights) -> ServedWeights:
-        """Returns what the engine has now, whose weights were `weights` once."""
+        """Returns the engine's present weights; `weights`: those it started with."""
         if not self.is_changed:
             return weights
         if self.is_open:
@@ -70,11 +68,11 @@ class WeightUpdates:
             return weights.updated(None, NO_VERSION)
         return weights.updated(None, UNFLUSHED) if self.is_stale else weights.updated(self.version)
 
-    # What SGLang does
+    # SGLang's actions
 
     @contextmanager
     def step(self) -> Generator[None]:
-        """Have what changes within one call of SGLang's told once, at its end."""
+        """Have all changes within one call of SGLang's told once, at its end."""
         self._depth += 1
         try:
             yield
@@ -85,31 +83,31 @@ class WeightUpdates:
                 self._tell()
 
     def loaded(self, version: str | None) -> None:
-        """Hear that weights were put in place. In a session, a call without a version leaves the one before."""
+        """Record that weights were put in place. In an open update, a call without a version keeps the one before."""
         self._changed()
         self.loads += 1
         self.is_stale = True
         self.version = version or (self.version if self.is_open else None)
 
     def named(self, version: str) -> None:
-        """Hear what the weights that are in place are called."""
+        """Record the version of the weights in place."""
         if not self.is_changed or self.version != version:
             self._changed()
             self.version = version
 
     def flushed(self) -> None:
-        """Hear that the cache is empty."""
+        """Record that the cache is empty."""
         if self.is_stale:
             self._changed()
             self.is_stale = False
 
     def opened(self) -> None:
-        """Hear that a session begins."""
+        """Record that an update begins."""
         self._changed()
         self.is_open, self.is_stale, self.version = True, True, None
 
     def closed(self) -> None:
-        """Hear that the session is over."""
+        """Record that the update is over."""
         self._changed()
         self.is_open = False
 
@@ -117,7 +115,7 @@ class WeightUpdates:
         self.is_changed = self._is_due = True
 
     def _tell(self) -> None:
-        """Each of them, whatever befalls another: one that cannot go on shares nothing, and the engine serves."""
+        """Tell every follower, even after one fails: that shares no KV, and the engine serves on."""
         for follower in list(self._followers):
             try:
                 follower.reweigh()
@@ -125,7 +123,7 @@ class WeightUpdates:
                 log.exception("%s shares nothing since the weights were updated", type(follower).__name__)
 
 
-#: Those of this process.
+#: The weight updates of this process.
 UPDATES = WeightUpdates()
 
 
@@ -151,7 +149,9 @@ class UpdateHooks:
         }
 
     def from_disk(self, update: Callable[[Any, Any], Any], manager: Any, request: Any) -> Any:
-        """SGLang rolls one model back whose files cannot be loaded; a draft's may fail after its model's were."""
+        """Take weights from disk. SGLang rolls back a single model that cannot be loaded; a draft's may fail after its
+        model's.
+        """
         return self._updating(update, manager, request, is_rolled_back=manager.draft_worker is None)
 
     def in_place(self, update: Callable[[Any, Any], Any], manager: Any, request: Any) -> Any:
@@ -159,11 +159,13 @@ class UpdateHooks:
         return self._updating(update, manager, request, is_rolled_back=False)
 
     def in_session(self, update: Callable[[Any, Any], Any], manager: Any, request: Any) -> Any:
-        """Take weights that come bit by bit; SGLang refuses them without a session."""
+        """Take weights that come bit by bit; SGLang refuses them outside an open update."""
         return self._updating(update, manager, request, is_rolled_back=manager._session is None)
 
     def begin(self, begin: Callable[[Any, Any], Any], manager: Any, request: Any) -> Any:
-        """The weights are nobody's from here on, also those that others write into this process's memory."""
+        """Open an update: the weights are unknown from here on, also those that others write into this process's
+        memory.
+        """
         with self.updates.step():
             answer = begin(manager, request)
             if answer.success:
@@ -171,7 +173,7 @@ class UpdateHooks:
             return answer
 
     def end(self, end: Callable[[Any, Any], Any], manager: Any, request: Any) -> Any:
-        """All weights of the session are in place."""
+        """Close the update: all its weights are in place."""
         with self.updates.step():
             answer = end(manager, request)
             if answer.success:
@@ -179,7 +181,7 @@ class UpdateHooks:
             return answer
 
     def _updating(self, update: Callable[[Any, Any], Any], manager: Any, request: Any, is_rolled_back: bool) -> Any:
-        """An update that fails has no version, unless the weights are then what they were: `is_rolled_back`."""
+        """Run an update. A failed one has no version, unless the weights are then as before: `is_rolled_back`."""
         updates, is_over = self.updates, False
         with updates.step():
             before, updates.is_loading = updates.loads, True
@@ -193,7 +195,7 @@ class UpdateHooks:
                     updates.loaded(None)
 
     def record(self, record: Callable[..., None], scheduler: Any, new_version: str | None) -> None:
-        """SGLang records the version of each update that succeeds, also none, and one that is named later."""
+        """Record the version of each update that succeeds, None included, and of one that SGLang names later."""
         with self.updates.step():
             record(scheduler, new_version=new_version)
             if self.updates.is_loading:
@@ -202,7 +204,7 @@ class UpdateHooks:
                 self.updates.named(new_version)
 
     def flush(self, flush: Callable[..., bool], scheduler: Any, *given: Any, **options: Any) -> bool:
-        """A flush that SGLang refuses, as requests run, leaves what is there."""
+        """Record a flush, unless SGLang refuses it while requests run."""
         with self.updates.step():
             is_flushed = flush(scheduler, *given, **options)
             if is_flushed:
