@@ -9,14 +9,14 @@ from contextvars import ContextVar
 from math import lcm
 from typing import Any
 
-#: Distance between the rooms of two answers. It exceeds the prompts of a list, whose rooms are consecutive, and is a
-#: multiple of 1 to 16, because SGLang picks one of so many data-parallel groups by the remainder of a room.
+#: Distance between the rooms of two answers, beyond the consecutive rooms of a list's prompts. A multiple of 1 to 16,
+#: because SGLang picks one of that many data-parallel groups by the remainder of a room.
 STEP = lcm(*range(1, 17)) << 25
 
 #: Exclusive upper bound of rooms.
 _END = 1 << 63
 
-#: Requests sent per room, while SGLang sends the requests of a prompt with several answers; None otherwise.
+#: Requests sent per room while SGLang sends those of a prompt with several answers; None otherwise.
 _sent: ContextVar[Counter[int] | None] = ContextVar("kvmover_sent", default=None)
 
 
@@ -56,7 +56,7 @@ async def _numbered(answers: AsyncGenerator[Any, None]) -> AsyncIterator[Any]:
 
 
 def in_own_room(send: Callable[..., Awaitable[None]], manager: Any, tokenized: Any) -> Awaitable[None]:
-    """Send a tokenized request in the room of its number; its own room outside `of_several`."""
+    """Send a tokenized request, in the room of its number if it is one of several."""
     sent, room = _sent.get(), getattr(tokenized, "bootstrap_room", None)
     if sent is not None and room is not None:
         tokenized.bootstrap_room = room_of(room, sent[room])

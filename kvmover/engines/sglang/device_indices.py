@@ -23,15 +23,14 @@ ToDevice: TypeAlias = Callable[[npt.NDArray[np.int64]], torch.Tensor]
 
 #: Default size of a table, pages.
 _FIRST_PAGES = 512
-#: Attempts to find a free run of ids; slices read one by one at most, before single places are gathered.
+#: Attempts to find a free run of ids; most slices that are read one by one.
 _TRIES, _SLICES = 4, 8
 #: Up to so many ids, sending their places to the device is faster than finding runs among them.
 _FEW = 512
 
 
 class DeviceIndices:
-    """A device table from page id to the token index at which the page of `page_tokens` tokens begins. Ids count from
-    0.
+    """A device table from page id, counted from 0, to the token index at which the page begins.
 
     Device work is queued on the caller's current stream, in order of the calls.
 

@@ -1,6 +1,4 @@
-"""SGLang's device pools are described as values: the contents of their buffers, and the layers that a model layer
-reads.
-"""
+"""SGLang's device pools are described as values: their buffers' contents, and the layers that a model layer reads."""
 
 from __future__ import annotations
 

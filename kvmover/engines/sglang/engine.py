@@ -121,5 +121,5 @@ def model_path() -> str:
 
 
 def served_name() -> str:
-    """Returns the model's name at the server."""
+    """Returns the name under which the server offers the model."""
     return _context.get_serving().served_model_name

@@ -64,7 +64,7 @@ def _plain(kvcache: Any, page_size: int) -> Any:
 
 
 def _attention(name: Any, pool: Any, layers: dict[int, int], page_size: int) -> Any:
-    """Returns the pool entry of attention KV. `layers`: the rank's layer to the pool's own."""
+    """Returns the pool entry of attention KV. `layers`: per layer of the rank, the pool's own."""
     latent, count = hasattr(pool, "kv_buffer"), pool.layer_num
     return _pools.DevicePoolEntry(
         name=name,

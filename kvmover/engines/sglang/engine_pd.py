@@ -44,7 +44,7 @@ def waiting_timeout_s() -> float:
 
 
 def given_timeout_s() -> float | None:
-    """Returns the same if the operator set it; None for SGLang's default."""
+    """Returns `waiting_timeout_s` if the operator set it; None for SGLang's default."""
     return waiting_timeout_s() if _environ.envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.is_set() else None
 
 
@@ -65,7 +65,7 @@ def hold_failed_pages() -> None:
 def tell_prompts(mode: Any) -> None:
     """Have SGLang give each sender its request's prompt, and each receiver the prompt and the request's length.
 
-    LoRA adapters are read as they are loaded, those of the start now. Raises EngineUnsupported if SGLang's hook does
+    LoRA adapters are read as SGLang loads them, those of its start now. Raises EngineUnsupported if SGLang's hook does
     not take.
     """
     if mode is PREFILL:
@@ -124,8 +124,9 @@ def _with_prompt(create: Callable[..., bool], queue: Any, req: Any, *more: Any, 
 def _with_length(
     send: Callable[..., None], queue: Any, request: Any, kv_indices: Any, *more: Any, **named: Any
 ) -> None:
-    """Set the receiver's length, prompt and parameters before SGLang sends. `kv_indices` [token]: those that decode
-    lacks.
+    """Set the receiver's length, prompt and parameters before SGLang sends.
+
+    `kv_indices` [token]: of the tokens that decode lacks.
     """
     request.kv_receiver.tokens = (named.get("decode_prefix_len") or 0) + len(kv_indices)
     sampling = request.req.sampling_params
@@ -163,7 +164,7 @@ def bootstrap_url(manager: Any) -> str:
 
 
 def put(url: str, **what: Any) -> Any:
-    """Send an HTTP PUT as SGLang's ranks register. Raises OSError."""
+    """Send an HTTP PUT as SGLang's ranks do to register. Raises OSError if it fails."""
     return _conn.requests.put(url, **what)
 
 
@@ -173,7 +174,7 @@ def parallel() -> Any:
 
 
 def of_all_stages(own: dict[str, int]) -> list[dict[str, int]]:
-    """Returns the `own` of each pipeline stage, first to last. All call this at the same time."""
+    """Returns the dict `own` of each pipeline stage, first to last. All stages call this at the same time."""
     return parallel().pp_group.all_gather_object(own) if parallel().pp_size > 1 else [own]
 
 
@@ -191,7 +192,7 @@ def is_latent(config: Any) -> bool:
 def mamba_projections(config: Any) -> tuple[tuple[int, int], ...]:
     """Returns units and heads of x, B and C, in their order in a Mamba-2 convolution; () for other models.
 
-    Their pools do not tell. A single group of B and C is held by every rank (`MambaMixer2`).
+    SGLang's pools do not tell them. A single group of B and C is held by every rank (`MambaMixer2`).
     """
     mamba = import_module("sglang.srt.configs.hybrid_arch").mamba2_config(config)
     groups = getattr(mamba, "n_groups", 0) or getattr(mamba, "mamba_n_groups", 0)
@@ -202,7 +203,7 @@ def mamba_projections(config: Any) -> tuple[tuple[int, int], ...]:
 
 
 def device(gpu_id: int) -> torch.device:
-    """Returns GPU `gpu_id`, or SGLang's device if that is no GPU."""
+    """Returns GPU `gpu_id`; without CUDA, SGLang's device."""
     import torch
 
     kind = _context.get_device().device

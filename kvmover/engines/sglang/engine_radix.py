@@ -40,7 +40,7 @@ _events: Any = import_module("sglang.srt.disaggregation.kv_events")
 
 EventPublisher: Any = _events.EventPublisher
 
-#: Returns an endpoint with its port moved by a data-parallel rank; None for None.
+#: Moves an endpoint's port by a data-parallel rank; None for None.
 port_of_rank: Any = _events.ZmqEventPublisher.offset_endpoint_port
 
 #: SGLang's names of attention KV, windows, and states of recurrent layers.
@@ -52,11 +52,11 @@ default_radix_cache: Any = _registry.default_radix_cache_factory
 
 #: Allocators whose free pages a cache may count and free by token index.
 ALLOCATORS = frozenset({"TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator"})
-#: The same, with window pages behind a mapping.
+#: The allocator with window pages behind a mapping.
 HYBRID_ALLOCATOR = "SWATokenToKVPoolAllocator"
 #: Pools whose buffers hold all data of a token.
 _POOLS = {"MHATokenToKVPool", "MLATokenToKVPool"}
-#: Pools made of two of these, or of one and states.
+#: Pools made of two `_POOLS`, or of one and states.
 _HYBRIDS = {"SWAKVPool", "HybridLinearKVPool"}
 
 
@@ -80,7 +80,7 @@ def has_states(rows: Any) -> bool:
 
 
 def state_grid(page_tokens: int) -> int:
-    """Returns the token grid of the states that the tree can name, on which SGLang takes its snapshots."""
+    """Returns the grid of tokens at which the tree can name states: that of SGLang's snapshots."""
     return _context.mamba_checkpoint_grid(page_tokens)
 
 
@@ -132,7 +132,7 @@ def data_parallel_groups() -> int:
 
 
 def fleet_group(place: ParallelRank, params: Any) -> dist.ProcessGroup | None:
-    """Returns the CPU process group of all ranks that serve a request together, stage by stage; None for a single rank.
+    """Returns the CPU process group of all ranks that serve a request together, stage by stage; None for one rank.
 
     For several stages or copies SGLang has no such group: all ranks call this together and make one.
     """
@@ -151,9 +151,7 @@ def fleet_group(place: ParallelRank, params: Any) -> dist.ProcessGroup | None:
 
 
 def odd_windows(context: Any) -> str:
-    """Returns the reasons why windows of a `TreeCacheBuildContext` are not pages of requests and tree; empty if they
-    are.
-    """
+    """Returns the unsupported forms of windows in a `TreeCacheBuildContext`; empty without any."""
     params, allocator = context.params, context.params.token_to_kv_pool_allocator
     odd = {
         "windows only": context.full_tokens_per_layer == 0,
@@ -166,9 +164,7 @@ def odd_windows(context: Any) -> str:
 
 
 def odd_states(context: Any) -> str:
-    """Returns the reasons why states of a `TreeCacheBuildContext` are not slots of requests and tree; empty if they
-    are.
-    """
+    """Returns the unsupported forms of states in a `TreeCacheBuildContext`; empty without any."""
     params, rows, options = context.params, context.params.req_to_token_pool, _context.get_exec().mamba
     pool = getattr(rows, "mamba_pool", None)
     behind = getattr(pool, "replayssm_write_pos", None) is not None

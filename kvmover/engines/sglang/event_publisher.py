@@ -1,8 +1,7 @@
-"""KvmoverEventPublisher sends SGLang's KV events and shows late subscribers the pages cached already
-(`--kv-events-config`).
+"""KvmoverEventPublisher sends SGLang's KV events, and snapshots for late subscribers (`--kv-events-config`).
 
-SGLang's own publisher replays only the events that it kept, so a router that starts later misses older pages. This one
-adds snapshots of kvmover's radix cache; all frames are as SGLang's.
+SGLang's own publisher replays only the events that it kept, so a router that starts later misses older pages. A
+snapshot of kvmover's radix cache tells them; all frames are as SGLang's.
 """
 
 from __future__ import annotations
@@ -77,5 +76,5 @@ class KvmoverEventPublisher(engine_radix.EventPublisher):
 
 
 def _local(endpoint: str) -> str:
-    """Returns an endpoint at all addresses as this host reaches it."""
+    """Returns an endpoint at all addresses by this host's loopback address."""
     return endpoint.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")

@@ -1,5 +1,4 @@
-"""SGLang's host pools are described as values: the axes of their buffers by class and layout, and the place of a page.
-"""
+"""SGLang's host pools are described as values: the axes of their buffers by class and layout, and each page's place."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ _AXES = {
     ("DSAIndexerPoolHost", "page_first_direct"): "page layer head dim",
 }
 
-#: Pools whose positions or layers on a rank do not follow from rank numbers.
+#: Pools that are cut over context-parallel ranks, by positions or layers that rank numbers do not tell.
 _CUT = "PageInterleaveHostPool"
 
 
@@ -117,8 +116,9 @@ def whole_layers(pool: Any) -> bool:
 
 
 def native_runs(pool: Any, name: str) -> list[int]:
-    """Returns the bytes of each run of a page stored as it lies. Raises EngineUnsupported for layouts without such
-    runs.
+    """Returns the bytes of each run of a page stored as it lies.
+
+    Raises EngineUnsupported for pools without such runs, or with a run per layer (`layer_first`).
     """
     import torch
 

@@ -68,9 +68,7 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         extra_config: dict[str, Any] | None = None,
         forward_stream: Any = None,
     ) -> None:
-        """Raises ConfigError for options, StoreError, and EngineUnsupported or ValueError for pools that cannot be
-        stored.
-        """
+        """Raises ConfigError for options, StoreError, and EngineUnsupported or ValueError for unsupported pools."""
         self.forward_stream = forward_stream
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()
         self._group = engine_linker.device_pools(kvcache, params, components)
@@ -99,7 +97,7 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         UPDATES.follow(self)
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """Returns the length of every prefix of the pages that this rank can restore, in pages."""
+        """Returns the length in pages of every prefix that this rank can restore."""
         expanded: list[PoolTransfer] = self._group.resolve_transfers(transfers)
         pages = [page_of(key) for transfer in transfers if str(transfer.name) == MAIN for key in transfer.keys or ()]
         if not expanded or not pages:
@@ -131,7 +129,7 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         return self._pending.pop(rid, None) is not None
 
     def start_layer_wise_loading(self) -> int:
-        """Start all queued loads as one, behind the current stream. Returns its number, or -1 without any."""
+        """Start all queued loads as one, behind the current stream. Returns its number, or -1 without loads."""
         if not self._pending:
             return -1
         transfers = [transfer for of_request in self._pending.values() for transfer in of_request]
@@ -269,7 +267,7 @@ def _wait(job: LinkerJob) -> None:
 
 
 def _tokens(transfer: PoolTransfer) -> Numbers:
-    """Returns the device indices, which SGLang has put in this place. Raises StoreError without any."""
+    """Returns a transfer's device indices, which SGLang passes as `host_indices`. Raises StoreError if absent."""
     if transfer.host_indices is None:
         raise StoreError(f"pages of {transfer.name} without indices")
     return transfer.host_indices.cpu().numpy()

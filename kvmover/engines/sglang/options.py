@@ -1,7 +1,8 @@
-"""The operator's options are read here: the page store's from SGLang's JSON, transfers' from SGLang's environment and
-kvmover's settings, tiers' from SGLang's flags for a hierarchical cache.
+"""The operator's options are read here, for the page store, transfers and tiers.
 
-Facts of the model that a rank's pools do not tell come from the running engine or the operator.
+Options of the store come from SGLang's JSON, of transfers from SGLang's environment and kvmover's settings, of tiers
+from SGLang's flags for a hierarchical cache. Facts of the model that a rank's pools do not tell come from the running
+engine or the operator.
 """
 
 from __future__ import annotations

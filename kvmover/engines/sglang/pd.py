@@ -260,7 +260,8 @@ class KvmoverManager(engine_pd.CommonKVManager):
     # Prefill
 
     def register_to_bootstrap(self) -> None:
-        """Register as SGLang does, and publish this rank's card for engines of another make."""
+        """Register as SGLang does, and publish this rank's card for engines of another make if `exchange.model` is set.
+        """
         engine_pd.CommonKVManager.register_to_bootstrap(self)
         self._lay_card()
 

@@ -39,8 +39,7 @@ _CLASSES = {
 
 
 def register() -> None:
-    """Register all choices and hooks; SGLang calls this in each of its processes. Raises EngineUnsupported beside an
-    untested release.
+    """Register all choices and hooks, in each of SGLang's processes. Raises EngineUnsupported for an untested release.
     """
     SGLANG.require()
     hooks: Any = import_module("sglang.srt.plugins.hook_registry")
@@ -61,9 +60,9 @@ def register() -> None:
 
 
 def adapter_id(known: Callable[[str, str], str], lora_name: str, lora_path: str) -> str:
-    """Returns an adapter's id, made from its bytes too if they are here: caches and stores key KV by it.
+    """Returns an adapter's id, by which caches and stores key KV: with a digest of its files, if they are local.
 
-    So other files at the same path get another id after a restart. An adapter at a hub has SGLang's own id.
+    Other files at the same path get another id after a restart. An adapter at a hub has SGLang's own id.
     """
     try:
         return known(lora_name, f"{lora_path}\0{digest_of_adapter(Path(lora_path))}")
@@ -126,7 +125,7 @@ def radix_cache(context: Any) -> Any:
 
 
 def class_of(known: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
-    """Returns kvmover's part for its own name, and SGLang's for all others."""
+    """Returns kvmover's class for its own backend, and SGLang's for all others."""
     if transfer_backend.value != NAME or class_type.value not in _CLASSES:
         return known(transfer_backend, class_type)
     module, name = _CLASSES[class_type.value]

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class Lookup:
     """The tokens that a request asked for and found, on device and host.
 
-    `last_page_tokens`: found but computed anyway, as their page has the prompt's last token. `left`: held by storage
-    but not brought, by reason.
+    `last_page_tokens`: found but computed, as their page has the prompt's last token. `left`: tokens that storage has
+    and did not bring, by reason.
     """
 
     prompt_tokens: int
@@ -44,8 +44,9 @@ class Lookup:
 
 @dataclass(slots=True)
 class _Attempt:
-    """An admission. `prefix_tokens`: of the prefix used; None while it waits. `concurrent_tokens`: see
-    `Ledger.finished`.
+    """A request's admission. `prefix_tokens`: its prefix, None while it waits.
+
+    `concurrent_tokens`: see `Ledger.finished`.
     """
 
     lookup: Lookup
@@ -121,7 +122,7 @@ class RadixAccounts:
             self.ledger.admitted(request, credit, {reason: count for reason, count in lost.items() if count})
 
     def concurrent(self, request: str, tokens: int) -> None:
-        """Count `tokens` of the prompt that the request computed although another one had kept them by then."""
+        """Count `tokens` of the prompt that the request computed although another request had kept them by then."""
         attempt = self._attempts.get(request)
         if attempt is not None:
             attempt.concurrent_tokens += tokens

@@ -177,8 +177,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         self.unlock(before)
 
     def insert(self, params: Any) -> Any:
-        """Keep `params.value`, a token index per token, from `params.prev_prefix_len` on; the tree has the tokens
-        before.
+        """Keep `params.value`, a token index per token, from `params.prev_prefix_len` on; the tree has earlier tokens.
 
         The slot of a state, `params.mamba_value`, stays the caller's if the tree has that state.
         """
@@ -233,10 +232,9 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
     # Room
 
     def evict(self, params: Any) -> Any:
-        """Evict `params.num_tokens` tokens, windows of `params.swa_num_tokens`, both in whole pages, and
-        `params.mamba_num` states.
+        """Evict `params.num_tokens` tokens, `params.swa_num_tokens` tokens of windows, and `params.mamba_num` states.
 
-        Locked ones stay, so it may be less. A leaf takes its window and its state along.
+        Tokens go in whole pages. Locked entries stay, so fewer may go. A leaf takes its window and its state along.
         """
         began = time.perf_counter()
         wanted = {ATTENTION: -(-params.num_tokens // self.page_size)}
@@ -257,9 +255,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         return engine_radix.TreeLock(node, engine_radix.DecLockRefParams(node, skipped, {FULL: handle}))
 
     def inc_lock_ref(self, node: int, skip_lock_components: Sequence[Any] = ()) -> Any:
-        """Lock a node and its ancestors, with the window and the state at its end. The receipt carries the tree's
-        handle.
-        """
+        """Lock a node, its ancestors, and the window and state at its end. The receipt carries the tree's handle."""
         skipped = tuple(skip_lock_components)
         handle = self._tree.lock(node, skip=[_COMPONENTS[each] for each in skipped])
         return engine_radix.IncLockRefResult(
@@ -357,9 +353,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         return ROOT
 
     def dfs_weight_order(self, node_handles: Sequence[int]) -> list[int]:
-        """Returns the order of requests by matched node: depth first, heavy subtrees first, nodes after their
-        descendants.
-        """
+        """Returns the order of requests by matched node: depth first, heavy subtrees first, nodes after those below."""
         paths = [self._tree.page_hashes(node) for node in node_handles]
         weights = Counter(name for path in paths for name in path)
         seen = {name: place for place, name in enumerate(weights)}
@@ -367,9 +361,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         return sorted(range(len(paths)), key=ranks.__getitem__)
 
     def take_events(self) -> list[KVEvent]:
-        """Returns the stores and removals since the last call, by which a kvmover publisher can ask for all cached
-        pages.
-        """
+        """Returns the stores and removals since the last call, and the way to list all cached pages: `resident`."""
         events = CacheEvents(coalesce(self._events), self._tree.resident)
         self._events.clear()
         return events
@@ -427,8 +419,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
     def _insert(
         self, key: RadixKey, indices: torch.Tensor, kept: int, live: int, counted: int, priority: int, state: PageArray
     ) -> Inserted:
-        """Keep the pages of `key` behind the first `kept` tokens, their windows behind the first `live`, and the state
-        at the end.
+        """Keep the pages of `key` behind `kept` tokens, the windows behind `live` tokens, and the state at the end.
 
         Page ids are new each time, so pages that the tree had come back; a state that it had is the caller's.
         """
@@ -464,7 +455,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         return given
 
     def _adopt(self, of: WindowPages, inserted: Inserted, windows: PageArray, live: int) -> None:
-        """Map windows that the tree has taken, for pages it had without them, from the tree's own indices."""
+        """Move windows, which the tree took for pages that it had without, to the indices of these pages."""
         count = (inserted.known_tokens - live) // self.page_size
         taken = ~np.isin(windows[:count], inserted.page_ids(WINDOW))
         if taken.any():
@@ -496,9 +487,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
             self._tree.insert(key, [], first_page=pages, counted_tokens=key.tokens, priority=raised)
 
     def _lookup(self, req: Any, key: Any, found: int) -> Lookup:
-        """Returns the look-up of a request. If its prompt ends with a page, SGLang does not ask for that page, and the
-        tree is searched for it here.
-        """
+        """Returns the look-up of a request, including a prompt's last page, which SGLang does not ask for."""
         prompt = len(req.origin_input_ids) + len(req.output_ids)
         last = 0
         if prompt == len(key.token_ids) == found + self.page_size:

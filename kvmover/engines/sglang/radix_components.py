@@ -79,12 +79,13 @@ class StateSlots:
         return self.indices.keep(slots)
 
     def reach(self, req: Any, tokens: int) -> int:
-        """Returns the tokens, at most `tokens`, of which the request can give a state; 0 without one."""
+        """Returns the tokens, at most `tokens`, of which the request can give a state; 0 without a state."""
         return tokens
 
     def take(self, req: Any, make_room: MakeRoom) -> PageArray:
-        """Returns the id [1] of the state of `reach` tokens. A finished request keeps no slot. Raises PrefixError
-        without a slot.
+        """Returns the id [1] of the state of `reach` tokens. A finished request keeps no slot.
+
+        Raises PrefixError if a slot is needed and all are in use.
         """
         working = req.kv.mamba_pool_idx.unsqueeze(0)
         if req.finished():
@@ -107,8 +108,9 @@ class StateSlots:
             self._rows.free_mamba_cache(req)
 
     def start(self, req: Any, state: PageArray, make_room: MakeRoom) -> None:
-        """Start the request from a state, which SGLang copies to the request's slot before its first step. Raises
-        PrefixError without a free slot.
+        """Start the request from a state: SGLang copies it to the request's slot before its first step.
+
+        Raises PrefixError if all slots are in use.
         """
         if not req.kv.holds_mamba:
             req.kv.mamba_pool_idx = self._new(make_room)[0]
@@ -145,15 +147,13 @@ class SnapshotSlots(StateSlots):
     """The state slots of a pool with snapshots."""
 
     def reach(self, req: Any, tokens: int) -> int:
-        """Returns the tokens of the last snapshot; of the one before for a request that was cut shorter."""
+        """Returns the tokens of the last snapshot, or of the snapshot before if the request was cut shorter."""
         if not req.finished():
             return req.kv.mamba_last_track_seqlen or 0
         return self._last(req, tokens)[0]
 
     def take(self, req: Any, make_room: MakeRoom) -> PageArray:
-        """Returns the id [1] of the snapshot's slot. A running request gets another slot in its place. Raises
-        PrefixError.
-        """
+        """Returns the id [1] of the snapshot's slot, for which a running request gets another. Raises PrefixError."""
         if req.finished():
             place = self._last(req, len(req.full_untruncated_fill_ids))[1]
             slot = req.kv.mamba_ping_pong_track_buffer[place].unsqueeze(0).clone()

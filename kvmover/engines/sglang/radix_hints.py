@@ -2,7 +2,7 @@
 
 Hints are `kv_hints` of `/generate`, or `kvmover_hints` in `custom_params`. Every rank gets the same requests in the
 same order and acts alike; only clocks differ. So when a request comes, the ranks agree on the pins that are over, and
-end them. Without new requests no pool needs room, and no rank asks.
+end them. Without new requests no pool needs room, so pins stay.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class HintTerms:
 
     @classmethod
     def of(cls, settings: HintSettings, place: ParallelRank, group: dist.ProcessGroup | None) -> HintTerms:
-        """Returns the terms of a rank at `place`. `group`: of all ranks; None for a single one."""
+        """Returns the terms of a rank at `place`. `group`: of all ranks; None for a single rank."""
         if place.pp_size > 1:
             return cls(pin_limits(settings), None)
         return cls(pin_limits(settings), LocalConsensus() if group is None else Grouped(group))
@@ -99,9 +99,7 @@ class RadixHints:
         self.pins.give_way(pages)
 
     def _carry_out(self, req: Any, action: HintAction) -> HintAnswer:
-        """Carry out a hint on its own prefix, or on the request's: the prompt when it comes, with its answer at the
-        end.
-        """
+        """Carry out a hint on the prefix that it names, or else on the request's prompt, at its end with the answer."""
         tokens: Any = action.hint.token_ids
         if tokens is None:
             tokens = req.origin_input_ids if action.is_due_at_once else req.full_untruncated_fill_ids

@@ -42,7 +42,7 @@ from kvmover.engines.sglang.radix_hints import HintTerms
 from kvmover.engines.sglang.tier_pools import EnginePages, EngineTiers, EngineWindows, LayerGates, open_tiers
 from kvmover.engines.sglang.weight_updates import UPDATES
 
-#: Age at which the tiers' counts for scrapes are taken anew, s.
+#: Age at which the tier counts for scrapes are renewed, s.
 _SNAPSHOT_S = 0.5
 
 
@@ -116,9 +116,7 @@ class TieredRadixCache(KvmoverRadixCache):
         cache_salt: str | None = None,
         **_options: Any,
     ) -> bool:
-        """Begin to bring a prompt's KV from peers or storage to the host. Returns True if there is a prefetch to wait
-        for.
-        """
+        """Begin to bring a prompt's KV from peers or storage to the host. Returns True if a prefetch began."""
         if handle in self.ongoing_prefetch or not self.enable_storage:
             return False
         tokens = np.concatenate([np.asarray(matched_prefix_tokens, np.int64), np.asarray(new_input_tokens, np.int64)])
@@ -136,8 +134,9 @@ class TieredRadixCache(KvmoverRadixCache):
         return restore.done
 
     def pop_prefetch_loaded_span(self, handle: Any) -> tuple[int, int | None]:
-        """Returns the number of tokens that came from peers or storage, and the first one's position. SGLang matches
-        the request next.
+        """End a request's prefetch, before SGLang matches it again. Returns the tokens that came, and where they begin.
+
+        Without a prefetch that is 0 and None.
         """
         restore = self.ongoing_prefetch.pop(handle, None)
         if restore is None:
@@ -154,7 +153,10 @@ class TieredRadixCache(KvmoverRadixCache):
         return came, first
 
     def init_load_back(self, params: Any) -> tuple[int, int]:
-        """Load a request's part on the host to the device. Returns the number of tokens, and the node at their end."""
+        """Load a request's part on the host to the device. Returns the number of tokens, and the node at their end.
+
+        For a part that is too short or finds no room that is 0 and the request's own node.
+        """
         req, node = params.req, params.best_match_node
         if params.host_hit_length < self._controller.config.policy.least_load_tokens:
             return 0, req.last_node
@@ -336,7 +338,7 @@ class DecodeRadixCache(TieredRadixCache):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.cache_controller = _DecodeController(self.gates)
-        #: Loads that were under way when SGLang asked for a number, by that; until they have landed.
+        #: Loads under way when SGLang asked for a number, by that number, until they have landed.
         self._under_way: dict[int, tuple[GatedLoad, ...]] = {}
         self._number = 0
 
@@ -379,7 +381,7 @@ class DecodeRadixCache(TieredRadixCache):
 
 
 class _DecodeController:
-    """The attributes of its own controller that SGLang reads and sets in a decode server. The gates have no numbers."""
+    """The attributes that SGLang reads and sets of its own controller in a decode server. The gates have no numbers."""
 
     storage_backend = None
     storage_backend_type = "kvmover"
@@ -395,10 +397,9 @@ def _is_state(action: FreePages | CopyOut) -> bool:
 
 
 def left_within(reasons: Mapping[Loss, int], tokens: int) -> dict[Loss, int]:
-    """Returns the reasons why storage did not bring at most `tokens` tokens: other requests may have brought the rest
-    since.
+    """Returns the tokens that storage did not bring, by reason, at most `tokens` in sum.
 
-    A load that was not asked for yet (THRESHOLD) is no loss of storage's.
+    Other requests may have brought the rest since. A load that was not asked for yet is no loss of storage's.
 
     >>> left_within({Loss.LATE: 32, Loss.THRESHOLD: 16}, 20)
     {<Loss.LATE: 'late'>: 20}

@@ -24,7 +24,7 @@ from kvmover.transfer import Content
 if TYPE_CHECKING:
     import torch
 
-#: Suffix of an extra key with elastic experts: their number, which prefill and decode each have their own of.
+#: Suffix of an extra key with elastic experts: their number, which may differ between prefill and decode.
 _EXPERTS = re.compile(r"(\|?elastic_ep_size=\d+)+$")
 
 
@@ -46,7 +46,7 @@ class LoadedAdapters:
             self._parts[lora_id] = PromptParts(unknown=f"adapter in {path}: {error}")
 
     def parts(self, lora_id: str | None) -> PromptParts:
-        """Returns the adapter of a request as prompt parts; None: it has no adapter."""
+        """Returns the adapter of a request as prompt parts. `lora_id` None: the request has no adapter."""
         if lora_id is None:
             return TOKENS_ALONE
         return self._parts.get(lora_id) or PromptParts(unknown=f"adapter {lora_id} was not loaded from files")
@@ -54,8 +54,10 @@ class LoadedAdapters:
 
 @dataclass(frozen=True, slots=True)
 class RequestReader:
-    """A reader of requests. `adapters`: loaded in this process. `unhashed`: the reason why SGLang's hash of an image
-    does not identify it here; empty if it does.
+    """A reader of the content of SGLang's requests.
+
+    `adapters`: loaded in this process. `unhashed`: reason why SGLang's hash of an image does not identify it; empty if
+    it does.
     """
 
     adapters: LoadedAdapters

@@ -77,9 +77,7 @@ class KvmoverStore(engine.HiCacheStorage):
         self._adapter.store.clear()
 
     def reweigh(self) -> None:
-        """Store and find pages of the engine's present weights. Calls under way end with the earlier ones. Raises
-        StoreError.
-        """
+        """Use the pages of the engine's present weights; calls under way end with the earlier. Raises StoreError."""
         adapter = self._adapter
         adapter.reweigh()
         self._backends = {name: backend.moved(adapter.store, adapter.space) for name, backend in self._backends.items()}
@@ -91,7 +89,7 @@ class KvmoverStore(engine.HiCacheStorage):
         self._adapter.store.close()
 
     def get_stats(self) -> Any:
-        """Returns the batches since the last call; None unless the engine was started with metrics."""
+        """Returns pages and GB/s of the batches since the last call; None if SGLang was started without metrics."""
         if not self._metrics:
             return None
         (read, read_gb_s), (written, written_gb_s) = self._read.take(), self._written.take()
@@ -129,22 +127,21 @@ class KvmoverStore(engine.HiCacheStorage):
         return engine.PoolTransferResult(result.pages, reach, list(result.lengths))
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        """Read pages into the main pool at `host_indices` [page * token]. Returns per page if it came."""
+        """Read pages into the main pool at `host_indices` [page * token]. Returns True per page that came."""
         return self._move(self._read, MAIN, self._backends[MAIN].get, keys, host_indices)
 
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        """Store the main pool's pages at `host_indices` [page * token]. Returns per page if it need not be stored
-        again.
-        """
+        """Store pages of the main pool at `host_indices` [page * token]. Returns False per page to store again."""
         return self._move(self._written, MAIN, self._backends[MAIN].put, keys, host_indices)
 
     def batch_get_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:
-        """Read pages into several pools. Returns by pool, per page, if it came. Raises StoreError for an unknown pool.
+        """Read pages into several pools. Returns by pool True per page that came. Raises StoreError for unknown pools.
         """
         return {t.name: self._move(self._read, t.name, self._of(t).get, t.keys, t.host_indices) for t in transfers}
 
     def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:
-        """Store pages of several pools. Returns by pool, per page, if it need not be stored again. Raises StoreError.
+        """Store pages of several pools. Returns by pool False per page to store again. Raises StoreError for unknown
+        pools.
         """
         return {t.name: self._move(self._written, t.name, self._of(t).put, t.keys, t.host_indices) for t in transfers}
 
@@ -157,16 +154,14 @@ class KvmoverStore(engine.HiCacheStorage):
     def get(
         self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any = None
     ) -> torch.Tensor | None:
-        """Read a page into `target_location`. Returns it, or None if it did not come. Raises StoreError without a
-        target.
+        """Read a page into `target_location`. Returns it, or None if it did not come. Raises StoreError without target.
         """
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(
         self, keys: list[str], target_locations: Sequence[torch.Tensor | None] | None = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """Read into `target_locations`, flat pages in the layout of the pool. Returns each, or None if it did not come.
-        """
+        """Read flat pages, in the layout of the pool, into `target_locations`. Returns each, or None if absent."""
         backend, targets = self._backends[MAIN], _tensors(target_locations)
         pairs = zip(keys, targets, strict=True)
         return [target if backend.get_flat(page_of(key), target) else None for key, target in pairs]
@@ -174,7 +169,7 @@ class KvmoverStore(engine.HiCacheStorage):
     def set(
         self, key: str, value: torch.Tensor | None = None, target_location: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Store a page. Returns True if it need not be stored again."""
+        """Store a page. Returns False if it has to be stored again."""
         return self.batch_set([key], [value])
 
     def batch_set(
@@ -184,7 +179,7 @@ class KvmoverStore(engine.HiCacheStorage):
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        """Store flat pages in the layout of the pool. Returns False if a page has to be stored again."""
+        """Store flat pages in the layout of the pool. Returns False if any has to be stored again."""
         backend, pages = self._backends[MAIN], _tensors(values)
         done = [backend.put_flat(page_of(key), page) for key, page in zip(keys, pages, strict=True)]
         return all(done)
@@ -201,9 +196,7 @@ class KvmoverStore(engine.HiCacheStorage):
     def _move(
         self, batches: Batches, name: str, move: Move, keys: Sequence[str] | None, indices: torch.Tensor | None
     ) -> list[bool]:
-        """Move pages, and count the batch. Returns per page if it moved: False for all without indices of exactly these
-        pages.
-        """
+        """Move pages, and count the batch. Returns True per moved page; False for all if the indices are not theirs."""
         pages, backend = [page_of(key) for key in keys or ()], self._backends[str(name)]
         wanted = len(pages) * self._page_tokens[str(name)]
         if indices is None or indices.numel() != wanted:
@@ -217,7 +210,7 @@ class KvmoverStore(engine.HiCacheStorage):
 
 
 def page_of(key: str) -> bytes:
-    """Returns the 32 bytes of a page's key: SGLang's are a SHA-256 in hexadecimal, others are hashed."""
+    """Returns the 32 bytes of a page's key: SGLang's hexadecimal SHA-256, or a hash of any other key."""
     try:
         page = bytes.fromhex(key)
     except ValueError:

@@ -137,9 +137,7 @@ class StoreAdapter:
         return self.store.view(self.space, part, writes)
 
     def _model_of(self, pool: Any, name: str) -> ModelFacts:
-        """Returns the facts of the model that hold for `pool`: numbers of heads and layers are the main attention
-        cache's.
-        """
+        """Returns the model facts that hold for `pool`: heads and layers are the main attention cache's."""
         if name != MAIN:
             return replace(self.rank.model, kv_heads=None, layers=None)
         return self.rank.model if hostpool.whole_layers(pool) else replace(self.rank.model, layers=None)
@@ -148,9 +146,7 @@ class StoreAdapter:
         return TpPlacement.SHARDED if hostpool.is_split(pool) else self.rank.placement
 
     def election(self, component: Component) -> Election | None:
-        """Returns the election of the writer of a page whose heads several ranks hold; None if only this rank holds
-        them.
-        """
+        """Returns the election of a writer for pages whose heads several ranks hold; None if only this rank does."""
         place = self.rank.place.in_stage
         return election(component, place.fleet(self.page_tokens), place.rank)
 
@@ -176,7 +172,7 @@ class Batches:
     _lock: Lock = field(default_factory=Lock)
 
     def add(self, pages: int, nbytes: int, seconds: float) -> None:
-        """Add a batch; without moved pages it has no bandwidth, and is left out."""
+        """Add a batch. A batch without moved pages has no bandwidth, and is left out."""
         with self._lock:
             if pages:
                 self.pages.append(pages)

@@ -46,7 +46,7 @@ class EnginePeers:
     group: dist.ProcessGroup | None
 
     def lay_out(self) -> None:
-        """Publish the cards of all ranks, which call this together. Raises ConfigError for the address."""
+        """Publish the cards of all ranks, which call this together. Raises ConfigError for an unusable address."""
         cards = _of_all(self.tier.card, self.place, self.group)
         if self.place.number == 0:
             self.neighbours.lay_out(cards)
@@ -80,7 +80,8 @@ def open_peers(
 ) -> EnginePeers | None:
     """Returns the peers of the rank at `place`; None without `peers.address`. All ranks of `group` call this together.
 
-    Raises EngineUnsupported for caches that peers do not share, TransportUnavailable, and ConfigError for the address.
+    Raises EngineUnsupported for caches that peers do not share, TransportUnavailable, and ConfigError for an unusable
+    address.
     """
     if settings.peers.address is None:
         return None

@@ -175,8 +175,7 @@ class _PoolPart:
     memory: tuple[torch.Tensor, ...]
 
     def tiered(self, pages: int, params: Any) -> TieredPool:
-        """Returns the pool with `pages` on the host. A prefix needs the windows that SGLang keeps behind it, and its
-        last state.
+        """Returns the pool with `pages` on the host. A prefix needs its last state, and the windows that SGLang keeps.
         """
         memory = tuple(self.memory[number] for number in self.strand.buffers)
         device = Pool(self.strand.spec(self.part.component), memory)
@@ -234,9 +233,7 @@ class EnginePages:
             self._free(self._indices.forget(row))
 
     def places(self, ids: Sequence[int]) -> Sequence[int]:
-        """Returns page numbers: see `tiers.DevicePages`. On a GPU it waits for the current stream, as the host names
-        the pages.
-        """
+        """Returns page numbers: see `tiers.DevicePages`. On a GPU the host waits for the current stream."""
         first = self._indices.of(_row(ids))[:: self._page_tokens]
         return cast(list[int], (first // self._page_tokens).tolist())  # pyright: ignore[reportUnknownMemberType]
 

@@ -42,7 +42,7 @@ class WeightUpdates:
     is_stale: bool = False
     #: True between SGLang's begin and end of an update, while weights come bit by bit.
     is_open: bool = False
-    #: True while an SGLang method puts weights in place; and the number of times it has.
+    #: True while an SGLang method puts weights in place; and the number of loads so far.
     is_loading: bool = False
     loads: int = 0
     _is_due: bool = False
@@ -59,7 +59,7 @@ class WeightUpdates:
             self._followers.remove(follower)
 
     def current(self, weights: ServedWeights) -> ServedWeights:
-        """Returns the engine's present weights; `weights`: those it started with."""
+        """Returns the engine's present weights; `weights`: those before any update."""
         if not self.is_changed:
             return weights
         if self.is_open:
@@ -149,9 +149,7 @@ class UpdateHooks:
         }
 
     def from_disk(self, update: Callable[[Any, Any], Any], manager: Any, request: Any) -> Any:
-        """Take weights from disk. SGLang rolls back a single model that cannot be loaded; a draft's may fail after its
-        model's.
-        """
+        """Take weights from disk. SGLang rolls a failed load back, unless a draft's fails after its model's."""
         return self._updating(update, manager, request, is_rolled_back=manager.draft_worker is None)
 
     def in_place(self, update: Callable[[Any, Any], Any], manager: Any, request: Any) -> Any:
@@ -163,9 +161,7 @@ class UpdateHooks:
         return self._updating(update, manager, request, is_rolled_back=manager._session is None)
 
     def begin(self, begin: Callable[[Any, Any], Any], manager: Any, request: Any) -> Any:
-        """Open an update: the weights are unknown from here on, also those that others write into this process's
-        memory.
-        """
+        """Open an update: the weights are unknown from here on, also those written into this process's memory."""
         with self.updates.step():
             answer = begin(manager, request)
             if answer.success:
