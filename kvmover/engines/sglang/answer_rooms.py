@@ -56,7 +56,7 @@ async def _numbered(answers: AsyncGenerator[Any, None]) -> AsyncIterator[Any]:
 
 
 def in_own_room(send: Callable[..., Awaitable[None]], manager: Any, tokenized: Any) -> Awaitable[None]:
-    """Send a tokenized request, in the room of its number if it is one of several."""
+    """Send a tokenized request; among a prompt's several requests, in the room of its number."""
     sent, room = _sent.get(), getattr(tokenized, "bootstrap_room", None)
     if sent is not None and room is not None:
         tokenized.bootstrap_room = room_of(room, sent[room])

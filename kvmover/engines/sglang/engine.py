@@ -108,7 +108,7 @@ def _changed(config: Any) -> str:
 
 
 def weight_version() -> str:
-    """Returns the version that the caller gave SGLang's weights; "" without one."""
+    """Returns the version that the caller gave SGLang's weights; "" without a version."""
     if model_config() is None:
         return ""
     version = _context.get_serving().weight_version

@@ -78,7 +78,7 @@ def _attention(name: Any, pool: Any, layers: dict[int, int], page_size: int) -> 
 
 
 def rank_in(group: Any) -> tuple[int, int]:
-    """Returns (rank, size) in a process group; (0, 1) without one."""
+    """Returns (rank, size) in a process group; (0, 1) without a group."""
     import torch
 
     if group is None or not torch.distributed.is_initialized():

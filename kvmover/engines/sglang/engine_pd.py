@@ -65,8 +65,8 @@ def hold_failed_pages() -> None:
 def tell_prompts(mode: Any) -> None:
     """Have SGLang give each sender its request's prompt, and each receiver the prompt and the request's length.
 
-    LoRA adapters are read as SGLang loads them, those of its start now. Raises EngineUnsupported if SGLang's hook does
-    not take.
+    LoRA adapters are read as SGLang loads them, those of its start now. Raises EngineUnsupported if a hook does not
+    take.
     """
     if mode is PREFILL:
         _wrap("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender", _with_prompt)

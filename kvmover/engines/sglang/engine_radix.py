@@ -192,7 +192,7 @@ def asked_beside() -> str:
 
 
 def policy_of(name: str, options: dict[str, Any]) -> EvictionPolicy:
-    """Returns the tree's policy by SGLang's name. Raises EngineUnsupported for an unknown one, or for options."""
+    """Returns the tree's policy by SGLang's name. Raises EngineUnsupported for an unknown policy, or for options."""
     known = {"lru": LRU, "lfu": LFU, "slru": SLRU, "fifo": FIFO, "priority": PRIORITY}
     if name.lower() not in known or options:
         asked = f"{name} with {options}" if options else name

@@ -125,7 +125,7 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         return True
 
     def cancel_queued_load(self, rid: str) -> bool:
-        """Drop a load before `start_layer_wise_loading` takes it. Returns True if there was one."""
+        """Drop a queued load before `start_layer_wise_loading` takes it. Returns False without such a load."""
         return self._pending.pop(rid, None) is not None
 
     def start_layer_wise_loading(self) -> int:
@@ -154,7 +154,7 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         return self._done.qsize()
 
     def pop_completed_offload(self) -> bool:
-        """Pop the oldest ended offload. Returns True if it stored all its pages. Raises queue.Empty without one."""
+        """Pop the oldest ended offload. Returns True if it stored all its pages. Raises queue.Empty without offload."""
         return self._done.get_nowait()
 
     def reset(self) -> None:

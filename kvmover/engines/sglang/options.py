@@ -46,7 +46,7 @@ class ObjectKind(StrEnum):
 
 
 class StoreOptions(ContentOptions, frozen=True, forbid_unknown_fields=True):
-    """The store's own options, all with defaults; further ones are settings (`STORE_KEYS`).
+    """The store's own options, all with defaults; further options are settings (`STORE_KEYS`).
 
     `model` defaults to the engine's model name. `kv_heads`, `layers`, `kv_dtype`: of the whole model, overriding the
     engine's.
@@ -98,7 +98,7 @@ class ModelFacts:
 
 
 def said(options: StoreOptions, engine: ModelFacts) -> ModelFacts:
-    """Returns the operator's facts, and the engine's for those not given."""
+    """Returns the operator's facts, filled up with the engine's."""
     return ModelFacts(
         options.kv_heads or engine.kv_heads,
         options.layers or engine.layers,

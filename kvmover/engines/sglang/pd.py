@@ -68,15 +68,15 @@ _MOST_KEPT = 1 << 16
 #: Failure of the second request in a room.
 ROOM_TAKEN = "room {room} has another request in it: each needs a room of its own"
 
-#: Failure of one of several answers whose prefill is no SGLang: that was asked once, in the room of the prompt.
+#: Failure of a second answer whose prefill is no SGLang: that prefill was asked once, in the room of the prompt.
 ASKED_ONCE = "the prefill at {address} computes one answer to a prompt, and {answers} were asked for: ask once for each"
 
 
 @dataclass(slots=True)
 class Outgoing:
-    """A request to send: `pages` pages computed so far, from the one in which decode begins to lack tokens.
+    """A request to send: `pages` pages computed so far, from the page in which decode begins to lack tokens.
 
-    `begun`: decode may fetch those.
+    `begun`: decode may fetch them.
     """
 
     content: Content
@@ -225,9 +225,9 @@ class KvmoverManager(engine_pd.CommonKVManager):
         return self._driver.has(room)
 
     def enter(self, room: int) -> int:
-        """Returns the number of a request that begins: `room`, or a negative one if another request is in the room.
+        """Returns the number of a request that begins: `room`, or a negative number if another request is in the room.
 
-        The router chooses rooms. Two requests in one would take each other's pages, and end for each other.
+        The router chooses rooms. Two requests in one room would take each other's pages, and end for each other.
         """
         asked = chain([room], count(-1, -1))
         return next(number for number in asked if number not in self.request_status and not self.is_moving(number))
@@ -440,7 +440,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
                 self.give_up(room, f"lost the prefill at {failed_bootstrap_addr}")
 
     def _lost(self, engine: str) -> None:
-        """Forget the ranks of a prefill engine that lost one.
+        """Forget the ranks of a prefill engine that lost a rank.
 
         An engine that starts again at once, on the same bootstrap port, has other ranks, yet answers SGLang's
         heartbeats.
@@ -560,7 +560,7 @@ class KvmoverReceiver(engine_pd.CommonKVReceiver):
             self.kv_mgr.give_up(self.bootstrap_room, "decode aborted the request")
 
     def clear(self) -> None:
-        """Forget the request, once: by SGLang's second call for a failed one, its room may be another's."""
+        """Forget the request, once: by SGLang's second call for a failed request, another may have its room."""
         if not self._cleared:
             self._cleared = True
             engine_pd.CommonKVReceiver.clear(self)

@@ -239,7 +239,7 @@ def page_table(
     """Returns a request's page table [page] from SGLang's indices: of pages after `prefix_pages`, and of states.
 
     SGLang tells a window's pages as the last of the request; the entries before them repeat the first. Where decode
-    asks for tokens, those entries are not read. Where it asks for whole pages, a window reaches one page further back
+    asks for tokens, these repeats are not read. Where it asks for whole pages, a window reaches one page further back
     than told, on both sides, so the same bytes go to the same place twice; likewise the rows of a ring whose request is
     shorter than the window. Without a pending state both sides take the spare row, which belongs to no request.
 
@@ -269,8 +269,8 @@ def chunk_table(
 ) -> npt.NDArray[np.int64]:
     """Returns the entries that a prefill chunk adds to `page_table`, behind `before` pages of earlier chunks.
 
-    `before` None: it is the first chunk. `states` None: others follow; state indices, and the caches that go by them,
-    come with the last. Pages that decode has are -1.
+    `before` None: it is the first chunk. `states` None: further chunks follow; state indices, and the caches that go by
+    them, come with the last chunk. Pages that decode has are -1.
     """
     if cache.by is None:
         lacking = prefix_pages if before is None else 0
@@ -316,7 +316,7 @@ def _of_kind(args: Any, number: int, kind: StateKind, whole: CacheTotals, place:
 def _copies(name: str, own: Buffers, halves: int, row_tokens: int, place: ParallelRank) -> Iterator[RankCache]:
     """Yield the pages or rows that all ranks hold, in an order private to SGLang: a row each.
 
-    Buffers of unlike item sizes become separate caches; those without items are of layers that use another layer's.
+    Buffers of unlike item sizes become separate caches; buffers without items are of layers that use another layer's.
     Raises EngineUnsupported if, on pipeline stages, buffers of one size lie before and behind others.
     """
     held = [number for number, item in enumerate(own.items) if item]
@@ -372,8 +372,8 @@ def _told_apart(caches: Sequence[RankCache]) -> list[RankCache]:
 def _states(args: Any, number: int, own: Buffers, whole: CacheTotals, place: ParallelRank) -> Iterator[RankCache]:
     """Yield states of Mamba and its like: for each tensor of the state a run of buffers, one per layer.
 
-    The first is a convolution with channels of x, B and C, or q, k and v, side by side: ranks cut each of these groups,
-    which SGLang tells for some models. The others are cut along one axis.
+    The first tensor is a convolution with channels of x, B and C, or q, k and v, side by side: ranks cut each of these
+    groups, which SGLang tells for some models. The other tensors are cut along one axis.
     """
     cuts, outers = args.state_dim_per_tensor[number], args.state_slice_outer_counts[number]
     groups, ids = args.state_conv_shard_groups[number], args.state_layer_ids[number]

@@ -74,7 +74,7 @@ def frames(message: Message) -> list[bytes]:
 
 
 def read(received: Sequence[bytes]) -> Message | None:
-    """Returns the message; None for frames of SGLang, or malformed ones."""
+    """Returns the message; None for SGLang's own frames, or malformed frames."""
     if len(received) != 2 or received[0] != TAG:
         return None
     try:
@@ -107,10 +107,10 @@ class Wanted:
 class TransferDriver:
     """A mover's driver, to be called from any thread.
 
-    `ended` is called by `turn`, once per request: a received one when it has ended, though its pages may be written for
-    longer (`has`); a sent one when its pages are no longer read. `lost` is called with the name of an engine, asked
-    before, when one of its ranks disconnects. `pace` bounds the time between turns; `wake` ends it when a call needs a
-    turn.
+    `turn` calls `ended` once per request: a received one when it has ended, though its pages may be written for longer
+    (`has`); a sent one when its pages are no longer read. `lost` is called with the name of an engine, asked before,
+    when a rank of it disconnects. `pace` bounds the time between turns; `wake` is called when a call needs a turn
+    sooner.
     """
 
     mover: Mover
@@ -179,7 +179,7 @@ class TransferDriver:
     def receive(self, room: int, wanted: Wanted) -> None:
         """Fetch a request once its engine is connected; `turn` begins it and tells its end.
 
-        Copies the page tables. Raises PlanError for malformed ones.
+        Copies the page tables. Raises PlanError for malformed tables.
         """
         wanted = replace(wanted, pages=page_tables(wanted.pages))
         with self._lock:
@@ -187,7 +187,7 @@ class TransferDriver:
             self._called()
 
     def abort(self, room: int, reason: str) -> None:
-        """End the request with `reason`; one that was not begun is refused to peers that ask for it."""
+        """End the request with `reason`; a request that was not begun is refused to peers that ask for it."""
         with self._lock:
             transfer = self._sends.get(room) or self._receives.get(room)
             if room in self._wanted:

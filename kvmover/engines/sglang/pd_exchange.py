@@ -116,7 +116,7 @@ class Exchange:
             log.error("refused %s: %s%s", peer, words, more)
 
     def has_changed(self, bootstrap_addr: str) -> bool:
-        """Returns True if the address now has another engine than the one met there."""
+        """Returns True if the address now has another engine than was met there."""
         known = self.foreign.get(bootstrap_addr)
         found = foreign_cards(bootstrap_addr, self.call) if known else None
         return found is not None and found.engine != known
@@ -149,7 +149,7 @@ class CardTable:
         self._engines: dict[str, dict[int, RankCard]] = {}
 
     def put(self, body: bytes) -> None:
-        """Keep a rank's card. Raises msgspec.MsgspecError for a malformed one, ProtocolError for too many engines."""
+        """Keep a rank's card. Raises msgspec.MsgspecError if it is malformed, ProtocolError for too many engines."""
         laid = msgspec.msgpack.decode(body, type=RankCard)
         if laid.engine not in self._engines and len(self._engines) == _MOST_ENGINES:
             raise ProtocolError(f"a card of {laid.engine}, beside those of {_MOST_ENGINES} engines")

@@ -91,7 +91,7 @@ def register_event_publisher() -> None:
 
 
 def register_weight_updates() -> None:
-    """Hook the weight updates in processes that have imported SGLang's scheduler, and import it in no others."""
+    """Hook the weight updates in processes that have imported SGLang's scheduler, without importing it elsewhere."""
     hooks: Any = import_module("sglang.srt.plugins.hook_registry")
     if "sglang.srt.managers.scheduler" in sys.modules:
         updates = _module("weight_updates")

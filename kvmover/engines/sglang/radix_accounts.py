@@ -86,7 +86,7 @@ class RadixAccounts:
         self._beside.append(collector)
 
     def matched(self, request: str, lookup: Lookup, params: object = None) -> None:
-        """Record a look-up of a waiting request; the last one before admission counts.
+        """Record a look-up of a waiting request; its last look-up before admission counts.
 
         `params`: the request's own, with a router's expectation, if any. Else the first look-up is the expectation of a
         router that has read every event.

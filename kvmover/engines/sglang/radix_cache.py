@@ -263,7 +263,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         )
 
     def dec_lock_ref(self, node: int, params: Any = None) -> Any:
-        """Release a lock by its receipt. Raises StaleHandle without one, or for one that was released."""
+        """Release a lock by its receipt. Raises StaleHandle without a receipt, or if the lock was released."""
         if params is None or params.node_id != node:
             raise StaleHandle(f"a lock of node {node} is given back by its own receipt")
         self._tree.unlock(params.get_lock_uuid(FULL))
@@ -401,7 +401,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         self._tree.unlock(handle)
 
     def _room_beside(self, req: Any) -> None:
-        """Evict a state, if need be the one that the request started from and has copied."""
+        """Evict a state, if need be the state that the request started from and has copied."""
         lock: Any = req.lock
         if lock is not None and lock.node != ROOT and MAMBA not in lock.receipt.skipped_lock_components:
             self._tree.unlock_component(lock.receipt.get_lock_uuid(FULL), STATE)
@@ -455,7 +455,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         return given
 
     def _adopt(self, of: WindowPages, inserted: Inserted, windows: PageArray, live: int) -> None:
-        """Move windows, which the tree took for pages that it had without, to the indices of these pages."""
+        """Point window ids that the tree took, for pages it had without windows, at these pages' indices."""
         count = (inserted.known_tokens - live) // self.page_size
         taken = ~np.isin(windows[:count], inserted.page_ids(WINDOW))
         if taken.any():

@@ -96,7 +96,7 @@ class StateSlots:
         return self.indices.keep(copy)
 
     def withhold(self, req: Any) -> None:
-        """Give the tree no state: a finished request frees all its slots, another one drops its snapshot."""
+        """Give the tree no state: a finished request frees all its slots, a running request drops its snapshot."""
         if req.finished():
             self.release(req)
         else:

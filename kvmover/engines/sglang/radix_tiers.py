@@ -210,7 +210,7 @@ class TieredRadixCache(KvmoverRadixCache):
         return self.gates.consumer_index
 
     def check_hicache_events(self) -> None:
-        """End operations that are done on all ranks, and begin those that follow: one collective while any is open."""
+        """End operations that are done on all ranks, and begin the next: one collective while any is open."""
         self._controller.poll()
         now = time.monotonic()
         if now >= self._snapshot_s + _SNAPSHOT_S:
@@ -222,7 +222,7 @@ class TieredRadixCache(KvmoverRadixCache):
         self._controller.reset()
 
     def reweigh(self) -> None:
-        """Share KV of the engine's present weights. Until a reset, the tree may hold KV of earlier ones."""
+        """Share KV of the engine's present weights. Until a reset, the tree may hold KV of earlier weights."""
         self._tiers.reweigh()
 
     def clear_storage_backend(self) -> bool:
@@ -294,7 +294,7 @@ class TieredRadixCache(KvmoverRadixCache):
             self._controller.kept(used, NO_IDS)
 
     def _kept(self, inserted: Inserted, pages: PageArray) -> None:
-        """Hand the tree's answer to the controller, without states that the tree had: the caller frees those."""
+        """Hand the tree's answer to the controller, without states that the tree had: the caller frees them."""
         ours = tuple(action for action in inserted.actions if not _is_state(action))
         self._controller.kept(structs.replace(inserted, actions=ours), pages)
 
@@ -413,7 +413,7 @@ def left_within(reasons: Mapping[Loss, int], tokens: int) -> dict[Loss, int]:
 
 
 def open_radix_cache(context: Any) -> TieredRadixCache:
-    """Returns one rank's cache and its tiers. Raises EngineUnsupported for caches that need SGLang's own."""
+    """Returns one rank's cache and its tiers. Raises EngineUnsupported for caches that need SGLang's own tree."""
     flags, odd = engine_radix.tier_flags(), engine_radix.odd_pools(context)
     if odd or flags.host_memory != "cache":
         asked = odd or f"host memory as {flags.host_memory} (--hicache-host-memory-mode)"

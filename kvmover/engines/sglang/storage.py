@@ -109,7 +109,7 @@ class KvmoverStore(engine.HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: Any = None,
     ) -> Any:
-        """Returns every restorable prefix. Block groups never gate one, and are left out.
+        """Returns every restorable prefix, without block groups, which never gate a prefix.
 
         Side pools are asked for as many pages as the main pool has.
         """
@@ -140,9 +140,7 @@ class KvmoverStore(engine.HiCacheStorage):
         return {t.name: self._move(self._read, t.name, self._of(t).get, t.keys, t.host_indices) for t in transfers}
 
     def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:
-        """Store pages of several pools. Returns by pool False per page to store again. Raises StoreError for unknown
-        pools.
-        """
+        """Store pages of several pools. Returns by pool False per page to store again. Raises as `batch_get_v2`."""
         return {t.name: self._move(self._written, t.name, self._of(t).put, t.keys, t.host_indices) for t in transfers}
 
     # The older interface: pages that the engine copied out of the pool. `"interface_v1": 1` spares the copy.

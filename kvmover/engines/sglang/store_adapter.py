@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 class ServedRank:
     """A rank that opens a store, of an engine that serves `weights`.
 
-    `placement`: of the main pool. The engine asks a single rank to write a replicated one.
+    `placement`: of the main pool. The engine asks a single rank to write a replicated pool.
     """
 
     weights: ServedWeights

@@ -52,7 +52,7 @@ class EnginePeers:
             self.neighbours.lay_out(cards)
 
     def reweigh(self) -> None:
-        """Withdraw the lent pages, and meet engines with the present weights of this one. Raises TransportError.
+        """Withdraw the lent pages, and meet engines with the present weights of this engine. Raises TransportError.
 
         All ranks call this together.
         """

@@ -238,7 +238,7 @@ class EnginePages:
         return cast(list[int], (first // self._page_tokens).tolist())  # pyright: ignore[reportUnknownMemberType]
 
     def loaded(self, ids: Sequence[int], beside: Sequence[int]) -> None:
-        """Ignore the pages beside these: see `tiers.DevicePages`. SGLang finds these by their own index."""
+        """Ignore the attention pages: see `tiers.DevicePages`. SGLang finds `ids` by their own index."""
 
     def check(self, others: Collection[int]) -> None:
         """Check the ids in use: see `tiers.DevicePages`. Free pages are SGLang's to count."""
@@ -310,7 +310,7 @@ class LayerGates:
         return 0 if self._loads.closed else -1
 
     def set_consumer(self, index: int) -> None:
-        """Ignore the batch: SGLang's counter waits for the loads of one, this for all before it too."""
+        """Ignore the batch: SGLang's counter waits for a batch's loads, this counter also for all earlier loads."""
 
     def wait_until(self, layer: int) -> None:
         """Wait for `layer`, counted within the rank. On a GPU the current stream waits, and the host does not."""

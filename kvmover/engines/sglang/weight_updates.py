@@ -83,7 +83,7 @@ class WeightUpdates:
                 self._tell()
 
     def loaded(self, version: str | None) -> None:
-        """Record that weights were put in place. In an open update, a call without a version keeps the one before."""
+        """Record that weights were put in place. In an open update, a call without a version keeps the last version."""
         self._changed()
         self.loads += 1
         self.is_stale = True
@@ -115,7 +115,7 @@ class WeightUpdates:
         self.is_changed = self._is_due = True
 
     def _tell(self) -> None:
-        """Tell every follower, even after one fails: that shares no KV, and the engine serves on."""
+        """Tell every follower, even after one fails: a failed follower shares no KV, and the engine serves on."""
         for follower in list(self._followers):
             try:
                 follower.reweigh()
@@ -177,7 +177,7 @@ class UpdateHooks:
             return answer
 
     def _updating(self, update: Callable[[Any, Any], Any], manager: Any, request: Any, is_rolled_back: bool) -> Any:
-        """Run an update. A failed one has no version, unless the weights are then as before: `is_rolled_back`."""
+        """Run an update. A failed update has no version, unless the weights are then as before: `is_rolled_back`."""
         updates, is_over = self.updates, False
         with updates.step():
             before, updates.is_loading = updates.loads, True
@@ -191,7 +191,7 @@ class UpdateHooks:
                     updates.loaded(None)
 
     def record(self, record: Callable[..., None], scheduler: Any, new_version: str | None) -> None:
-        """Record the version of each update that succeeds, None included, and of one that SGLang names later."""
+        """Record the version of each successful update, None included, and a version that SGLang names later."""
         with self.updates.step():
             record(scheduler, new_version=new_version)
             if self.updates.is_loading:
