@@ -21,9 +21,7 @@ _sent: ContextVar[Counter[int] | None] = ContextVar("kvmover_sent", default=None
 
 
 def room_of(room: int, number: int) -> int:
-    """Returns the room of request `number` among the requests that SGLang sends in `room`.
-
-    All ranks of prefill and decode compute the same room.
+    """Returns the room of request `number` of those that SGLang sends in `room`; all ranks compute the same.
 
     >>> room_of(7001, 0), room_of(7001, 2) - 7001 == 2 * STEP, room_of(_END - 1, 2) - (_END - 1) == -2 * STEP
     (7001, True, True)
@@ -35,10 +33,9 @@ def room_of(room: int, number: int) -> int:
 def of_several(
     handle: Callable[..., AsyncGenerator[Any, None]], manager: Any, obj: Any, *more: Any
 ) -> AsyncIterator[Any]:
-    """Number the requests that SGLang's TokenizerManager sends for `obj` if it asks for several answers to a prompt.
+    """Number the requests that SGLang's TokenizerManager sends for `obj` if it asks for several answers.
 
-    SGLang first sends a request without tokens for its prefix cache, then one per answer. Returns the answers of
-    `handle`.
+    SGLang first sends a request without tokens, for its prefix cache, then one per answer.
     """
     answers = handle(manager, obj, *more)
     return _numbered(answers) if getattr(obj, "parallel_sample_num", 1) > 1 else answers

@@ -1,7 +1,6 @@
 """The SGLang names that all adapters use are imported here, to be reviewed for each new release.
 
-SGLang is absent where these files are type-checked, so its names are `Any`; `PoolTransfer` declares the fields read of
-the structure that is passed around.
+SGLang is absent where these files are type-checked, so its names are `Any`; `PoolTransfer` declares the fields read.
 """
 
 from __future__ import annotations

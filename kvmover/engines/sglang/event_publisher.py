@@ -1,7 +1,7 @@
 """KvmoverEventPublisher sends SGLang's KV events, and snapshots for late subscribers (`--kv-events-config`).
 
-SGLang's own publisher replays only the events that it kept, so a router that starts later misses older pages. A
-snapshot of kvmover's radix cache tells them; all frames are as SGLang's.
+SGLang's own publisher replays only the events that it kept, so a router that starts later misses older pages. All
+frames are as SGLang's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The operator's options are read here, for the page store, transfers and tiers.
 
-Options of the store come from SGLang's JSON, of transfers from SGLang's environment and kvmover's settings, of tiers
-from SGLang's flags for a hierarchical cache. Facts of the model that a rank's pools do not tell come from the running
-engine or the operator.
+They come from SGLang's JSON, from SGLang's environment and kvmover's settings, and from SGLang's flags for a
+hierarchical cache. Facts that a rank's pools do not tell come from the running engine or the operator.
 """
 
 from __future__ import annotations

@@ -51,9 +51,9 @@ class PoolRows:
 def part_of_rows(rows: PoolRows, place: ParallelRank, model: ModelFacts, page_tokens: int) -> PagePart:
     """Returns the part of a page that `rows` are: the whole-model component, and the box of the page.
 
-    `page_tokens`: of all ranks that share its positions. Without the whole model's numbers, pages are stored by rank: 1
-    head on each of 8 ranks may be 8 heads, or 4 held twice. That is always correct, but only fleets of the same shape
-    share them. Raises LayoutError if a rank's heads do not fit the model's.
+    `page_tokens`: of all ranks that share its positions. Without the whole model's numbers (1 head on each of 8 ranks
+    may be 8 heads, or 4 held twice) pages are stored by rank: correct, but shared by fleets of the same shape only.
+    Raises LayoutError if a rank's heads do not fit the model's.
 
     >>> rows = PoolRows("kv", layers=80, kv=2, heads=1, dim=128, dtype="bfloat16")
     >>> part = part_of_rows(rows, ParallelRank(tp=5, tp_size=8), ModelFacts(kv_heads=4), page_tokens=64)

@@ -302,9 +302,9 @@ class TransferDriver:
 
 
 class Bell:
-    """The bell that wakes the thread that turns a TransferDriver, for a message of SGLang's or another thread's call.
+    """The bell that wakes the thread that turns a TransferDriver, on a message of SGLang's or another thread's call.
 
-    One thread calls `nap`, all others `ring`. The ZeroMQ socket is the engine's, and outlives this.
+    One thread calls `nap`, all others `ring`. The ZeroMQ socket is the engine's, and outlives the bell.
     """
 
     def __init__(self, socket: Any) -> None:
@@ -318,7 +318,7 @@ class Bell:
             self._poller.register(source, zmq.POLLIN)
 
     def nap(self, seconds: float) -> bool:
-        """Sleep until a message arrives or `ring` is called, also since the last nap, at most so long.
+        """Sleep until a message arrives or `ring` is called (also since the last nap), at most `seconds`.
 
         Returns True if there is a message. ZeroMQ counts in milliseconds: naps below 1 ms are not cut short.
         """

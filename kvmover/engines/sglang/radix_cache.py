@@ -62,7 +62,7 @@ _HIGHEST = 2**63 - 1
 class KvmoverRadixCache(engine_radix.BasePrefixCache):
     """A rank's cache on the device: attention KV, sliding windows, states. SGLang knows nodes by the tree's ids.
 
-    `params`: SGLang's `CacheInitParams`, with pools that belong to SGLang. No method here waits for the device.
+    `params`: SGLang's `CacheInitParams`; its pools stay SGLang's. No method waits for the device.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
     def insert(self, params: Any) -> Any:
         """Keep `params.value`, a token index per token, from `params.prev_prefix_len` on; the tree has earlier tokens.
 
-        The slot of a state, `params.mamba_value`, stays the caller's if the tree has that state.
+        The slot `params.mamba_value` stays the caller's if the tree has that state.
         """
         key = self._keys.of(params.key)
         end = key.tokens // self.page_size * self.page_size
@@ -199,7 +199,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         )
 
     def maybe_hand_to_session(self, req: Any) -> None:
-        """Record the admission: SGLang has just given the request pages."""
+        """Record the admission of a request that got its pages."""
         if self._accounts is not None:
             self._accounts.admitted(req.rid, Credit(device_tokens=req.prefix_len))
 
@@ -292,11 +292,11 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
     # Sizes and reports
 
     def evictable_size(self) -> int:
-        """Returns the tokens that may be evicted."""
+        """Returns evictable tokens."""
         return self._tree.sizes().evictable * self.page_size
 
     def protected_size(self) -> int:
-        """Returns the tokens that are locked."""
+        """Returns locked tokens."""
         return self._tree.sizes().protected * self.page_size
 
     full_evictable_size = evictable_size
@@ -307,11 +307,11 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         return self._windows is not None
 
     def swa_evictable_size(self) -> int:
-        """Returns the tokens whose windows may be evicted."""
+        """Returns tokens with evictable windows."""
         return 0 if self._windows is None else self._tree.sizes(WINDOW).evictable * self.page_size
 
     def swa_protected_size(self) -> int:
-        """Returns the tokens whose windows are locked."""
+        """Returns tokens with locked windows."""
         return 0 if self._windows is None else self._tree.sizes(WINDOW).protected * self.page_size
 
     def supports_mamba(self) -> bool:
@@ -319,11 +319,11 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         return self._states is not None
 
     def mamba_evictable_size(self) -> int:
-        """Returns the states that may be evicted."""
+        """Returns the number of evictable states."""
         return 0 if self._states is None else self._tree.sizes(STATE).evictable
 
     def mamba_protected_size(self) -> int:
-        """Returns the states that are locked."""
+        """Returns the number of locked states."""
         return 0 if self._states is None else self._tree.sizes(STATE).protected
 
     def swa_retain_floor(self, req: Any) -> int | None:
@@ -344,7 +344,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         return self._states.slots(np.fromiter(self._tree.ids(STATE), np.int32))
 
     def total_size(self) -> int:
-        """Returns the tokens that are cached."""
+        """Returns cached tokens."""
         sizes = self._tree.sizes()
         return (sizes.evictable + sizes.protected) * self.page_size
 

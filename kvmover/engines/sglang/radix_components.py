@@ -3,9 +3,9 @@
 A token of SGLang's hybrid allocator has one index, into the pool of full attention. A mapping on the device leads from
 it to the token's KV in the window pool, and is 0 once the window was freed alone.
 
-A request writes its state to a slot of its own, so slots in the tree are never written. With snapshots, which SGLang
-keeps in two further slots by turns, the tree takes the slot of the last one: it may lie behind the request's tokens.
-Without them the tree takes the working slot of a request that ends, and a copy before that.
+A request writes its state to a slot of its own; slots in the tree are never written. With snapshots, kept in two
+further slots by turns, the tree takes the last one's slot, which may lie behind the request's tokens. Without them it
+takes the working slot of a request that ends, and a copy before that.
 """
 
 from __future__ import annotations

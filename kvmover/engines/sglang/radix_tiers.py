@@ -1,8 +1,7 @@
-"""TieredRadixCache is the radix cache with host memory and a page store below it.
+"""TieredRadixCache is the radix cache with host memory and a page store below it: `--enable-hierarchical-cache`.
 
-It is chosen by `--enable-hierarchical-cache` beside `--radix-cache-backend kvmover`. The scheduler has storage asked
-for each waiting request, loads the host's pages when it admits one, and starts the forward pass at once: each layer
-waits for its own KV. Every step polls, and operations done on all ranks end.
+The scheduler has storage asked for each waiting request, loads the host's pages on admission, and starts the forward
+pass at once: each layer waits for its own KV. Every step polls, and operations done on all ranks end.
 """
 
 from __future__ import annotations
@@ -178,7 +177,7 @@ class TieredRadixCache(KvmoverRadixCache):
         return params.host_hit_length, node
 
     def maybe_hand_to_session(self, req: Any) -> None:
-        """Record the admission: SGLang has just given the request pages."""
+        """Record the admission of a request that got its pages, by tier."""
         if self._accounts is not None:
             why = Loss.DEVICE_CAPACITY if req.rid in self._no_room else Loss.THRESHOLD
             device, host, stored = engine_radix.tokens_by_tier(req)
@@ -332,7 +331,7 @@ class DecodeRadixCache(TieredRadixCache):
     """A decode server's cache. Its look-ups tell the prefill how much of a prompt need not be sent.
 
     SGLang then locks the device's part, and loads the rest later. Here a look-up loads the host's part first, so every
-    promised token is on the device. Storage is written for the engines that share it, and not read.
+    promised token is on the device. Storage is written for other engines, and not read.
     """
 
     def __init__(self, *given: Any) -> None:
