@@ -1,1 +1,1 @@
-"""The tools plan, watch, replay and show: the mover runs without them, and imports none."""
+"""The tools plan, watch, replay and show; the mover never imports them."""

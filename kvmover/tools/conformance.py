@@ -1,4 +1,4 @@
-"""StoreConformance holds a store of KV pages to what every store must survive, whoever wrote it.
+"""StoreConformance checks a store of KV pages against the faults that every store must survive.
 
 Subclass `StoreConformance` in a test file, say how a rank opens your store, and pytest runs the checks:
 
@@ -6,7 +6,7 @@ Subclass `StoreConformance` in a test file, say how a rank opens your store, and
         def open(self, folder, identity):
             return MySubject(folder, identity)
 
-Each check stands for a fault that a store in use had: sglang#16946, #24376, #33268, vllm#55191, LMCache#4991.
+Each check stands for a fault of a store in use: sglang#16946, #24376, #33268, vllm#55191, LMCache#4991.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from kvmover.store import PagePart
 
 
 def page_hash(number: int, salt: str = "") -> bytes:
-    """32 bytes that name page `number`; another `salt` names another page."""
+    """Returns the 32 bytes that name page `number`; another `salt` names another page."""
     return hashlib.sha256(f"{salt}/{number}".encode()).digest()
 
 
 @lru_cache(maxsize=512)
 def page_content(page: bytes, component: Component, page_tokens: int) -> npt.NDArray[np.uint8]:
-    """[head, layer, kv, token, byte of a row] of a whole page."""
+    """Returns a whole page, [head, layer, kv, token, byte of a row], read-only."""
     shape = (
         component.heads,
         component.layers,
@@ -55,7 +55,7 @@ def page_content(page: bytes, component: Component, page_tokens: int) -> npt.NDA
 
 
 def part_content(page: bytes, part: PagePart, page_tokens: int) -> bytes:
-    """The bytes of `part` of a page, packed `head layer kv token dim`."""
+    """Returns the bytes of `part` of a page, packed `head layer kv token dim`."""
     whole = page_content(page, part.component, page_tokens)
     box = part.box
     heads = slice(box.heads.start, box.heads.stop)
@@ -70,7 +70,7 @@ ALONE = Fleet(page_tokens=16)
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who opens a store: a rank of a fleet that serves a model, with pages of so many tokens."""
+    """The rank that opens a store, its fleet and its model."""
 
     model: str = "model"
     weights: str = "1"
@@ -81,12 +81,12 @@ class Identity:
     rank: int = 0
 
     def part(self, page: int = 0) -> PagePart | None:
-        """What the rank holds of page number `page` of a request of eight, or None."""
+        """Returns the rank's part of page `page` of an eight-page request, or None."""
         shard = self.fleet.shard(self.component, self.rank, 8 * self.page_tokens)
         return PagePart.of(self.component, shard, self.page_tokens, page)
 
     def payload(self, page: bytes) -> bytes:
-        """What this rank's part of `page` must hold: the same logical bytes in every fleet of the same namespace."""
+        """Returns this rank's part of `page`: equal logical bytes in every fleet of a namespace."""
         part = self.part()
         assert part is not None
         salted = page_hash(
@@ -96,30 +96,33 @@ class Identity:
 
 
 class Subject(Protocol):
-    """One rank's open store. A page that cannot be had is None, one that was not written is False: nothing raises."""
+    """A rank's open store. No method raises: an unreadable page is None, an unwritten one False."""
 
     def put(self, pages: Sequence[bytes], payloads: Sequence[bytes]) -> Sequence[bool]:
-        """Whether nobody has to write the page again: also true where another rank is to write it."""
+        """Store the payloads. Returns True for each page that needs no further write by this rank.
+
+        True also if another rank is to write the page.
+        """
         ...
 
     def get(self, pages: Sequence[bytes]) -> Sequence[bytes | None]:
-        """What `put` was given for each page, or None where it cannot be had. Wrong bytes are never returned."""
+        """Returns each page's payload, or None if it cannot be read; never wrong bytes."""
         ...
 
     def exists(self, pages: Sequence[bytes]) -> Sequence[bool]:
-        """For each page whether a `get` would find it now."""
+        """Returns True for each page that `get` would find now."""
         ...
 
     def flush(self) -> None:
-        """What was put is safe from a power cut from here on, and other machines see it."""
+        """Make stored pages safe from a power cut and visible to other machines."""
         ...
 
     def clean(self) -> None:
-        """Evict about half of what there is, as a cleaner of your store does."""
+        """Evict about half of the pages, as a cleaner of your store does."""
         ...
 
     def close(self) -> None:
-        """Give everything back. What was put stays in the folder."""
+        """Release all resources. Stored pages stay in the folder."""
         ...
 
 
@@ -127,14 +130,14 @@ PAGES = [page_hash(number) for number in range(12)]
 
 
 def put(subject: Subject, identity: Identity, pages: Sequence[bytes]) -> Sequence[bool]:
-    """Put this rank's payloads of the pages; whether each need not be written again."""
+    """Put this rank's payloads of the pages. Returns True for each page that needs no further write."""
     answers = subject.put(pages, [identity.payload(page) for page in pages])
     assert len(answers) == len(pages), "a batch has as many answers as pages"
     return answers
 
 
 def check(subject: Subject, identity: Identity, pages: Sequence[bytes]) -> list[bool]:
-    """Which pages are read. Whatever is read is right, and what existed a moment ago is read."""
+    """Read pages and compare their bytes. Returns True for each page read."""
     there = subject.exists(pages)
     got = subject.get(pages)
     assert len(there) == len(got) == len(pages), "a batch has as many answers as pages"
@@ -144,19 +147,19 @@ def check(subject: Subject, identity: Identity, pages: Sequence[bytes]) -> list[
 
 
 class StoreConformance:
-    """The checks. A subclass says how a rank opens the store. `tmp_path` is pytest's."""
+    """Checks of a store. A subclass says how a rank opens the store. `tmp_path` is pytest's."""
 
     def open(self, folder: Path, identity: Identity) -> Subject:
-        """Open your store in `folder` as the rank that `identity` says. The kit calls it many times for one folder."""
+        """Open your store in `folder` as the rank of `identity`. The kit calls it many times for one folder."""
         raise NotImplementedError
 
     def open_elsewhere(self, folder: Path, identity: Identity) -> Subject:
-        """As `open`, on another machine that shares the folder. As `open`, where your store tells no machines apart."""
+        """Open the store on another machine that shares the folder; as `open` if machines make no difference."""
         return self.open(folder, identity)
 
     @contextmanager
     def failing(self, code: int) -> Generator[None]:
-        """Every third call of the system fails with `code` of errno. Yours, if your store calls others than these."""
+        """Fail every third system call with errno `code`. Override it if your store makes other calls."""
         places = [(os, name) for name in ("open", "pread", "preadv", "pwrite", "pwritev", "write")] + [(io, "open")]
         real = [getattr(*place) for place in places]
         calls = itertools.count()
@@ -178,7 +181,7 @@ class StoreConformance:
                 setattr(module, name, call)
 
     def files(self, folder: Path) -> list[Path]:
-        """Files that hold pages: those a fault may befall. All regular files, unless you know better."""
+        """Returns the files that the checks damage: all regular files, unless overridden."""
         return sorted(path for path in folder.rglob("*") if path.is_file())
 
     def filled(self, folder: Path, identity: Identity) -> None:
@@ -204,7 +207,7 @@ class StoreConformance:
         subject.close()
 
     def test_a_torn_file_is_no_hit(self, tmp_path: Path) -> None:
-        """After a restart: what exists is read whole."""
+        """Check that after a restart each page that exists is read whole."""
         me = Identity()
         self.filled(tmp_path, me)
         for path in self.files(tmp_path):
@@ -225,7 +228,7 @@ class StoreConformance:
         subject.close()
 
     def test_a_short_read_fails_alone(self, tmp_path: Path) -> None:
-        """The largest file shrinks by a third of a page's bytes under an open store."""
+        """Shrink the largest file by a third of a page under an open store."""
         me = Identity()
         subject = self.open(tmp_path, me)
         put(subject, me, PAGES)
@@ -247,8 +250,9 @@ class StoreConformance:
         subject.close()
 
     def test_tokens_of_a_damaged_cell_are_never_served(self, tmp_path: Path) -> None:
-        """Pages that one rank wrote whole are read by ranks of which each holds every other token: each cell that they
-        take tokens of is checked as a whole. A store that keeps such fleets apart has nothing for them.
+        """Read pages that one rank wrote whole with two ranks that hold every other token each.
+
+        Each cell that a rank takes tokens from is checked as a whole. A store that keeps such fleets apart misses.
         """
         me = Identity()
         self.filled(tmp_path, me)
@@ -286,7 +290,7 @@ class StoreConformance:
         subject.close()
 
     def test_ranks_of_every_kind_keep_their_pages_apart(self, tmp_path: Path) -> None:
-        """TP, PP and CP ranks write under one key; each reads its own bytes back."""
+        """Write as TP, PP and CP ranks under one key; each reads its own bytes back."""
         for number, fleet in enumerate(_fleets()):
             folder = tmp_path / str(number)
             folder.mkdir()
@@ -300,7 +304,7 @@ class StoreConformance:
                 subject.close()
 
     def test_a_page_that_lacks_a_rank_is_no_hit_for_who_needs_it(self, tmp_path: Path) -> None:
-        """A fleet of another shape reads the right bytes or nothing."""
+        """Check that a fleet of another shape reads the right bytes or a miss."""
         for number, fleet in enumerate(_fleets()):
             folder = tmp_path / str(number)
             folder.mkdir()
@@ -317,7 +321,7 @@ class StoreConformance:
             subject.close()
 
     def test_every_rank_has_as_many_answers_whatever_fails(self, tmp_path: Path) -> None:
-        """Replicated parts, with and without damage: ranks that wait for each other get equal counts."""
+        """Check that replicas, which wait for each other, get equal counts despite damage."""
         fleet = Fleet(tp=4, page_tokens=16)
         ranks = [Identity(component=MLA, fleet=fleet, rank=rank) for rank in range(4)]
         subjects = [self.open(tmp_path, rank) for rank in ranks]
@@ -343,7 +347,7 @@ class StoreConformance:
         assert sizes[1] < 2 * sizes[0], "replicas wrote their copies"
 
     def test_a_batch_may_be_split_while_it_is_written(self, tmp_path: Path) -> None:
-        """A tree node splits: what was put as one batch is looked up and read as two, and nothing is lost."""
+        """Put a batch and read it as two, as a split tree node does, without losing a page."""
         me = Identity()
         writer, reader = self.open(tmp_path, me), self.open(tmp_path, me)
         done = threading.Event()
@@ -400,7 +404,7 @@ class StoreConformance:
         there.close()
 
     def test_what_was_flushed_outlives_a_power_cut(self, tmp_path: Path) -> None:
-        """Files end anywhere behind where they ended at the flush, and blocks behind it were never written."""
+        """Cut each file at a random place behind its end at the flush, with unwritten blocks behind that end."""
         me = Identity()
         for seed in range(6):
             chance, folder = random.Random(seed), tmp_path / str(seed)
@@ -419,7 +423,7 @@ class StoreConformance:
             survivor.close()
 
     def test_a_cleaner_on_another_machine_costs_hits_but_never_bytes(self, tmp_path: Path) -> None:
-        """It cleans between the look-up and the read, and beside a store that has files open."""
+        """Evict between the look-up and the read, beside a store that has files open."""
         me = Identity()
         here, cleaner = self.open(tmp_path, me), self.open_elsewhere(tmp_path, me)
         for _ in range(5):
@@ -437,7 +441,7 @@ class StoreConformance:
         cleaner.close()
 
     def test_a_system_that_fails_now_and_then_costs_nobody_a_page(self, tmp_path: Path) -> None:
-        """Nothing raises, every page has its answer, and what one process could not read the others still have."""
+        """Check that no call raises, each page is answered, and the writer still reads all pages."""
         me = Identity()
         writer, reader = self.open(tmp_path, me), self.open(tmp_path, me)
         assert all(put(writer, me, PAGES))
@@ -465,7 +469,7 @@ class StoreConformance:
 
 
 def _flip(path: Path, places: Iterable[int]) -> None:
-    """A bit of the bytes at these places of a file is another."""
+    """Flip one bit of each byte at these places of a file."""
     raw = bytearray(path.read_bytes())
     for at in places:
         raw[at] ^= 0x40
@@ -473,7 +477,7 @@ def _flip(path: Path, places: Iterable[int]) -> None:
 
 
 def _cut(path: Path, safe: int, chance: random.Random) -> None:
-    """What is left of a file after a power cut, of which `safe` bytes were on the disk."""
+    """Cut a file as a power cut does if its first `safe` bytes were on the disk."""
     size = path.stat().st_size
     with path.open("r+b") as file:
         for at in range(-(-safe // 4096) * 4096, size, 4096):

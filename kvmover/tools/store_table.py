@@ -1,4 +1,4 @@
-"""A table of page stores has a row for each namespace, and below it what was found of each or done to it."""
+"""A table of page stores has a row for each namespace, and below it a note of repairs and deletions."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kvmover.tools.tables import Column, Sheet, console
 
 
 def print_stores(rows: Sequence[StoreRow], where: Path | str) -> None:
-    """To standard output, as wide as that is. A note is a line of its own, which no table can cut.
+    """Print the table on standard output, then each note on a line of its own.
 
-    `where` the rows are: a keeper is a process, which answered, and a directory may hold no store.
+    `where`: a keeper's address, or a directory, which may hold no store.
     """
     out = console()
     table = Sheet(
@@ -47,7 +47,7 @@ def _mebibytes(nbytes: int) -> str:
 
 
 def _note(row: StoreRow) -> str:
-    """What was found or done, in words; nothing where there is nothing to say."""
+    """Returns the store's repairs and deletions in words, or an empty text."""
     notes = [f"dropped {number:,} ({reason})" for reason, number in row.recovered.dropped.items()]
     if row.deleted_pages:
         notes.append(f"deleted {row.deleted_pages:,} pages")

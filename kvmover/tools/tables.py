@@ -1,6 +1,6 @@
-"""Tables fit terminals of any width: one that is too wide continues below itself, and no cell is ever cut.
+"""Tables fit terminals of any width: a table too wide continues below itself, with no cell cut.
 
-Where there is no terminal a table is wide enough not to continue.
+Off a terminal a table is printed 200 columns wide.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from rich.text import Text
 
 from kvmover.observe.formats import printable
 
-#: Spaces between two columns.
+#: Spaces between two columns, in characters.
 _GAP = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column. `folds_at`: text that is longer than that may take several lines; None: it has one, as numbers do."""
+    """A column of a `Sheet`. Text longer than `folds_at` characters takes several lines; None: always one line."""
 
     heading: str
     justify: Literal["left", "right"] = "right"
@@ -30,9 +30,9 @@ class Column:
 
 @dataclass(slots=True)
 class Sheet:
-    """Rows under columns, the first `keys` of which name the row and are repeated where the table continues.
+    """A rich renderable of rows under columns; the first `keys` columns name the row and are repeated in each part.
 
-    A renderable of rich. At 60 columns a table of 90 is printed as two, each with the keys and some of the others.
+    At 60 columns a table of 90 is printed as two, each with the keys.
     """
 
     columns: Sequence[Column]
@@ -41,7 +41,7 @@ class Sheet:
     rows: list[tuple[Text, ...]] = field(default_factory=list[tuple[Text, ...]])
 
     def add(self, *cells: str | Text) -> None:
-        """One row; what is left out at its end is empty. In a `str` characters that do not print are escaped."""
+        """Append a row; missing cells at its end are empty. Unprintable characters of a `str` are escaped."""
         texts = [cell if isinstance(cell, Text) else Text(printable(cell)) for cell in cells]
         self.rows.append((*texts, *(Text() for _ in self.columns[len(texts) :])))
 
@@ -77,9 +77,9 @@ class Sheet:
 
 
 def bands(widths: Sequence[int], keys: int, most: int) -> list[list[int]]:
-    """Numbers of the columns of each table that the columns of these widths become, none wider than `most`.
+    """Split columns of these widths (characters) into tables. Returns each table's column numbers. Pure.
 
-    Each begins with the first `keys` columns, and has one more at least, whatever its width. Pure.
+    Each begins with the first `keys` columns and has one more at least; only that one may exceed the width `most`.
 
     >>> bands([4, 10, 10, 10], 1, 30), bands([4, 10, 10, 10], 1, 80), bands([4, 90], 1, 30)
     ([[0, 1, 2], [0, 3]], [[0, 1, 2, 3]], [[0, 1]])
@@ -105,6 +105,6 @@ _PIPE_COLUMNS = 200
 
 
 def console() -> Console:
-    """Text is printed as it is: no markup, no highlighting."""
+    """Return a console without markup and highlighting, 200 columns wide off a terminal."""
     terminal = Console(highlight=False, markup=False)
     return terminal if terminal.is_terminal else Console(highlight=False, markup=False, width=_PIPE_COLUMNS)

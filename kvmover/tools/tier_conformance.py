@@ -1,4 +1,4 @@
-"""PageTierConformance holds a PageTier to its interface, whoever wrote it.
+"""PageTierConformance checks a PageTier against its interface.
 
 Subclass `PageTierConformance` in a test file, say how an engine opens your tier, and pytest runs the checks:
 
@@ -6,8 +6,8 @@ Subclass `PageTierConformance` in a test file, say how an engine opens your tier
         def open(self, folder, name):
             return MyEngine(folder, name)
 
-Every check compares bytes. A tier may always miss; it may never bring wrong bytes, touch a place that no job has, or
-leave a job without its end.
+Every check compares bytes. A tier may always miss. It must never bring wrong bytes, touch a place outside its jobs, or
+leave a job unfinished.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Protocol
 from kvmover.cache.page_tiers import FinishedJob, PageJob, PageRequest, PageTier, PageVerb
 from kvmover.cache.prefix import DEFAULT_NAMESPACE, KeyUnits, RadixKey
 
-#: Every engine of the kit has as many places, and pages of as many tokens.
+#: Places of each engine of the kit, and tokens of a page.
 PLACES, PAGE_TOKENS = 12, 4
 
-#: A job ends within so many seconds, or its tier has lost it.
+#: Longest job, s; a longer one counts as lost.
 _LONGEST_S = 60.0
 
 
@@ -43,7 +43,7 @@ class TierEngine(Protocol):
         ...
 
     def fill(self, place: int, content: bytes) -> None:
-        """Use a place for other bytes, after telling the tier, where it has to be told."""
+        """Overwrite a place, after telling the tier if necessary."""
         ...
 
     def content(self, place: int) -> bytes:
@@ -56,18 +56,18 @@ class TierEngine(Protocol):
 
 
 def names_of(request: PageRequest) -> list[bytes]:
-    """Returns the names of all pages of a request's prompt."""
+    """Returns the hashes of all pages of a request's prompt."""
     return request.key.page_hashes(PAGE_TOKENS)
 
 
 def request_of(name: str, first_token: int = 0, pages: int = 6) -> PageRequest:
-    """Returns a request whose prompt has so many pages. Prompts with other first tokens share no page."""
+    """Returns a request whose prompt has `pages` pages. Prompts with other first tokens share no page."""
     tokens = list(range(first_token, first_token + pages * PAGE_TOKENS))
     return PageRequest(name, RadixKey.of(tokens, DEFAULT_NAMESPACE, KeyUnits.PLAIN))
 
 
 class Driver:
-    """An engine that submits jobs, and hears each of their ends exactly once."""
+    """An engine that submits jobs and takes the end of each exactly once."""
 
     def __init__(self, engine: TierEngine) -> None:
         self.engine, self.tier = engine, engine.tier
@@ -78,17 +78,17 @@ class Driver:
             engine.fill(place, self.poison(place))
 
     def poison(self, place: int) -> bytes:
-        """Returns the bytes of a place that no page was ever in."""
+        """Returns the bytes of a place before any page was in it."""
         return bytes([0xA0 + place]) * self.engine.page_bytes
 
     def page(self, name: bytes) -> bytes:
-        """Returns the bytes of a page: its tokens decide."""
+        """Returns the bytes of a page, seeded by its hash."""
         return Random(name).randbytes(self.engine.page_bytes // 2) * 2
 
     def submit(
         self, verb: PageVerb, request: PageRequest, pages: Sequence[int], places: Sequence[int] = ()
     ) -> tuple[PageVerb, int]:
-        """Submit a job for pages of the request's prompt. Returns the mark to wait for it by."""
+        """Submit a job for pages of the request's prompt. Returns its mark for `end`."""
         names, self._serial = names_of(request), self._serial + 1
         job = PageJob(self._serial, tuple(names[page] for page in pages), tuple(places), request)
         self._open[verb, self._serial] = job
@@ -96,7 +96,7 @@ class Driver:
         return verb, self._serial
 
     def poll(self) -> None:
-        """Hear what ended."""
+        """Collect ended jobs. Asserts that each was submitted, ended once, and answers each page."""
         for ended in self.tier.finished():
             mark = ended.verb, ended.job.number
             assert mark not in self.ended, f"{ended.verb} {ended.job.number} ended twice"
@@ -105,7 +105,7 @@ class Driver:
             self.ended[mark] = ended
 
     def end(self, mark: tuple[PageVerb, int]) -> FinishedJob:
-        """Returns the end of a job, once it is there."""
+        """Wait for the end of a job and return it. AssertionError after 60 s."""
         stop = time.monotonic() + _LONGEST_S
         while mark not in self.ended:
             assert time.monotonic() < stop, f"{mark} has not ended"
@@ -114,18 +114,18 @@ class Driver:
         return self.ended[mark]
 
     def write(self, request: PageRequest, pages: Sequence[int], places: Sequence[int]) -> FinishedJob:
-        """Compute pages into places, and write them."""
+        """Fill places with the bytes of the pages, write them, and wait for the end."""
         names = names_of(request)
         for page, place in zip(pages, places, strict=True):
             self.engine.fill(place, self.page(names[page]))
         return self.end(self.submit(PageVerb.WRITE, request, pages, places))
 
     def lookup(self, request: PageRequest, pages: Sequence[int]) -> list[bool]:
-        """Returns for each page whether it was found."""
+        """Look pages up. Returns True for each page found."""
         return list(self.end(self.submit(PageVerb.LOOKUP, request, pages)).done)
 
     def read(self, request: PageRequest, pages: Sequence[int], places: Sequence[int]) -> list[bool]:
-        """Look pages up and read them. Returns which came; their bytes are compared, and those of all other places."""
+        """Look pages up, read them and compare all places' bytes. Returns True for each page read."""
         self.lookup(request, pages)
         before = [self.engine.content(place) for place in range(PLACES)]
         ended = self.end(self.submit(PageVerb.READ, request, pages, places))
@@ -133,7 +133,7 @@ class Driver:
         return list(ended.done)
 
     def compare(self, request: PageRequest, ended: FinishedJob, before: Sequence[bytes]) -> None:
-        """Compare every place with what a read left there, or with what was there before."""
+        """Compare each place with the page read into it, or else with `before`."""
         names = names_of(request)
         where = dict(zip(ended.job.places, zip(ended.job.names, ended.done, strict=True), strict=True))
         for place in range(PLACES):
@@ -146,15 +146,15 @@ class Driver:
 
 
 class PageTierConformance:
-    """The checks. A subclass says how an engine opens the tier. `tmp_path` is pytest's."""
+    """Checks of a tier. A subclass says how an engine opens the tier. `tmp_path` is pytest's."""
 
     def open(self, folder: Path, name: str) -> TierEngine:
-        """Open an engine which shares pages with every other that was opened in `folder`."""
+        """Open an engine that shares pages with every other engine opened in `folder`."""
         raise NotImplementedError
 
     @contextmanager
     def engines(self, folder: Path, count: int) -> Generator[list[Driver]]:
-        """Open engines, and close those that are open at the end."""
+        """Open `count` engines, and close all of them at the end."""
         with ExitStack() as stack:
             made: list[Driver] = []
             for number in range(count):

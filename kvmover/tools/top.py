@@ -21,7 +21,7 @@ from kvmover.errors import KvmoverError, need
 from kvmover.observe.formats import bytes_in_words
 from kvmover.tools.tables import Column, Sheet
 
-#: No endpoint of ours says more: what is longer is something else.
+#: Longest answer accepted; no kvmover endpoint sends more.
 _MOST_BYTES = 64 << 20
 
 Labels = frozenset[tuple[str, str]]
@@ -29,14 +29,14 @@ Labels = frozenset[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """Every kvmover sample of an exposition, by name and labels, at a time in seconds of any one clock."""
+    """The kvmover samples of an exposition, by name and labels, at a time in seconds of any one clock."""
 
     time_s: float
     samples: Mapping[str, Mapping[Labels, float]]
 
     @classmethod
     def of(cls, text: str, time_s: float) -> Scrape:
-        """Raises KvmoverError for text that Prometheus would not read, or that has no kvmover metric."""
+        """Parse an exposition. Raises KvmoverError if it is malformed or has no kvmover metric."""
         need("prometheus_client", "reading metrics", "metrics")
         from prometheus_client.parser import text_string_to_metric_families
 
@@ -53,7 +53,7 @@ class Scrape:
         return cls(time_s, dict(samples))
 
     def by(self, name: str, label: str, **fixed: str) -> Mapping[str, float]:
-        """Sums of a metric by one of its labels, over the others but those that are `fixed`."""
+        """Returns the sums of a metric by one label, of the samples with the `fixed` labels."""
         found = defaultdict[str, float](float)
         for labels, value in self.samples.get(name, {}).items():
             if fixed.items() <= labels:
@@ -61,16 +61,16 @@ class Scrape:
         return found
 
     def values(self, name: str, *labels: str) -> set[tuple[str, ...]]:
-        """What samples of a metric say of these labels together: `("tenant", "model")`."""
+        """Returns the distinct values of these labels of a metric; a missing label is ""."""
         found = (dict(each) for each in self.samples.get(name, {}))
         return {tuple(each.get(label, "") for label in labels) for each in found}
 
     def total(self, name: str, **fixed: str) -> float:
-        """The sum of a metric over all labels but those that are `fixed`; 0 of a metric that is not there."""
+        """Returns the sum of a metric's samples with the `fixed` labels; 0 if the metric is absent."""
         return sum(value for labels, value in self.samples.get(name, {}).items() if fixed.items() <= labels)
 
     def and_of(self, other: Scrape) -> Scrape:
-        """Both: samples with the same labels, which two processes may have, are added."""
+        """Returns both scrapes, with samples of equal labels added."""
         samples = {name: dict(each) for name, each in self.samples.items()}
         for name, each in other.samples.items():
             mine = samples.setdefault(name, {})
@@ -81,18 +81,18 @@ class Scrape:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """From one scrape to a later one, as counters that only grow."""
+    """The difference of two scrapes of counters."""
 
     before: Scrape
     now: Scrape
 
     @property
     def seconds(self) -> float:
-        """From one to the other, at least a nanosecond."""
+        """Seconds between the scrapes, at least a nanosecond."""
         return max(self.now.time_s - self.before.time_s, 1e-9)
 
     def since(self) -> Scrape:
-        """What was added, sample by sample; all of one that began anew, since its process did."""
+        """Returns each sample's increase; one that shrank counts in full, since its process restarted."""
         grown: dict[str, Mapping[Labels, float]] = {}
         for name, samples in self.now.samples.items():
             old = self.before.samples.get(name, {})
@@ -104,7 +104,7 @@ class Change:
 
 
 def quantile_s(buckets: Mapping[str, float], share: float) -> float | None:
-    """The upper bound of the bucket in which the `share` lies; None of an empty histogram.
+    """Returns the upper bound of the bucket that holds the quantile `share`; None for an empty histogram.
 
     >>> quantile_s({"0.1": 8, "0.2": 9, "+Inf": 10}, 0.5), quantile_s({"0.1": 8, "0.2": 9, "+Inf": 10}, 0.99)
     (0.1, inf)
@@ -116,7 +116,9 @@ def quantile_s(buckets: Mapping[str, float], share: float) -> float | None:
 
 
 def endpoints(text: str) -> list[str]:
-    """The address that is meant, or those of a range of ports, as ranks of one host have. Raises KvmoverError.
+    """Expand the port range of a host's ranks into addresses; other text is returned as it is.
+
+    Raises KvmoverError if the range descends or leaves 1 to 65535.
 
     >>> endpoints("decode-0:9400-9402"), endpoints("http://decode-0:9400/metrics")
     (['http://decode-0:9400/metrics', 'http://decode-0:9401/metrics', 'http://decode-0:9402/metrics'], \
@@ -136,7 +138,7 @@ def endpoints(text: str) -> list[str]:
 
 
 def fetch(url: str, timeout_s: float = 5.0) -> str:
-    """The text at a metrics endpoint. Raises KvmoverError with the address and what went wrong."""
+    """Return the text of a metrics endpoint. Raises KvmoverError with the address and the cause."""
     if not url.startswith(("http://", "https://")):
         url = f"http://{url}"
     try:
@@ -153,10 +155,10 @@ def fetch(url: str, timeout_s: float = 5.0) -> str:
     return content.decode("utf-8", "replace")
 
 
-#: Ranks that are shown one by one; the sums above are of all. The greatest losses, and whose prompts are longest.
+#: Most ranks shown (sums cover all), most reasons, by tokens lost, and most groups, by prompt tokens.
 MOST_RANKS, MOST_REASONS, MOST_GROUPS = 32, 5, 16
 
-#: Endpoints that are asked at a time.
+#: Most endpoints asked in parallel.
 _MOST_ASKED = 64
 
 _SOURCES = ("device", "host", "storage", "peer", "computed", "abandoned")
@@ -166,7 +168,7 @@ _COPIES = {
     "stored": "host to storage",
     "fetched": "storage to host",
 }
-#: Counters that are failures of their own, though no transfer need have failed for them.
+#: Counters of faults, which may not have failed a transfer.
 _FAULTS = {
     "kvmover_lost_peers_total": "peers lost",
     "kvmover_refused_total": "peers and requests refused",
@@ -181,7 +183,7 @@ _FAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What is shown: `all` since the processes began, `new` within the last `seconds`, which are the same at first."""
+    """The samples shown: `now` since the processes began, `new` of the last `seconds`; equal in the first frame."""
 
     address: str
     now: Scrape
@@ -190,19 +192,19 @@ class View:
 
     @classmethod
     def of(cls, address: str, before: Scrape | None, now: Scrape) -> View:
-        """What is new since `before`; of a first scrape everything is."""
+        """Build the view of `now` and its increase since `before`, or of `now` alone."""
         if before is None:
             return cls(address, now, now, None)
         change = Change(before, now)
         return cls(address, now, change.since(), change.seconds)
 
     def rate(self, count: float) -> float | None:
-        """A second; None before there is a second scrape."""
+        """Returns `count` per second; None before the second scrape."""
         return None if self.seconds is None else count / self.seconds
 
 
 def screen(view: View) -> RenderableType:
-    """One frame."""
+    """Returns the frame of a view."""
     over = "since the start" if view.seconds is None else f"over the last {view.seconds:.1f} s"
     parts = [Text(f"kvmover top  {view.address}  {over}", "bold"), Text()]
     parts += [_transfers(view), Text()]
@@ -217,7 +219,7 @@ def _table(*columns: str) -> Sheet:
 
 
 def _transfers(view: View) -> Sheet:
-    """A row of sums, and one a rank."""
+    """Returns a row of sums and a row for each rank."""
     numbers = ("open", "landed", "failed", "sent", "received", "receive p50", "p99", "arena out", "in", "held", "peers")
     table = _table("transfers", *numbers)
     found = (dict(labels) for labels in view.now.samples.get("kvmover_open_sends", {}))
@@ -232,7 +234,7 @@ def _transfers(view: View) -> Sheet:
 
 
 def _by_number(rank: tuple[str, str]) -> tuple[str, int, str]:
-    """Rank 2 before rank 10."""
+    """Returns a sort key that puts rank 2 before rank 10."""
     return rank[0], len(rank[1]), rank[1]
 
 
@@ -259,7 +261,7 @@ def _row(view: View, **of: str) -> Iterator[Text]:
 
 
 def _hits(view: View) -> Sheet:
-    """First attempts only: those of retries would count a prompt twice."""
+    """Returns prompt tokens by source. First attempts only: retries would count a prompt twice."""
     table = _table("prompt tokens", "now", "share", "in all", "share")
     new = view.new.by("kvmover_prompt_tokens_total", "source", attempt="first")
     whole = view.now.by("kvmover_prompt_tokens_total", "source", attempt="first")
@@ -280,7 +282,7 @@ def _hits(view: View) -> Sheet:
 
 
 def _groups(view: View) -> Sheet:
-    """First attempts of each tenant and model, since the start. What each has lost is the greatest of its losses."""
+    """Returns first attempts by tenant and model since the start, with the reason that lost most tokens."""
     table = _table("tenant, model", "prompt tokens", "hits", *_SOURCES, "lost", "most of it to")
     prompts = {
         group: view.now.by("kvmover_prompt_tokens_total", "source", attempt="first", tenant=group[0], model=group[1])
@@ -303,7 +305,10 @@ def _groups(view: View) -> Sheet:
 
 
 def _predictions(view: View) -> Sheet:
-    """Since the start. A router whose picture of the cache is old misses; one that knows too little foresees less."""
+    """Returns predicted hits since the start.
+
+    A router with a stale view of the cache misses; one with a partial view foresees less.
+    """
     table = _table("hits predicted by", "requests", "predicted", "delivered", "foreseen", "missed", "unforeseen")
     for by in sorted(each for (each,) in view.now.values("kvmover_predicted_tokens_total", "by")):
         found = view.now.by("kvmover_predicted_tokens_total", "outcome", by=by)
@@ -325,7 +330,7 @@ def _copies(view: View) -> Sheet:
 
 
 def _failures(view: View) -> Sheet:
-    """What has ever gone wrong, so that nothing scrolls away."""
+    """Returns all failures since the start, so that they stay in view."""
     table = _table("failures", "now", "in all")
     found: list[tuple[str, float, float]] = []
     new = view.new.by("kvmover_transfers_total", "end")
@@ -349,7 +354,7 @@ def _bandwidth(view: View, nbytes: float) -> str:
 
 
 def _seconds(seconds: float | None) -> str:
-    """Upper bounds of buckets, in words."""
+    """Returns the upper bound of a bucket, in words."""
     if seconds is None:
         return "-"
     if seconds == float("inf"):
@@ -359,18 +364,18 @@ def _seconds(seconds: float | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FleetScrape:
-    """What endpoints said, by address, and the errors of those that said nothing."""
+    """Scrapes by address of the endpoints that answered, and the errors of the silent ones."""
 
     said: Mapping[str, Scrape]
     silent: Sequence[str]
 
     def whole(self) -> Scrape | None:
-        """All of it together."""
+        """Returns the sum of all scrapes; None if no endpoint answered."""
         return reduce(Scrape.and_of, self.said.values()) if self.said else None
 
 
 def ask(addresses: Sequence[str], get: Callable[[str], str], clock: Callable[[], float]) -> FleetScrape:
-    """Ask all at once: a host that does not answer keeps nobody waiting but itself."""
+    """Scrape all endpoints in parallel, so that a silent host delays no other."""
 
     def one(address: str) -> Scrape | str:
         try:
@@ -396,10 +401,11 @@ def watch(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Show frames until the caller interrupts. An endpoint that goes away is waited for; its error is in the frame, and
-    what it said last still counts: others' rates do not jump.
+    """Show frames every `interval_s` seconds until interrupted.
 
-    Raises KvmoverError where none of them answers at first.
+    A frame has the errors of lost endpoints, whose last samples still count: total rates do not jump.
+
+    Raises KvmoverError if no endpoint answers at first.
     """
     name = _name(addresses)
     found = _some(ask(addresses, get, clock))
@@ -412,7 +418,7 @@ def watch(
 
 
 def show(addresses: Sequence[str], out: Console, get: Callable[[str], str] = fetch) -> None:
-    """One frame, of sums since the processes began. Raises KvmoverError where none of them answers."""
+    """Print one frame, of sums since the processes began. Raises KvmoverError if no endpoint answers."""
     out.print(_frame(_name(addresses), None, _some(ask(addresses, get, lambda: 0.0))))
 
 
