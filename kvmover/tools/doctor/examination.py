@@ -1,4 +1,4 @@
-"""The doctor says what this machine can do: the findings of all checks, as data and as a page to read."""
+"""The doctor reports the findings of all checks of this machine, as data and as a page to read."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _COLOURS = {Status.OK: "green", Status.MISSING: "yellow", Status.PROBLEM: "bold 
 
 
 def examine() -> list[Finding]:
-    """Every finding, in the order of need."""
+    """Returns every finding, in the order of need. A check that raises becomes a PROBLEM."""
     findings: list[Finding] = []
     for check in CHECKS:
         try:
             findings += check()
-        except Exception as error:  # a broken wheel or driver must not hide what the other checks find
+        except Exception as error:  # a broken wheel or driver must not hide the findings of other checks
             findings.append(Finding(check.__name__, Status.PROBLEM, f"{type(error).__name__}: {error}"))
     return findings
 
 
 def findings_as_data(findings: Iterable[Finding]) -> dict[str, object]:
-    """The JSON of `kvmover doctor`."""
+    """Returns the JSON of `kvmover doctor`."""
     return {"kvmover": __version__, "findings": [asdict(each) for each in findings]}
 
 
 def print_findings(findings: Iterable[Finding]) -> None:
-    """Print the findings on stdout, each remedy below what it cures."""
+    """Print the findings on stdout, each remedy below its finding."""
     from rich.table import Table
     from rich.text import Text
 
@@ -55,7 +55,7 @@ def print_findings(findings: Iterable[Finding]) -> None:
 
 
 def verdict(findings: Iterable[Finding]) -> str:
-    """One sentence: whether something that is there does not work, and which ways of this machine are closed."""
+    """Returns a sentence: the things present that do not work, and the things missing."""
     found = list(findings)
     broken = [each.name for each in found if each.status is Status.PROBLEM]
     closed = [each.name for each in _folded(found) if each.status is Status.MISSING and each.name not in _PLUGINS]
@@ -66,7 +66,7 @@ def verdict(findings: Iterable[Finding]) -> str:
 
 
 def _folded(findings: Iterable[Finding]) -> list[Finding]:
-    """Plugins of NIXL that do not load, in one finding a wheel: kvmover moves KV by UCX, which has its own."""
+    """Fold NIXL plugins that do not load into one finding a wheel: kvmover moves KV by UCX, a finding of its own."""
     kept: list[Finding] = []
     names: dict[str, list[str]] = {}
     for each in findings:

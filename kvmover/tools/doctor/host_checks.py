@@ -1,6 +1,6 @@
 """The doctor checks the host below the process: PCIe between GPUs and NICs, storage, clocks, pages, configuration.
 
-What they read lies under `root`, so that another machine's files can be looked at.
+Files are read below `root`, so that another machine's copy can be examined.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from kvmover.tools.doctor.process_checks import Finding, Status
 
 _ROOT = Path("/")
 
-#: Clocks that are read without a system call; `clock` below says what others cost.
+#: Clocks read without a system call; `clock` below reports the cost of others.
 _FAST_CLOCKS = {"tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page"}
 
-#: What adjtimex(2) returns of a clock that nothing keeps right.
+#: Return value of adjtimex(2) for a clock that no daemon keeps synchronized.
 _TIME_ERROR = 5
 #: More than a struct timex of any architecture.
 _TIMEX_BYTES = 512
 
-#: PCI Express Base Specification, 7.7.8: the ACS capability, and the bits that send requests and completions between
+#: PCI Express Base Specification, 7.7.8: the ACS capability, and its bits that send requests and completions between
 #: two devices up to the root complex.
 _ACS, _ACS_CONTROL, _REDIRECTS = 0x000D, 6, 0b1100
 _EXTENDED, _CONFIG_BYTES = 0x100, 4096
@@ -31,7 +31,7 @@ _BRIDGE = "0x0604"
 
 
 def configuration() -> Iterator[Finding]:
-    """The file and the variables that every process of this environment would begin with."""
+    """Load the configuration file and variables as every process of this environment would."""
     from kvmover.config import load
 
     try:
@@ -49,7 +49,7 @@ def configuration() -> Iterator[Finding]:
 
 
 def storage_to_gpu(root: Path = _ROOT) -> Iterator[Finding]:
-    """GPUDirect Storage; NIXL's GDS plugins need cuFile beside it, which the checks of NIXL look for."""
+    """Report nvidia-fs, for GPUDirect Storage. NIXL's GDS plugins also need cuFile, which its own checks look for."""
     if not _has_gpu(root):
         return
     version = root / "proc/driver/nvidia-fs/version"
@@ -61,7 +61,7 @@ def storage_to_gpu(root: Path = _ROOT) -> Iterator[Finding]:
 
 
 def peer_memory(root: Path = _ROOT) -> Iterator[Finding]:
-    """NICs reach GPU memory by a module of the driver's, or by dma-buf, which the open kernel modules have."""
+    """Report if NICs reach GPU memory: by a module of the driver, or by dma-buf of the open kernel modules."""
     if not (_has_gpu(root) and _has_nic(root)):
         return
     modules = [name for name in ("nvidia_peermem", "nv_peer_mem") if (root / "sys/module" / name).is_dir()]
@@ -74,9 +74,9 @@ def peer_memory(root: Path = _ROOT) -> Iterator[Finding]:
 
 
 def nvlink(root: Path = _ROOT, environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Which memory crosses hosts over NVLink: what has a handle of its fabric, for which a channel of IMEX is needed.
+    """Report the memory that crosses hosts over NVLink: arenas with a fabric handle, which needs a channel of IMEX.
 
-    Engines' pools have none, as torch allocates them; those of expandable segments have not even one for this host.
+    Torch allocates engines' pools without such a handle; pools of expandable segments lack even one for this host.
     """
     if not _has_gpu(root):
         return
@@ -92,7 +92,7 @@ def nvlink(root: Path = _ROOT, environ: Mapping[str, str] = os.environ) -> Itera
 
 
 def iommu(root: Path = _ROOT) -> Iterator[Finding]:
-    """An IOMMU that translates sends what goes between GPU and NIC up to the root complex and back."""
+    """Report an IOMMU that translates: it sends traffic between GPU and NIC up to the root complex and back."""
     kinds = {_text(path) for path in (root / "sys/kernel/iommu_groups").glob("*/type")}
     translating = sorted(kind for kind in kinds if kind.startswith("DMA"))
     if not kinds:
@@ -107,7 +107,7 @@ def iommu(root: Path = _ROOT) -> Iterator[Finding]:
 
 
 def acs(root: Path = _ROOT) -> Iterator[Finding]:
-    """Access Control Services of PCIe bridges do the same as a translating IOMMU, bridge by bridge."""
+    """Report Access Control Services of PCIe bridges, which act as a translating IOMMU, bridge by bridge."""
     bridges = [
         path.parent for path in (root / "sys/bus/pci/devices").glob("*/class") if _text(path).startswith(_BRIDGE)
     ]
@@ -129,11 +129,11 @@ def acs(root: Path = _ROOT) -> Iterator[Finding]:
 
 
 def redirects(config: bytes) -> bool | None:
-    """Whether a bridge redirects what its devices send each other; None where its whole space could not be read."""
+    """True if a bridge redirects traffic between its devices; None without its whole 4096-byte config space."""
     if len(config) < _CONFIG_BYTES:
         return None
     at = _EXTENDED
-    for _ in range((_CONFIG_BYTES - _EXTENDED) // 8):  # a list that runs in a circle ends
+    for _ in range((_CONFIG_BYTES - _EXTENDED) // 8):  # bounded, as a corrupt list may be circular
         header = int.from_bytes(config[at : at + 4], "little")
         if header & 0xFFFF == _ACS:
             control = int.from_bytes(config[at + _ACS_CONTROL : at + _ACS_CONTROL + 2], "little")
@@ -145,7 +145,7 @@ def redirects(config: bytes) -> bool | None:
 
 
 def clock(root: Path = _ROOT) -> Iterator[Finding]:
-    """Every chunk and every poll reads the time several times."""
+    """Report the clock source: every chunk and every poll reads the time several times."""
     source = _text(root / "sys/devices/system/clocksource/clocksource0/current_clocksource")
     if source in ("", *_FAST_CLOCKS):
         yield Finding("clock", Status.OK, source or "source unknown")
@@ -155,7 +155,7 @@ def clock(root: Path = _ROOT) -> Iterator[Finding]:
 
 
 def clock_is_kept() -> Iterator[Finding]:
-    """Nothing in the protocol compares two hosts' clocks; run logs, spans and logs of several hosts do."""
+    """Report if a daemon keeps the clock right. Only run logs, spans and logs of several hosts compare clocks."""
     state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
     if state == _TIME_ERROR:
         remedy = "run chronyd or ntpd; logs of several hosts do not line up"
@@ -165,7 +165,7 @@ def clock_is_kept() -> Iterator[Finding]:
 
 
 def huge_pages(root: Path = _ROOT) -> Iterator[Finding]:
-    """Host pools of many GB: registering, pinning and copying go page by page."""
+    """Report transparent huge pages: host pools of many GB are registered, pinned and copied page by page."""
     chosen = _chosen(_text(root / "sys/kernel/mm/transparent_hugepage/enabled"))
     shared = _chosen(_text(root / "sys/kernel/mm/transparent_hugepage/shmem_enabled"))
     if not chosen:
@@ -210,7 +210,7 @@ def _chosen(words: str) -> str:
 
 
 def _text(path: Path) -> str:
-    """Empty where there is nothing, or nothing for this user."""
+    """Returns the text of a file; empty if it is absent or unreadable."""
     return _bytes(path).decode("utf-8", "replace").strip()
 
 

@@ -1,6 +1,6 @@
 """Each check of the doctor looks at one thing of this machine, and survives its absence.
 
-Nothing is changed by looking: a check imports, asks the system, or loads a library in a process of its own.
+A check changes no state: it imports, asks the system, or loads a library in a process of its own.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from pathlib import Path
 from kvmover.errors import how_to_install
 from kvmover.observe.formats import bytes_in_words
 
-#: The Triton releases for which the kernels are compiled in the tests.
+#: Triton releases for which the tests compile the kernels.
 OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
 OLDEST_PYTHON, OLDEST_TORCH, OLDEST_NIXL = (3, 11), (2, 11), (1, 5, 1)
 
-#: Below this NIXL's and gloo's shared memory segments run out first.
+#: Free bytes of /dev/shm below which shared memory segments of NIXL and gloo run out first.
 _SHARED_MEMORY_BYTES = 1 << 30
 
-#: Pools are larger than this: a limit above it is as good as none.
+#: More than a pool's size: a limit above it counts as unlimited.
 _PINNED_BYTES = 64 << 30
 
 _RDMA = Path("/sys/class/infiniband")
@@ -41,7 +41,7 @@ _ANSWER_S = 20
 
 
 class Status(StrEnum):
-    """MISSING: it is not there, and what needs it is closed. PROBLEM: it is there and does not work as it should."""
+    """MISSING: absent, and its uses are closed. PROBLEM: present, and does not work as it should."""
 
     OK = "ok"
     MISSING = "missing"
@@ -50,7 +50,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at. `remedy` is empty where there is nothing to do."""
+    """A result of a check. `remedy` is empty if no action is needed."""
 
     name: str
     status: Status
@@ -59,7 +59,7 @@ class Finding:
 
 
 def python() -> Iterator[Finding]:
-    """Its version, against the oldest that is supported."""
+    """Report Python's version, against the oldest supported."""
     enough = sys.version_info[:2] >= OLDEST_PYTHON
     remedy = "" if enough else f"install Python {_dotted(OLDEST_PYTHON)} or newer"
     detail = f"{platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
@@ -67,7 +67,7 @@ def python() -> Iterator[Finding]:
 
 
 def pytorch() -> Iterator[Finding]:
-    """Imports it: that is where a broken install shows."""
+    """Report torch. It is imported, which is where a broken install shows."""
     if not find_spec("torch"):
         yield Finding("torch", Status.MISSING, "not installed", f"needed to move bytes; {how_to_install('torch')}")
         return
@@ -85,7 +85,7 @@ def pytorch() -> Iterator[Finding]:
 
 
 def triton() -> Iterator[Finding]:
-    """Its version, against those that the kernels are compiled with in tests. Not imported."""
+    """Report Triton's version, against the tested ones. Not imported."""
     found = _version("triton")
     oldest, newest = _dotted(OLDEST_TRITON), _dotted(NEWEST_TRITON)
     if found is None:
@@ -99,7 +99,7 @@ def triton() -> Iterator[Finding]:
 
 
 def c_core() -> Iterator[Finding]:
-    """Whether C does what Python defines. Not imported: a core that does not load says so where it is used."""
+    """Report if the C core is built and used. Not imported: a core that fails to load says so in use."""
     what = "prefix tree, moves and digests on the CPU, digests of stored pages"
     if not find_spec("kvmover._core"):
         remedy = "install kvmover again where there is a C compiler: moves on the CPU take twice as long without"
@@ -111,7 +111,7 @@ def c_core() -> Iterator[Finding]:
 
 
 def gpus() -> Iterator[Finding]:
-    """What nvidia-smi says: name, memory, compute capability and driver of each."""
+    """Report name, memory, compute capability and driver of each GPU, from nvidia-smi."""
     names = _gpus()
     if names:
         yield Finding("gpu", Status.OK, "; ".join(names))
@@ -122,7 +122,7 @@ def gpus() -> Iterator[Finding]:
 
 
 def cupy() -> Iterator[Finding]:
-    """CuPy compiles the kernel of two experimental copy engines. Imported only where it is installed."""
+    """Report CuPy, which compiles the kernel of two experimental copy engines. Imported only if installed."""
     if not find_spec("cupy"):
         remedy = f"{how_to_install('cuda13')}; cuda12 for CUDA 12" if _gpus() else ""
         yield Finding(
@@ -133,7 +133,7 @@ def cupy() -> Iterator[Finding]:
 
 
 def nixl() -> Iterator[Finding]:
-    """The wheels that are installed, and each plugin of theirs."""
+    """Report the installed wheels of NIXL, and each of their plugins."""
     wheels = [(wheel, found) for wheel in NIXL_WHEELS if (found := _version(wheel))]
     if not wheels:
         yield Finding("nixl", Status.MISSING, "not installed", f"needed between processes; {how_to_install('nixl')}")
@@ -155,7 +155,7 @@ def _plugin(wheel: str, plugin: Plugin) -> Finding:
 
 
 def rdma() -> Iterator[Finding]:
-    """Names of the host's RDMA devices."""
+    """Report the host's RDMA devices."""
     names = sorted(path.name for path in _RDMA.iterdir()) if _RDMA.is_dir() else []
     if names:
         yield Finding("ucx rdma", Status.OK, ", ".join(names))
@@ -164,7 +164,7 @@ def rdma() -> Iterator[Finding]:
 
 
 def cma() -> Iterator[Finding]:
-    """Direct writes between the memories of two processes, which the system may forbid."""
+    """Report if the system allows direct writes between the memories of two processes (CMA)."""
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     if scope.exists() and int(scope.read_text()) >= 2 and os.geteuid() != 0:
         remedy = "set kernel.yama.ptrace_scope to 1; until then UCX copies through shared memory"
@@ -174,7 +174,7 @@ def cma() -> Iterator[Finding]:
 
 
 def cuda_ipc() -> Iterator[Finding]:
-    """UCX does without CUDA, silently, where it has no modules for it, may not use them, or finds no driver."""
+    """Report CUDA in UCX, which silently omits it without modules, permission or driver."""
     if not _gpus():
         return
     chosen = os.environ.get("UCX_TLS", "all")
@@ -192,13 +192,13 @@ def cuda_ipc() -> Iterator[Finding]:
 
 
 def settings() -> Iterator[Finding]:
-    """What the environment tells UCX and NIXL: every variable of theirs."""
+    """Report the environment's UCX and NIXL variables."""
     chosen = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(("UCX_", "NIXL_")))
     yield Finding("ucx settings", Status.OK, " ".join(chosen) or "none in the environment")
 
 
 def page_lock() -> Iterator[Finding]:
-    """RDMA and CUDA pin what they register. A limit does not bind every user, so locking is tried."""
+    """Report the limit on pinned memory, which RDMA and CUDA need. Some users are exempt, so locking is tried."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     words = "unlimited" if limit == resource.RLIM_INFINITY else f"limit {bytes_in_words(limit)}"
     if limit == resource.RLIM_INFINITY or limit >= _PINNED_BYTES:
@@ -213,7 +213,7 @@ def page_lock() -> Iterator[Finding]:
 
 
 def shared_memory() -> Iterator[Finding]:
-    """Free bytes in /dev/shm, against 1 GiB."""
+    """Report free bytes in /dev/shm, against 1 GiB."""
     path = Path("/dev/shm")
     if not path.is_dir():
         yield Finding("shared memory", Status.MISSING, "no /dev/shm", "mount a tmpfs there")
@@ -253,7 +253,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _older(found: str, oldest: tuple[int, ...]) -> bool:
-    """Whether `3.6.0+git` is older than (3, 6)."""
+    """True if `3.6.0+git` is older than (3, 6)."""
     parts = found.split("+")[0].split(".")[: len(oldest)]
     numbers = tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in parts)
     return numbers < oldest
@@ -272,7 +272,7 @@ def _loads(library: str) -> bool:
 
 
 def _locks(nbytes: int) -> bool:
-    """Whether so many bytes can be locked into memory; they are unlocked again when the mapping goes."""
+    """True if `nbytes` can be locked into memory; unmapping unlocks them."""
     with mmap.mmap(-1, nbytes) as memory:
         address = ctypes.addressof(held := ctypes.c_char.from_buffer(memory))
         locked = ctypes.CDLL(None).mlock(ctypes.c_void_p(address), ctypes.c_size_t(nbytes)) == 0
@@ -281,7 +281,7 @@ def _locks(nbytes: int) -> bool:
 
 
 def _gpus() -> list[str]:
-    """Name, memory, compute capability and driver of each GPU, as the driver tells them."""
+    """Returns name, memory, compute capability and driver of each GPU; empty without a working nvidia-smi."""
     tool = shutil.which("nvidia-smi")
     if not tool:
         return []
@@ -309,7 +309,7 @@ _PURPOSES = {
     "UCX": "memory to memory",
 }
 
-#: Who brings a library, by the start of its name.
+#: The product that brings a library, by the start of its name.
 _OWNERS = {
     "libcuda.so": "the NVIDIA driver",
     "libcudart": "the CUDA runtime",
@@ -327,7 +327,7 @@ _LOAD_S = 30
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """One plugin of a wheel. `missing` are the libraries the loader does not find; `error` is its own last word."""
+    """A plugin of a wheel. `missing`: libraries that the loader does not find; `error`: the loader's last message."""
 
     name: str
     loads: bool
@@ -336,12 +336,12 @@ class Plugin:
 
     @property
     def purpose(self) -> str:
-        """What NIXL uses it for, in a few words."""
+        """Returns NIXL's use of the plugin, in a few words."""
         return _PURPOSES.get(self.name, "unknown to kvmover")
 
     @property
     def remedy(self) -> str:
-        """Where the missing libraries come from, as far as known."""
+        """Returns the source of the missing libraries, as far as known, or an empty text."""
         if folders := sorted({str(folder) for name in self.missing for folder in _wheels_with(name)}):
             return f"add {':'.join(folders)} to LD_LIBRARY_PATH: a wheel has brought it where no loader looks"
         owners = {owner for name in self.missing for start, owner in _OWNERS.items() if name.startswith(start)}
@@ -349,20 +349,20 @@ class Plugin:
 
 
 def _wheels_with(library: str) -> Iterator[Path]:
-    """Folders of NVIDIA's wheels that have a library: nvidia/cufile/lib, nvidia/cu13/lib."""
+    """Returns folders of NVIDIA's wheels that have a library: nvidia/cufile/lib, nvidia/cu13/lib."""
     for site in filter(None, sys.path):
         yield from (path.parent for path in Path(site).glob(f"nvidia/*/lib/{library}"))
 
 
 def plugins_of(wheel: str) -> Iterator[Plugin]:
-    """Every plugin of an installed wheel, by name."""
+    """Examine every plugin of an installed wheel, by name."""
     folder = plugin_folder(wheel)
     for path in sorted(folder.glob("libplugin_*.so")) if folder else ():
         yield examine(path)
 
 
 def plugin_folder(wheel: str) -> Path | None:
-    """Where the wheel's plugins are, found without importing it. NIXL_PLUGIN_DIR comes first, as it does in NIXL."""
+    """Find the wheel's plugin folder without importing it. NIXL_PLUGIN_DIR comes first, as in NIXL."""
     if chosen := os.environ.get("NIXL_PLUGIN_DIR"):
         return Path(chosen)
     package = NIXL_WHEELS[wheel]
@@ -375,7 +375,7 @@ def plugin_folder(wheel: str) -> Path | None:
 
 
 def ucx_module(wheel: str, module: str) -> bool | None:
-    """Whether the UCX in a wheel has a module, `uct_cuda` for one; None where NIXL is to use a UCX from elsewhere."""
+    """True if the wheel's UCX has a module, such as `uct_cuda`; None if NIXL uses a UCX from elsewhere."""
     folder = plugin_folder(wheel)
     modules = folder.parent.parent / f"{NIXL_WHEELS[wheel]}.libs" / "ucx" if folder else None
     if modules is None or not modules.is_dir():
@@ -384,7 +384,7 @@ def ucx_module(wheel: str, module: str) -> bool | None:
 
 
 def examine(path: Path) -> Plugin:
-    """Load one plugin in a process of its own, which may die of it, and on failure list what it misses."""
+    """Load a plugin in a process of its own, which may crash, and on failure list the missing libraries."""
     name = path.stem.removeprefix("libplugin_")
     try:
         trial = subprocess.run(
@@ -400,7 +400,7 @@ def examine(path: Path) -> Plugin:
 
 
 def _not_found(path: Path) -> tuple[str, ...]:
-    """All libraries that the loader misses, where there is an ldd: a failed load names only the first."""
+    """Returns all libraries the loader misses, by ldd: a failed load names only the first. Empty without ldd."""
     tool = shutil.which("ldd")
     if not tool:
         return ()

@@ -1,1 +1,1 @@
-"""A plan is shown here as tables and as a picture."""
+"""The views of a plan: tables and a picture."""

@@ -1,8 +1,8 @@
 """A picture of a plan has source ranks left, destination ranks right, and a ribbon for every leg.
 
-A card is the whole model, heads across and layers down. What the rank holds is filled, in the colour of the source that
-sends it. Where ranks share the positions out, a bar below shows the first tokens of the request. Of large fleets one
-pattern of ranks is drawn for all that are like it, and a line says which those are.
+A card is the whole model, heads across and layers down. The part that the rank holds is filled, in the colour of the
+source that sends it. Where ranks share the positions out, a bar below shows the first tokens of the request. Of large
+fleets one pattern of ranks is drawn for all ranks alike, which a note lists.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ _LANE = 10
 _PALE, _GREY = 0.22, "#8d96a0"
 _LINE, _LETTERS = 18, 150
 
-#: Ranks of both fleets that are drawn one by one, and how many alike are drawn where there are more.
+#: Most ranks of both fleets drawn in full; beyond that, ranks drawn of each kind.
 _MOST_RANKS, _MOST_ALIKE = 24, 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """What all cards share: the layer bands, the squares of heads, how many tokens a bar shows (0: no bars), and the
-    colour of each source."""
+    """The scale of all cards: layer bands, heads, tokens that a bar shows (0: no bars), and each source's colour."""
 
     bands: tuple[Span, ...]
     heads: int
@@ -64,7 +63,7 @@ class _Scale:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """Tokens on a bar."""
+    """A span of tokens on a bar."""
 
     positions: Positions
     paint: str
@@ -73,7 +72,7 @@ class _Mark:
 
 @dataclass(frozen=True, slots=True)
 class _Card:
-    """One rank: the paints of each (band, head) it holds, the lanes of its bar, and its legs by index."""
+    """A rank: the paints of each (band, head) it holds, the lanes of its bar, and its legs by index."""
 
     rank: int
     place: str
@@ -89,7 +88,7 @@ class _Card:
 
 
 def draw(plan: Plan, src: FleetText, dst: FleetText, legs: Sequence[Explained]) -> str:
-    """The plan as a standalone SVG document."""
+    """Return the plan as a standalone SVG document."""
     shown = _shown(plan, legs)
     paints = {rank: svg.colour(index) for index, rank in enumerate(shown.sources)}
     scale = _Scale(_bands(plan), plan.component.heads, _window(plan, [each.leg for each in legs]), paints)
@@ -117,7 +116,7 @@ def draw(plan: Plan, src: FleetText, dst: FleetText, legs: Sequence[Explained]) 
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """Ranks and legs that are drawn, and a line for each pattern of ranks that others are like."""
+    """Ranks and legs that are drawn, and a note for each group of ranks left out."""
 
     sources: list[int]
     targets: list[int]
@@ -126,10 +125,11 @@ class _Shown:
 
 
 def _shown(plan: Plan, legs: Sequence[Explained]) -> _Shown:
-    """All of it where there are few ranks. Else one pattern of each kind, and `_MOST_ALIKE` ranks of each kind in it.
+    """Choose the ranks and legs to draw: all of small plans, else a pattern of each kind.
 
-    A pattern is ranks that legs connect, with each other and with nobody else. Those are of a kind whose legs connect
-    as many ranks in the same way, with as many bytes by the same route: TP64 to TP8, of 8 heads, is 8 of one kind.
+    A pattern is a set of ranks that legs connect only with each other. Patterns are of one kind if their legs connect
+    as many ranks in the same way, with as many bytes by the same route: TP64 to TP8, of 8 heads, is 8 of one kind. A
+    large pattern has `_MOST_ALIKE` ranks of each kind.
     """
     if plan.src.size + plan.dst.size <= _MOST_RANKS:
         return _Shown([*range(plan.src.size)], [*range(plan.dst.size)], [*legs], [])
@@ -152,21 +152,21 @@ def _shown(plan: Plan, legs: Sequence[Explained]) -> _Shown:
 
 @dataclass(frozen=True, slots=True)
 class _Pattern:
-    """Ranks of both fleets, rising, and all legs from and to them."""
+    """Ranks of both fleets, ascending, and all legs from and to them."""
 
     sources: list[int]
     targets: list[int]
     legs: list[Explained]
 
     def kind(self) -> Hashable:
-        """Equal for patterns that differ in the numbers of their ranks alone."""
+        """Returns a key, equal for patterns that differ only in rank numbers."""
         at_source = {rank: index for index, rank in enumerate(self.sources)}
         at_target = {rank: index for index, rank in enumerate(self.targets)}
         lines = ((at_source[e.leg.src_rank], at_target[e.leg.dst_rank], *_load(e)) for e in self.legs)
         return len(self.sources), len(self.targets), tuple(sorted(lines))
 
     def few(self) -> tuple[_Pattern, list[str]]:
-        """With some of the ranks whose legs are alike, and what is to be said of the others."""
+        """Returns the pattern with a few ranks of those whose legs are alike, and notes on the ranks left out."""
         if len(self.sources) + len(self.targets) <= _MOST_RANKS:
             return self, []
         to, of = defaultdict[int, list[Hashable]](list), defaultdict[int, list[Hashable]](list)
@@ -184,7 +184,7 @@ def _load(each: Explained) -> tuple[int, str, int]:
 
 
 def _few(legs: Mapping[int, Sequence[Hashable]], side: str) -> tuple[list[int], list[str]]:
-    """Ranks of one side, by their legs: the first few of each kind, and a note of the others."""
+    """Returns the first few ranks of each kind, by their legs, and notes on the other ranks of the side."""
     kinds: defaultdict[Hashable, list[int]] = defaultdict(list)
     for rank in sorted(legs):
         kinds[frozenset(legs[rank])].append(rank)
@@ -194,7 +194,7 @@ def _few(legs: Mapping[int, Sequence[Hashable]], side: str) -> tuple[list[int], 
 
 
 def _patterns(plan: Plan, legs: Sequence[Explained]) -> Iterator[_Pattern]:
-    """Each rank is in one of them; a rank without legs is one by itself."""
+    """Yield patterns that together have each rank once; a rank without legs is one by itself."""
     of_source = {rank: _Pattern([rank], [], []) for rank in range(plan.src.size)}
     of_target = {rank: _Pattern([], [rank], []) for rank in range(plan.dst.size)}
     for each in legs:
@@ -218,7 +218,7 @@ def _ends(sources: Sequence[int], targets: Sequence[int]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Of many that do not follow each other the first three, the last and how many there are."""
+    """Write ranks; of many that are not consecutive the first three, the last and the count."""
     words = ranks_in_words(ranks).split(", ")
     if len(words) > 6:
         words = [*words[:3], f"... {words[-1]} ({len(ranks)} in all)"]
@@ -226,7 +226,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _bands(plan: Plan) -> tuple[Span, ...]:
-    """Layers cut wherever a stage of either fleet begins."""
+    """Cut the layers wherever a stage of either fleet begins."""
     shards = [plan.src_shard(rank) for rank in range(plan.src.size)]
     shards += [plan.dst_shard(rank) for rank in range(plan.dst.size)]
     cuts = sorted({0, plan.component.layers} | {shard.layers.start for shard in shards})
@@ -234,7 +234,10 @@ def _bands(plan: Plan) -> tuple[Span, ...]:
 
 
 def _window(plan: Plan, legs: Sequence[Leg]) -> int:
-    """Tokens worth a bar: all when each rank has one run of its own, else as many as show two rounds of the pattern."""
+    """Returns the tokens a bar shows: 0 if each rank has all positions, all if positions are not interleaved.
+
+    Otherwise two rounds of the pattern, with 16 to 48 of the narrowest runs.
+    """
     stripes = {stripe for leg in legs for stripe in leg.positions}
     if all(stripe.tokens == plan.stop for stripe in stripes):
         return 0
@@ -246,14 +249,14 @@ def _window(plan: Plan, legs: Sequence[Leg]) -> int:
 
 
 def _covered(leg: Leg | Shard, scale: _Scale) -> Iterator[tuple[int, int]]:
-    """The squares of a leg or a shard."""
+    """Yield the (band, head) squares of a leg or a shard."""
     for band, layers in enumerate(scale.bands):
         if layers & leg.layers:
             yield from ((band, head) for head in leg.heads)
 
 
 def _source(plan: Plan, rank: int, scale: _Scale, legs: Sequence[Explained]) -> _Card:
-    """A source rank: bright what it sends, pale what it holds and leaves to a replica."""
+    """Make a source rank's card: bright the part it sends, pale the part it leaves to a replica."""
     shard, paint = plan.src_shard(rank), scale.paints[rank]
     mine = [number for number, each in enumerate(legs) if each.leg.src_rank == rank]
     held = shard.positions.clip(0, plan.stop) if shard.positions else ()
@@ -264,7 +267,7 @@ def _source(plan: Plan, rank: int, scale: _Scale, legs: Sequence[Explained]) -> 
 
 
 def _target(plan: Plan, rank: int, scale: _Scale, legs: Sequence[Explained], hidden: Sequence[Explained]) -> _Card:
-    """A destination rank: a square that several sources share is cut into their colours, and grey if none is drawn."""
+    """Make a destination rank's card. Squares of several sources are cut into their colours; grey: not drawn."""
     mine = [number for number, each in enumerate(legs) if each.leg.dst_rank == rank]
     squares: dict[tuple[int, int], list[tuple[str, float]]] = {}
     lanes: list[list[_Mark]] = []
@@ -288,7 +291,7 @@ def _overlap(left: _Mark, right: _Mark) -> bool:
 
 
 def _place(fleet: Fleet, rank: int) -> str:
-    """The rank's coordinate, along the axes that the fleet has: `tp 1, pp 0`."""
+    """Returns the rank's coordinate along the axes of size above one: `tp 1, pp 0`."""
     at: Coordinate = fleet.coordinate(rank)
     axes = (("tp", fleet.tp, at.tp), ("pp", fleet.pp, at.pp), ("cp", fleet.cp, at.cp))
     return ", ".join(f"{name} {index}" for name, size, index in axes if size > 1)
@@ -299,7 +302,7 @@ def _stacked(cards: Sequence[_Card], scale: _Scale) -> float:
 
 
 def _spread(cards: Sequence[_Card], scale: _Scale, tall: float) -> list[float]:
-    """The top of each card: the shorter column is spread over the height of the taller one."""
+    """Returns the top of each card, with the shorter column spread over the height of the taller one."""
     spare = (tall - _stacked(cards, scale)) / len(cards)
     tops: list[float] = []
     y = _TOP + spare / 2
@@ -310,7 +313,7 @@ def _spread(cards: Sequence[_Card], scale: _Scale, tall: float) -> list[float]:
 
 
 def _ports(cards: Sequence[_Card], tops: Sequence[float], scale: _Scale) -> dict[int, tuple[float, float]]:
-    """Where each leg meets its card, by leg: the height of its middle, and the room it has."""
+    """Returns for each leg the height of the middle of its end at the card, and its room."""
     ports: dict[int, tuple[float, float]] = {}
     for card, top in zip(cards, tops, strict=True):
         room = (card.height(scale) - 12) / max(1, len(card.legs))
@@ -337,7 +340,7 @@ def _ribbons(
     label_right: bool,
     paints: Mapping[int, str],
 ) -> Iterator[str]:
-    """All ribbons first, then all labels, which stand at the side with more ranks, where ribbons lie apart."""
+    """Yield all ribbons, then all labels, at the side with more ranks, where ribbons lie apart."""
     most = max(each.nbytes for each in legs)
     thickest = min(_THICKEST, *(room - 3 for _, room in (*left.values(), *right.values())))
     x0, x1 = _MARGIN + _CARD, WIDTH - _MARGIN - _CARD

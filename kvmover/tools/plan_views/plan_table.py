@@ -1,4 +1,4 @@
-"""A table of a plan has every leg, and one line for each reason behind a route."""
+"""A table of a plan has every leg, and a line for each reason behind a route."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from kvmover.tools.plan_views.plan_words import (
 )
 from kvmover.tools.tables import Column, Sheet, console
 
-#: More legs than this nobody reads one by one.
+#: Most legs printed one by one.
 MOST_LEGS = 32
 
 
 def print_plan(
     plan: Plan, src: FleetText, dst: FleetText, legs: Sequence[Explained], most_legs: int = MOST_LEGS
 ) -> None:
-    """Print the plan on stdout. Of more than `most_legs` legs, equal ones are one line."""
+    """Print the plan on stdout. Above `most_legs` legs, equal legs share a line."""
     out = console()
     model = plan.component
     total = bytes_in_words(sum(each.nbytes for each in legs))
@@ -86,7 +86,7 @@ _FOLDED = (
 
 
 def _folded(legs: Sequence[Explained]) -> Sheet:
-    """A line for legs of one size and one route, the most bytes first: in large fleets thousands are alike."""
+    """Returns a line for legs of one size and route, the most bytes first: in large fleets thousands are alike."""
     groups: defaultdict[tuple[int, str, int, int], list[Explained]] = defaultdict(list)
     for each in legs:
         groups[each.nbytes, each.choice.route.value, each.choice.runs, each.chunks].append(each)
@@ -115,7 +115,7 @@ _SUMS = (
 
 
 def print_sums(plans: Sequence[tuple[Plan, Sequence[Explained]]]) -> None:
-    """Print a line for each component of a model, and what they are together."""
+    """Print a line for each component of a model, and their total bytes."""
     table, total = Sheet(_SUMS), 0
     for plan, legs in plans:
         component, nbytes = plan.component, sum(each.nbytes for each in legs)
@@ -134,7 +134,7 @@ def print_sums(plans: Sequence[tuple[Plan, Sequence[Explained]]]) -> None:
 
 
 def conversion(plan: Plan, src: FleetText, dst: FleetText, legs: Sequence[Explained]) -> str:
-    """What becomes of numbers that the two fleets store in other forms; empty where they do not."""
+    """Describe the conversion between the two fleets' stored forms; empty if the forms are equal."""
     held, kept = (form_text(end.stored(plan.component)) for end in (src, dst))
     if held == kept or not legs:
         return ""
@@ -147,6 +147,6 @@ def conversion(plan: Plan, src: FleetText, dst: FleetText, legs: Sequence[Explai
 
 
 def reasons(legs: Sequence[Explained]) -> list[str]:
-    """One line for each distinct choice, with the number of legs it decides, the most frequent first."""
+    """Returns a line for each distinct choice, with its number of legs, the most frequent first."""
     counts = Counter(each.choice.why() for each in legs)
     return [f"{count} x {why}" for why, count in counts.most_common()]

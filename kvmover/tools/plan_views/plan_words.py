@@ -9,7 +9,7 @@ from kvmover.plan.fleet_text import FleetText
 
 
 def span_in_words(span: Span) -> str:
-    """First and last: `0-39`, or one number."""
+    """Write a span as first and last: `0-39`, or one number."""
     if not span:
         return "none"
     last = span.stop - 1
@@ -19,7 +19,7 @@ def span_in_words(span: Span) -> str:
 
 
 def positions_in_words(positions: Positions) -> str:
-    """Runs of tokens: `0-8191`, or `16 of every 64 from 0 to 8143`."""
+    """Write positions as runs of tokens: `0-8191`, or `16 of every 64 from 0 to 8143`."""
     parts = [
         f"{s.start}-{s.stop - 1}" if s.count == 1 else f"{s.width} of every {s.step} from {s.start} to {s.stop - 1}"
         for s in positions
@@ -28,14 +28,14 @@ def positions_in_words(positions: Positions) -> str:
 
 
 def cache_in_words(component: Component) -> str:
-    """What a token leaves in one layer: `8 heads of 128`, or `one latent of 576`."""
+    """Write a token's cache in one layer: `8 heads of 128`, or `one latent of 576`."""
     heads = f"{component.heads} heads" if component.heads > 1 else "one head"
     one = "one latent" if component.row_tokens == 1 and not component.states else "one row"
     return f"{heads if component.kv > 1 or component.heads > 1 else one} of {component.dim}"
 
 
 def extent_in_words(component: Component, positions: int) -> str:
-    """How much of a request: `8,192 tokens`, `2,048 rows of 4 tokens`, `1 state`."""
+    """Write the extent of a request: `8,192 tokens`, `2,048 rows of 4 tokens`, `1 state`."""
     if component.states:
         return f"{positions:,} state{'s' if positions > 1 else ''}"
     rows = f" rows of {component.row_tokens}" if component.row_tokens > 1 else ""
@@ -43,7 +43,7 @@ def extent_in_words(component: Component, positions: int) -> str:
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """Rising numbers; three and more in a row by the first and the last.
+    """Write ascending numbers; three or more in a row as the first and the last.
 
     >>> ranks_in_words([0, 2, 3, 8, 9, 10])
     '0, 2, 3, 8-10'
@@ -59,7 +59,7 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 
 def fleet_in_words(text: FleetText) -> str:
-    """Sizes above one, the page and the order: `tp 4, pages of 16, NHD`."""
+    """Write a fleet: sizes above one, the page and the order: `tp 4, pages of 16, NHD`."""
     fleet = text.fleet
     sizes = [f"{name} {size}" for name, size in (("tp", fleet.tp), ("pp", fleet.pp), ("cp", fleet.cp)) if size > 1]
     if fleet.cp > 1 and fleet.cp_order is not CpOrder.PAGE:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 from xml.sax.saxutils import escape
 
-#: Told apart by readers who do not see red, green or blue as others do: the colours of Okabe and Ito, and a dark red.
+#: Colours distinct to colour-blind readers: those of Okabe and Ito, and a dark red.
 _PALETTE = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#f0e442", "#882255")
 
-#: The paper is painted, so ink and paper always agree, whatever page the picture is put on.
+#: Styles. The paper is painted, so that ink and paper agree on any page.
 _STYLE = """
 text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif;font-size:11px}
 .title{font-size:16px;font-weight:600}.strong{font-size:12px;font-weight:600}
@@ -23,14 +23,14 @@ text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-se
 
 
 def colour(rank: int) -> str:
-    """A colour of its own for each source rank: the palette, then hues by the golden angle, which never come close."""
+    """Returns a colour for each source rank: the palette, then hues by the golden angle, which stay apart."""
     if rank < len(_PALETTE):
         return _PALETTE[rank]
     return f"hsl({rank * 137.508 % 360:.0f},60%,52%)"
 
 
 def document(width: float, height: float, title: str, body: Sequence[str]) -> str:
-    """A standalone file: no fonts, scripts or links."""
+    """Returns a standalone file: no fonts, scripts or links."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}"'
         f' viewBox="0 0 {width:g} {height:g}" role="img">'
@@ -43,7 +43,7 @@ _SIZE = re.compile(r'<svg [^>]*?width="([0-9.]+)" height="([0-9.]+)"')
 
 
 def below(documents: Sequence[str]) -> str:
-    """One document of several, each below the one before, as wide as the widest."""
+    """Stack documents, each below the one before, into one as wide as the widest."""
     sizes = [tuple(map(float, found.groups())) for each in documents if (found := _SIZE.match(each))]
     tops = list(accumulate((height for _, height in sizes), initial=0))
     parts = [each.replace("<svg ", f'<svg y="{top:g}" ', 1) for each, top in zip(documents, tops, strict=False)]
@@ -53,17 +53,17 @@ def below(documents: Sequence[str]) -> str:
 
 
 def text(x: float, y: float, words: str, style: str = "ink", anchor: str = "start") -> str:
-    """`anchor`: start, middle or end."""
+    """Write a text element. `anchor`: start, middle or end."""
     return f'<text x="{x:.1f}" y="{y:.1f}" class="{style}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
 def rect(x: float, y: float, width: float, height: float, *, style: str, radius: float = 0) -> str:
-    """A box of a class of the style sheet."""
+    """Draw a box of a class of the style sheet."""
     return _rect(x, y, width, height, f'class="{style}"', radius)
 
 
 def fill(x: float, y: float, width: float, height: float, paint: str, opacity: float = 1, radius: float = 0) -> str:
-    """A box of a rank's colour."""
+    """Draw a box of a rank's colour."""
     faded = f' opacity="{opacity:g}"' if opacity < 1 else ""
     return _rect(x, y, width, height, f'fill="{paint}"{faded}', radius)
 
@@ -74,7 +74,7 @@ def _rect(x: float, y: float, width: float, height: float, paint: str, radius: f
 
 
 def ribbon(start: tuple[float, float], end: tuple[float, float], thickness: float, paint: str, threads: int) -> str:
-    """A band that flows from `start` to `end`, level at both; more than one thread leaves gaps of equal width."""
+    """Draw a band from `start` to `end`, level at both; several threads leave gaps of their own width."""
     part = thickness / (2 * threads - 1)
     (x0, y0), (x1, y1) = start, end
     middle = (x0 + x1) / 2
@@ -90,5 +90,5 @@ def ribbon(start: tuple[float, float], end: tuple[float, float], thickness: floa
 
 
 def group(hint: str, parts: Sequence[str]) -> str:
-    """Parts with a hint that a browser shows under the pointer."""
+    """Group parts under a hint that a browser shows at the pointer."""
     return f"<g><title>{escape(hint)}</title>{''.join(parts)}</g>"

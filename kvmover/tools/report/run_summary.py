@@ -21,7 +21,7 @@ from kvmover.tools.report.run_trace import write_trace
 from kvmover.tools.tables import Column, Sheet
 from kvmover.transfer.meter import Stage
 
-#: The parts of a chunk's way in their order.
+#: Stages of a chunk, in order.
 _PARTS = (Stage.CREDIT_WAIT, Stage.STAGING_WAIT, Stage.GATHER, Stage.POST, Stage.WIRE, Stage.SCATTER)
 
 _TIERS = ("device", "host", "storage", "peer")
@@ -30,7 +30,8 @@ _TIERS = ("device", "host", "storage", "peer")
 def report_run(logs: Sequence[Path], trace: Path | None, most: int, out: Console) -> None:
     """Print the summary of run logs, with up to `most` slow and failed requests, and write the trace to `trace`.
 
-    Reads each log once. Raises KvmoverError for a file that is no run log, and for a run in which nothing ended.
+    Reads each log once. Raises KvmoverError if a file is no run log, `trace` is one of `logs`, or no transfer or
+    request ended.
     """
     reader, summary = LineReader(logs), Summary(most)
     if trace is not None:
@@ -49,10 +50,10 @@ def report_run(logs: Sequence[Path], trace: Path | None, most: int, out: Console
 class Summary:
     """Sums over the lines of a run: numbers of each transfer, and the lines of `most` slow and `most` failed ones.
 
-    `received_s`: seconds of each transfer that was received. `ways_s`: seconds of receives by route, of failed ones by
-    cause. `parts_s`: seconds that the chunks of a transfer spent on its rank in each part of their way. `slowest`:
-    receives with their seconds, a heap. `failed`: by request and reason the first transfer and how many there are, the
-    latest last. `causes`: failed transfers of both sides. `tokens`: first attempts, by tenant and model.
+    `received_s`: seconds of each receive. `ways_s`: seconds of receives by route, of failed ones by cause. `parts_s`:
+    seconds that a transfer's chunks spent on its rank in each stage. `slowest`: a heap of receives by seconds.
+    `failed`: by request and reason the first transfer and the count, latest last. `causes`: failed transfers of both
+    sides. `tokens`: first attempts, by tenant and model.
     """
 
     most: int
@@ -70,7 +71,7 @@ class Summary:
     tokens: defaultdict[AccountGroup, Totals] = field(default_factory=lambda: defaultdict(Totals))
 
     def counted(self, lines: Iterable[AnyLine]) -> Iterator[AnyLine]:
-        """Count each line and hand it on. Raises KvmoverError at the end if nothing ended in the run."""
+        """Count each line and yield it. Raises KvmoverError at the end if no transfer or request ended."""
         for line in lines:
             if isinstance(line, Run):
                 self.ranks.add((line.engine, line.rank))
@@ -109,7 +110,7 @@ class Summary:
 
 
 def print_summary(summary: Summary, cut: int, out: Console) -> None:
-    """Print the sums, and a table for each question that the run answers. `cut`: unfinished lines of its logs."""
+    """Print the sums and a table for each question about the run. `cut`: unfinished lines of its logs."""
     began = datetime.fromtimestamp(summary.began_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     ranks = f"{len(summary.ranks)} rank{'' if len(summary.ranks) == 1 else 's'} logged"
     left = f"; {cut} unfinished lines left out" if cut else ""
@@ -153,7 +154,7 @@ def _slowest(summary: Summary) -> Sheet:
 
 
 def _failed(summary: Summary) -> Sheet:
-    """A request that failed for one reason on several ranks has one row, of the rank whose transfer ended first."""
+    """Returns a row for each request and reason, with the rank whose transfer failed first."""
     table = _table(
         _words("request"), "transfers", _words("first"), "ended at", "after", _words("cause"), _words("reason", 80)
     )
@@ -205,13 +206,13 @@ def _predictions(summary: Summary) -> Sheet:
 
 
 def route_of(line: Moved) -> str:
-    """Returns the route, `both` if those of the ranks on the other side differ, `none` if nothing was to be moved."""
+    """Returns the route; `both` if the other side's ranks used several, `none` if there was no route."""
     routes = set(line.routes)
     return "both" if len(routes) > 1 else str(next(iter(routes), "none"))
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Returns the least value that `share` of all do not exceed; 0 of none.
+    """Returns the smallest value that at least `share` of the values do not exceed; 0 if empty.
 
     >>> quantile([3.0, 1.0, 2.0], 0.5), quantile([1.0, 2.0], 0.99)
     (2.0, 2.0)

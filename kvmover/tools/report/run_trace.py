@@ -1,7 +1,7 @@
 """A trace of a run, in the JSON of the Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
 
 A process of the trace is a rank, or `requests`: the accounts of all ledgers. A thread holds slices that do not overlap,
-because the format nests slices of one thread. Times are of the wall clock (Unix), in whole microseconds.
+because the format nests slices of one thread. Times are Unix time in whole microseconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvmover.observe.runlog import Accounted, AnyLine, Moved, Run
 
 Event = dict[str, Any]
 
-#: Fields of a line that the place of its slice says.
+#: Fields of a line that its slice already expresses.
 _PLACED = {"type", "time_s", "seconds", "engine", "rank", "verb", "request", "began_s", "ended_s"}
 
 _SOURCES = ("device", "host", "storage", "peer", "computed", "abandoned")
@@ -28,7 +28,7 @@ _SOURCES = ("device", "host", "storage", "peer", "computed", "abandoned")
 def write_trace(lines: Iterable[AnyLine], out: Path) -> None:
     """Write the trace of `lines`, event by event. Raises KvmoverError if `out` cannot be written.
 
-    `out` stays as it was until all is written, so also if reading `lines` raises.
+    `out` is replaced only when all is written, so it survives an error in reading `lines`.
     """
     part, encoder, trace = out.with_name(f"{out.name}.part"), msgspec.json.Encoder(), TraceEvents()
     try:
@@ -52,9 +52,9 @@ def write_trace(lines: Iterable[AnyLine], out: Path) -> None:
 class TraceEvents:
     """The events of a trace, made line by line: each process and thread is named before its first slice.
 
-    It keeps the numbers of processes and threads and sums for counters, and no line. No two of the numbers are equal:
-    Perfetto looks up the name of a thread by its number alone, and takes a thread with its process's number for the
-    main one. `threads`: of each process and word the threads, with the end of each one's last slice.
+    It keeps only the numbers of processes and threads and the sums for counters. All numbers differ: Perfetto finds a
+    thread's name by its number alone, and takes a thread with its process's number for the main one. `threads`: by
+    process and word, the threads, each with the end of its last slice (us).
 
     >>> trace = TraceEvents()
     >>> for event in trace.events_of(Moved(10.0, 0.5, "decode", 3, "receive", "r", nbytes=400)):
@@ -72,7 +72,7 @@ class TraceEvents:
     _numbers: int = 0
 
     def events_of(self, line: AnyLine) -> list[Event]:
-        """Returns the events of one line, in the order in which they belong into the file."""
+        """Returns the events of one line, in file order."""
         end_us = round(line.time_s * 1e6)
         if isinstance(line, Accounted):
             self._account(line, end_us)
@@ -101,7 +101,7 @@ class TraceEvents:
             self._count("prompt tokens", pid, end_us, tokens)
 
     def _slice(self, pid: int, word: str, name: str, end_us: int, seconds: float, said: msgspec.Struct) -> None:
-        """Add a slice that ends at `end_us`; its arguments are what its line says beside its place."""
+        """Add a slice that ends at `end_us`, with its line's other fields as arguments."""
         args = {key: value for key, value in msgspec.to_builtins(said, str_keys=True).items() if key not in _PLACED}
         duration_us = round(seconds * 1e6)
         start_us = end_us - duration_us
