@@ -1,4 +1,4 @@
-"""`kvmover advise` replays a trace for each candidate, and prints what KV adds to each, and the cheapest good one.
+"""`kvmover advise` replays a trace for each candidate, and prints the cost of KV in each, and the cheapest good one.
 
 Replays depend on the number of prefill engines, their page size and their tiers alone, so each is done once.
 """
@@ -35,20 +35,22 @@ from kvmover.tools.tables import Column, Sheet
 
 _FORMAT = "kvmover.cost-table/1"
 
-#: Candidates of one question. Each takes some milliseconds, and each replay some seconds.
+#: Most candidates compared. Each takes some milliseconds, and each replay some seconds.
 _MOST = 10_000
 
-#: A fleet as it was written, and as it was read.
+#: A fleet as written, and as parsed.
 Named: TypeAlias = tuple[str, FleetText]
 Tables: TypeAlias = dict[tuple[FleetText, FleetText], TransferTable]
 
 
 @dataclass(frozen=True, slots=True)
 class AdviseOptions:
-    """Which trace, which candidates, what their links and tiers cost, and how to answer. Candidates are all products.
+    """The trace, the candidates, the costs of their links and tiers, and the form of output.
 
-    `target_us`: what 99 of 100 requests may have added to their time to first token. `cost_table`: where the times of
-    transfers are written to, as JSON.
+    Candidates are all products.
+
+    `target_us`: most that KV may add to the time to first token of 99 in 100 requests. `cost_table`: file for the
+    transfer times, as JSON.
     """
 
     trace: Path
@@ -65,7 +67,7 @@ class AdviseOptions:
     reading: TraceOptions = field(default_factory=TraceOptions)
 
     def candidates(self) -> list[Candidate]:
-        """Every one, in the order of the options. Raises AdviseError where there are too many."""
+        """Returns every candidate, in the order of the options. Raises AdviseError above 10,000."""
         count = len(self.ratios) * len(self.src) * len(self.dst) * len(self.caches)
         if count > _MOST:
             raise AdviseError(f"{count:,} candidates; at most {_MOST:,} are compared at a time")
@@ -76,7 +78,10 @@ class AdviseOptions:
 
 
 def run_advise(options: AdviseOptions, out: Console) -> None:
-    """Print a row a candidate on `out`, or JSON on stdout, and write the cost table if one was asked for."""
+    """Print a row for each candidate on `out`, or JSON on stdout, and write the cost table if requested.
+
+    Raises AdviseError if the cost table cannot be written, ReplayTraceError for a bad trace.
+    """
     candidates = options.candidates()
     requests = read_trace(options.trace, options.reading)
     longest = max(request.input_length for request in requests)
@@ -103,7 +108,7 @@ def run_advise(options: AdviseOptions, out: Console) -> None:
 def _replays(
     candidates: Sequence[Candidate], requests: Requests, quiet: bool
 ) -> dict[tuple[int, ReplayConfig], Prefills]:
-    """Each replay that some candidate needs, once."""
+    """Run each replay that some candidate needs, once."""
     wanted = dict.fromkeys((each.prefills, each.cache) for each in candidates)
     with Progress(
         TextColumn("{task.description}"),
@@ -122,7 +127,7 @@ def _replays(
 
 
 def _names(options: AdviseOptions, candidate: Candidate) -> tuple[str, str]:
-    """Both fleets as they were written."""
+    """Returns both fleets as written."""
     src = next(name for name, fleet in options.src if fleet == candidate.src)
     return src, next(name for name, fleet in options.dst if fleet == candidate.dst)
 
@@ -200,7 +205,7 @@ def _costs(
 
 
 def _write_costs(options: AdviseOptions, tables: Tables) -> None:
-    """Points for who interpolates, and the nearest line for simulators that know one bandwidth and one latency."""
+    """Write points for interpolation, and the nearest line for simulators that know a bandwidth and a latency."""
     assert options.cost_table is not None
     text = json.dumps({"format": _FORMAT, "tables": list(_costs(options, tables))}, indent=1)
     try:

@@ -1,7 +1,7 @@
-"""A Candidate is fleets and tiers that might serve a trace; `advice` says what KV adds to its time to first token.
+"""A Candidate is fleets and tiers that might serve a trace; `advice` estimates KV's share of its time to first token.
 
-A request's share is what it loads from slower tiers, what it waits for a wire, and its transfer. How long engines take
-to compute, and to batch, is for serving simulators: they take the table of transfers instead.
+A request's share is its loads from slower tiers, its wait for a wire, and its transfer. Compute and batching times are
+left to serving simulators, which take the table of transfers instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvmover.tools.replay import ReplayConfig
 
 
 class AdviseError(KvmoverError, ValueError):
-    """A question that has no answer: the message names the option and the value."""
+    """Options without an answer: the message names the option and the value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,8 @@ class TierRates:
     """Bytes a microsecond (1,000 is 1 GB/s): of each rank from its host, and of each engine from storage.
 
     `compute_rate`: tokens a microsecond that a prefill engine computes; None leaves computing out of every share. The
-    defaults are assumed: PCIe 5.0 x16, and one NVMe drive.
+    defaults are assumed: PCIe 5.0 x16, and one NVMe drive. Raises AdviseError for a rate that is not positive and
+    finite.
     """
 
     host_rate: float = 50e3
@@ -46,7 +47,10 @@ class TierRates:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """`prefills` engines of shape `src` and `decodes` of shape `dst`, and what the tiers of a prefill engine hold."""
+    """A fleet choice: `prefills` engines of shape `src`, `decodes` of shape `dst`, and a prefill engine's tiers.
+
+    Raises AdviseError for fewer than one engine of each.
+    """
 
     prefills: int
     decodes: int
@@ -61,32 +65,32 @@ class Candidate:
 
     @property
     def ranks(self) -> int:
-        """GPUs of all engines."""
+        """Returns the GPUs of all engines."""
         return self.prefills * self.src.fleet.size + self.decodes * self.dst.fleet.size
 
     @property
     def price(self) -> tuple[int, int, int]:
-        """What candidates are compared by, the dearest first: GPUs, then tokens on hosts, then in storage."""
+        """Returns the key for comparison, the dearest first: GPUs, then host tokens, then storage tokens."""
         return self.ranks, self.prefills * self.cache.host_tokens, self.prefills * self.cache.storage_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Of one time over all requests, in microseconds."""
+    """The median and 99th percentile of a time over all requests, in microseconds."""
 
     p50_us: float
     p99_us: float
 
     @classmethod
     def of(cls, times: npt.NDArray[np.float64]) -> Quantiles:
-        """The median, and what one request in a hundred exceeds."""
+        """Compute the median, and the time that one request in a hundred exceeds."""
         middle, high = np.quantile(times, [0.5, 0.99])
         return cls(float(middle), float(high))
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What KV adds to the time to first token under a candidate. `nbytes`: of a request on the wire, the mean."""
+    """The time that KV adds to the time to first token under a candidate. `nbytes`: mean wire bytes of a request."""
 
     candidate: Candidate
     hit_rate: float
@@ -100,7 +104,7 @@ class Advice:
 def advice(
     candidate: Candidate, done: Prefills, table: TransferTable, components: Sequence[Component], rates: TierRates
 ) -> Advice:
-    """Each request loads its hits, computes, waits until both its wires are free, and is sent whole. Pure."""
+    """Estimate a candidate: requests load hits, compute, wait for both their wires, and are sent whole. Pure."""
     load_us = _load_us(candidate, done, components, rates)
     compute_us = done.computed_tokens / rates.compute_rate if rates.compute_rate else np.zeros(len(done.tokens))
     took_us = table.us(done.tokens)
@@ -114,7 +118,7 @@ def advice(
 
 
 def _load_us(candidate: Candidate, done: Prefills, components: Sequence[Component], rates: TierRates) -> Times:
-    """Hits of the host come over each rank's own wire; those of storage are read once for the engine, and go on so."""
+    """Returns load times: each rank loads hits from the host, after the engine reads storage hits once."""
     src = candidate.src
     token_bytes = sum(src.stored(each).token_bytes / each.row_tokens for each in components if not each.states)
     of_rank = rank_token_bytes(components, src, int(done.tokens.max()))
@@ -123,9 +127,9 @@ def _load_us(candidate: Candidate, done: Prefills, components: Sequence[Componen
 
 
 def waits(ready_us: Times, took_us: Times, engines: Numbers, decodes: int) -> Times:
-    """How long each transfer waits for its wires: first ready, first served, one at a time at either end.
+    """Returns each transfer's wait for its wires: first ready, first served, one at a time at either end.
 
-    It goes to the decode engine whose wire is free first; of equal ones, to the one whose turn is longest ago.
+    It goes to the decode engine whose wire is free first; of equal ones, to the least recently used.
 
     >>> waits(np.array([0.0, 0.0, 0.0]), np.array([10.0, 10.0, 10.0]), np.array([0, 1, 0]), 1).tolist()
     [0.0, 10.0, 20.0]
@@ -146,11 +150,11 @@ def waits(ready_us: Times, took_us: Times, engines: Numbers, decodes: int) -> Ti
 
 
 def cheapest(found: Iterable[Advice], target_us: float) -> Advice | None:
-    """Of those whose share stays below `target_us` for 99 of 100 requests the cheapest; of equal ones the fastest."""
+    """Returns the cheapest advice with a 99th percentile share within `target_us`, else None; of equals the fastest."""
     able = [each for each in found if each.share.p99_us <= target_us]
     return min(able, key=lambda each: (*each.candidate.price, each.share.p99_us), default=None)
 
 
 def with_pages(config: ReplayConfig, src: FleetText) -> ReplayConfig:
-    """The tiers in pages of the engine's own size. Raises ReplayConfigError where a tier holds no page."""
+    """Returns the tiers in pages of the engine's size. Raises ReplayConfigError if a tier holds no page."""
     return replace(config, page_tokens=src.fleet.page_tokens)

@@ -1,4 +1,4 @@
-"""A trace is dealt to several prefill engines and replayed, so that each request says what it loads and computes."""
+"""A trace is dealt to several prefill engines and replayed, for the tokens that each request loads and computes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy.typing as npt
 
 from kvmover.tools.replay import ReplayConfig, Requests, Server
 
-#: No engine is sent a request that has had more prompt tokens than this share beyond the mean: the bound of consistent
-#: hashing with bounded loads. Else one system prompt would send all requests to one engine.
+#: Most prompt tokens of an engine, over the mean: the bound of consistent hashing with bounded loads. Otherwise one
+#: system prompt would send all requests to one engine.
 _BOUND = 1.25
 
 Numbers = npt.NDArray[np.int64]
 
 
 class PrefixRouter:
-    """Sends a request to the engine that was sent most of its leading blocks, among those that are not behind.
+    """A router that picks the engine sent most of a request's leading blocks, within the load bound.
 
-    It knows what it sent, and nothing of what an engine gave up since: as routers do that hear no events.
+    It knows only the blocks sent, and misses evictions, like routers that receive no events.
     """
 
     def __init__(self, engines: int) -> None:
@@ -28,7 +28,7 @@ class PrefixRouter:
         self._tokens = [0] * engines
 
     def choose(self, blocks: tuple[int, ...], tokens: int) -> int:
-        """The engine, from 0, for a prompt of `tokens` tokens in these blocks; of equal ones the least loaded."""
+        """Returns the engine, from 0, for a prompt of `tokens` tokens in these blocks; of equals the least loaded."""
         limit = _BOUND * (sum(self._tokens) + tokens) / len(self._tokens)
         able = [n for n, load in enumerate(self._tokens) if load + tokens <= limit] or range(len(self._tokens))
         chosen = max(able, key=lambda n: (self._leading(n, blocks), -self._tokens[n]))
@@ -43,7 +43,7 @@ class PrefixRouter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefills:
-    """Of each request, in order of arrival: when it came, its engine, its tokens, and which tier gave how many."""
+    """The arrival, engine, tokens and hits by tier of each request, in order of arrival."""
 
     arrived_us: npt.NDArray[np.float64]
     engines: Numbers
@@ -54,19 +54,19 @@ class Prefills:
 
     @property
     def computed_tokens(self) -> Numbers:
-        """What no tier had."""
+        """Returns the tokens of each request found in no tier."""
         return self.tokens - self.device_tokens - self.host_tokens - self.storage_tokens
 
     @property
     def hit_rate(self) -> float:
-        """Of all prompt tokens, those that some tier had."""
+        """Returns the share of all prompt tokens found in a tier."""
         return 1 - float(self.computed_tokens.sum() / self.tokens.sum())
 
 
 def prefills(requests: Requests, config: ReplayConfig, engines: int, step: Callable[[int], object] = int) -> Prefills:
-    """Replay `requests` on `engines` engines, each with a cache as `config` says, its storage included.
+    """Replay `requests` on `engines` engines, each with its own cache as in `config`, storage included.
 
-    `step` gets how many more are done. Raises ReplayConfigError for a prompt that no device holds.
+    `step` gets increments of requests done. Raises ReplayConfigError for a prompt larger than the device.
     """
     router, servers = PrefixRouter(engines), [Server(config) for _ in range(engines)]
     rows: list[tuple[int, ...]] = []

@@ -1,6 +1,6 @@
-"""A TransferTable says how long a request's KV takes between two fleets, by the number of its tokens.
+"""A TransferTable gives the time of a request's KV between two fleets, by its number of tokens.
 
-It is what a planner needs in place of one bandwidth: unlike layouts take unlike routes, and ranks send side by side.
+A planner needs it in place of one bandwidth: unlike layouts take unlike routes, and ranks send side by side.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Times = npt.NDArray[np.float64]
 
 
 class TransferPoint(NamedTuple):
-    """A request of so many tokens: its bytes on all wires, microseconds, and the route that carries most of them."""
+    """A request of `tokens` tokens: its bytes on all wires, microseconds, and the route of most bytes."""
 
     tokens: int
     nbytes: int
@@ -33,24 +33,25 @@ class TransferPoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TransferTable:
-    """Points by rising numbers of tokens. Between two of them times and bytes are on a straight line."""
+    """Points by ascending tokens, with linear interpolation of times and bytes."""
 
     points: tuple[TransferPoint, ...]
 
     def us(self, tokens: npt.ArrayLike) -> Times:
-        """Microseconds of requests of so many tokens each."""
+        """Returns the microseconds of requests of `tokens` tokens each."""
         return self._at(tokens, [point.us for point in self.points])
 
     def nbytes(self, tokens: npt.ArrayLike) -> Times:
-        """Bytes of requests of so many tokens each, on all wires together."""
+        """Returns the bytes, on all wires, of requests of `tokens` tokens each."""
         return self._at(tokens, [point.nbytes for point in self.points])
 
     def _at(self, tokens: npt.ArrayLike, values: Sequence[float]) -> Times:
         return np.interp(np.asarray(tokens, np.float64), [point.tokens for point in self.points], values)
 
     def line(self) -> tuple[float, float]:
-        """Bytes a microsecond, and microseconds that a request takes however small, of the straight line that is
-        nearest by shares: what simulators take that know a bandwidth and a latency, and no layouts.
+        """Fit a line: returns bytes a microsecond, and the fixed microseconds of a request.
+
+        Least squares of relative errors, for simulators that know a bandwidth and a latency but no layouts.
         """
         took, nbytes = (np.array([getattr(point, name) for point in self.points]) for name in ("us", "nbytes"))
         rows = np.stack([np.ones(len(took)), nbytes], axis=1) / took[:, None]
@@ -60,7 +61,7 @@ class TransferTable:
 
 @dataclass(frozen=True, slots=True)
 class LinkCosts:
-    """What a link between two ranks costs, which routes it has, and what any request takes beside its bytes."""
+    """The costs of a link between two ranks, its routes, and a request's fixed time in microseconds."""
 
     costs: Costs
     among: frozenset[Route] = BY_WIRE
@@ -70,10 +71,10 @@ class LinkCosts:
 def transfer_table(
     components: Sequence[Component], src: FleetText, dst: FleetText, link: LinkCosts, longest_tokens: int
 ) -> TransferTable:
-    """Of requests of 1 to `longest_tokens` tokens, alone on their wires.
+    """Build the table for requests of 1 to `longest_tokens` tokens, alone on their wires.
 
-    A rank's legs follow each other; ranks work side by side, so the slowest counts. Raises LayoutError where the fleets
-    do not fit the components.
+    A rank's legs follow each other; ranks work side by side, so the slowest counts. Raises LayoutError if the fleets do
+    not fit the components.
     """
     step = max(src.fleet.page_tokens, dst.fleet.page_tokens)
     sizes = {1, longest_tokens, *(step << n for n in range(longest_tokens.bit_length()) if step << n < longest_tokens)}
@@ -93,7 +94,7 @@ def transfer_table(
 
 
 def rank_token_bytes(components: Sequence[Component], end: FleetText, tokens: int) -> float:
-    """Bytes a token that the rank with the most of a request of `tokens` tokens holds of it: what it loads of a hit."""
+    """Returns bytes a token on the rank that holds most of a request of `tokens` tokens: its load for a hit."""
     most = 0
     for rank in range(end.fleet.size):
         held = 0

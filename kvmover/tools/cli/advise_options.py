@@ -1,4 +1,4 @@
-"""`kvmover advise` takes a trace, and of shapes, ratios and tiers all that are to be compared."""
+"""`kvmover advise` takes a trace, and all shapes, ratios and tiers to compare."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FLEET = "tp=4,pp=1,cp=1,page=64,order=NHD|HND"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdviseArguments:
-    """Of `kvmover advise`: what may be repeated is compared, each with each of the others."""
+    """The options of `kvmover advise`: repeated options are compared, in all combinations."""
 
     trace: Annotated[
         Path,
@@ -85,7 +85,7 @@ class AdviseArguments:
 
 
 def show_advice(given: AdviseArguments) -> None:
-    """Print what KV adds to the time to first token of each candidate, and the cheapest that meets the target."""
+    """Print the time that KV adds to each candidate's first token, and the cheapest candidate that meets the target."""
     from kvmover.plan import RDMA
     from kvmover.tools.advise import AdviseOptions, LinkCosts, TierRates, run_advise
     from kvmover.tools.replay import ReplayConfig, TraceOptions, policy_named

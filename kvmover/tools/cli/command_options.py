@@ -1,4 +1,4 @@
-"""Options of commands are values: a dataclass for each command that has many, and what several of them share."""
+"""Options of commands are values: a dataclass for each command that has many, and the options several share."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import typer
 
 HELP = {"help_option_names": ["-h", "--help"]}
 
-#: What a number on the command line may be: larger ones overflow on their way, and nothing has so many of anything.
+#: Largest number on the command line: beyond it arithmetic overflows.
 _MOST = 1 << 53
 
-#: What `--scenario`, `--policy`, `--write-policy` and `--format` take: the modules that have them load numpy and torch.
+#: Values of `--scenario`, `--policy`, `--write-policy` and `--format`, repeated here because their modules load numpy
+#: and torch.
 SCENARIOS = (
     "gqa",
     "replicated-dst",
@@ -57,7 +58,7 @@ def _formats() -> tuple[str, ...]:
 
 
 def takes(options: type[Options]) -> Callable[[Callable[[Options], Answer]], Callable[..., Answer]]:
-    """For typer: a function of one dataclass becomes a command with an option for each of its fields."""
+    """Make a typer command from a function of one dataclass, with an option for each of its fields."""
     hints = get_type_hints(options, include_extras=True)
     fields = inspect.signature(options).parameters.values()
     given = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[each.name]) for each in fields]
@@ -75,7 +76,7 @@ def takes(options: type[Options]) -> Callable[[Callable[[Options], Answer]], Cal
 
 
 def count(text: str) -> int:
-    """A number of things that there must be: the message names the value, which typer's own does not."""
+    """Parse a positive number. Raises BadParameter with the value, which typer's own message lacks."""
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise typer.BadParameter(f"{text} is not a number of at least 1")
     if int(text) > _MOST:
@@ -84,7 +85,7 @@ def count(text: str) -> int:
 
 
 def size(text: str) -> int:
-    """A number of bytes, with a unit or without."""
+    """Parse a number of bytes, with or without a unit. Raises BadParameter."""
     from kvmover.config.load import bytes_in
 
     try:
@@ -94,7 +95,7 @@ def size(text: str) -> int:
     return count(str(nbytes))
 
 
-#: For every command that has both.
+#: For every command that prints tables or JSON.
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 #: For all commands of `kvmover store`.
@@ -112,7 +113,7 @@ OneNamespace = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoArguments:
-    """Of `kvmover demo`: which scenarios, over which requests, and what is shown of them."""
+    """The options of `kvmover demo`: scenarios, requests and output."""
 
     scenario: Annotated[
         list[str] | None,
@@ -147,7 +148,7 @@ class DemoArguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayArguments:
-    """Of `kvmover replay`: a trace, what each tier holds, and which page is given up first."""
+    """The options of `kvmover replay`: a trace, the size of each tier, and the eviction policy."""
 
     trace: Annotated[
         Path,

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from kvmover.plan.fleet_text import FleetText
     from kvmover.plan.model_config import ModelCache
 
-#: Ranks of a fleet, and pages of a request, that a plan is made for. 10 million pages take about a second and 1 GB.
+#: Most ranks of a fleet and pages of a request in a plan. 10 million pages take about a second and 1 GB.
 _MOST_RANKS, _MOST_PAGES = 1 << 17, 10_000_000
 
-#: Kinds of cache, and the sizes that each has.
+#: Kinds of cache, and the size options of each.
 _KINDS = {"attention": ("kv_heads", "head_dim"), "mla": ("latent_dim",)}
 
-#: Each size by the field of a component that it is.
+#: The component field of each size option.
 _SIZES = {"kv_heads": "heads", "head_dim": "dim", "latent_dim": "dim"}
 
 _FLEET = "tp=4,pp=1,cp=1,cp_order=page|token|block,page=64,order=NHD|HND,dtype=auto|fp8_e4m3|nvfp4"
@@ -37,7 +37,7 @@ def _kinds() -> tuple[str, ...]:
 
 
 def known_models() -> tuple[str, ...]:
-    """Return the names of the public models that `--model` takes, without importing them before they are asked for."""
+    """Return the names of public models for `--model`, imported only on request."""
     from kvmover.plan.public_models import PUBLIC
 
     return tuple(PUBLIC)
@@ -45,7 +45,7 @@ def known_models() -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """Of `kvmover plan`: two fleets, a request, the cache by its sizes or its model, and what routes cost."""
+    """The options of `kvmover plan`: two fleets, a request, the cache by sizes or model, and the costs of routes."""
 
     src: Annotated[
         str,
@@ -104,7 +104,7 @@ class PlanOptions:
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """One component's plan, with its legs as they would travel."""
+    """A component's plan, with its legs as they would travel."""
 
     plan: Plan
     legs: list[Explained]
@@ -113,12 +113,12 @@ class _Shown:
         from kvmover.plan.explain import plan_as_data
 
         component = asdict(self.plan.component)
-        del component["codec"]  # said of each leg
+        del component["codec"]  # stated by each leg
         return {"component": component, **plan_as_data(self.plan, self.legs)}
 
 
 def show_plan(options: PlanOptions) -> None:
-    """Print the plan of each component, as tables or as JSON, and draw it if that is asked for. Raises LayoutError."""
+    """Print the plan of each component, as tables or JSON, and draw it if requested. Raises LayoutError."""
     from kvmover.plan import HOST, RDMA
     from kvmover.plan.explain import link_as_data
 
@@ -161,7 +161,7 @@ def _shown(
 
 
 def _as_data(options: PlanOptions, shown: list[_Shown]) -> dict[str, object]:
-    """The JSON contract: of a model, its components and what they are together; else the one plan."""
+    """Returns the JSON contract: of a model its components and their total, otherwise the single plan."""
     plans = [each.as_data() for each in shown]
     if options.model is None:
         return plans[0]
@@ -181,7 +181,7 @@ def _print(options: PlanOptions, shown: list[_Shown], source: FleetText, target:
 
 
 def _draw(path: Path, shown: list[_Shown], source: FleetText, target: FleetText) -> None:
-    """All plans on one sheet, one below the other."""
+    """Draw all plans on one sheet, one below the other. Raises KvmoverError if it cannot be written."""
     from kvmover.tools.plan_views.plan_picture import draw
     from kvmover.tools.plan_views.svg import below
 
@@ -190,7 +190,7 @@ def _draw(path: Path, shown: list[_Shown], source: FleetText, target: FleetText)
 
 
 def _cache(given: PlanOptions) -> ModelCache:
-    """The components from the options, or from the model's configuration where they say nothing."""
+    """Returns the components from the options, completed by the model's configuration. Raises LayoutError."""
     from kvmover.plan.model_config import ModelCache
 
     if given.component is not None and "=" in given.component:
@@ -203,7 +203,7 @@ def _cache(given: PlanOptions) -> ModelCache:
 
 
 def _of_model(given: PlanOptions, model: str) -> ModelCache:
-    """All that the model keeps, or the one component that is named. A size that is given stands for the model's."""
+    """Returns the model's components, or only the one named; given sizes replace the model's."""
     cache = cache_of_model(model, given.dtype)
     if given.component is not None:
         named = {each.name: each for each in cache.components}
@@ -217,7 +217,7 @@ def _of_model(given: PlanOptions, model: str) -> ModelCache:
 
 
 def cache_of_model(model: str, dtype: str | None) -> ModelCache:
-    """Of a public model by its name, or of a `config.json`, or its folder. Raises LayoutError."""
+    """Returns the cache of a public model by its name, or of a `config.json`, or its folder. Raises LayoutError."""
     from kvmover.plan.model_config import cache_of, read_cache
     from kvmover.plan.public_models import public_config
 
@@ -226,7 +226,7 @@ def cache_of_model(model: str, dtype: str | None) -> ModelCache:
 
 
 def _resized(cache: ModelCache, name: str, value: int) -> Component:
-    """The one component, with a size as it is given. Raises LayoutError if there are several, or it has none such."""
+    """Returns the single component with a size replaced. Raises LayoutError for several or an unknown size."""
     option = f"--{name.replace('_', '-')} {value}"
     if len(cache.components) > 1:
         names = ", ".join(each.name for each in cache.components)
@@ -250,7 +250,7 @@ def _component_by_fields(given: PlanOptions, text: str) -> Component:
 
 
 def _component(given: PlanOptions, kind: str, layers: int) -> Component:
-    """A component from the sizes that its kind has, no fewer and no others."""
+    """Make a component from exactly the sizes of its kind. Raises LayoutError."""
     from kvmover.layout import Component
 
     if kind not in _KINDS:
@@ -269,7 +269,7 @@ def _component(given: PlanOptions, kind: str, layers: int) -> Component:
 
 
 def fleet_option(option: str, text: str) -> FleetText:
-    """A fleet in our words or an engine's. Raises LayoutError naming the option."""
+    """Parse a fleet in our words or an engine's. Raises LayoutError naming the option."""
     from kvmover.plan.fleet_text import FleetText, in_our_words
 
     try:
@@ -279,7 +279,7 @@ def fleet_option(option: str, text: str) -> FleetText:
 
 
 def _check_size(tokens: int, *fleets: FleetText) -> None:
-    """Refuse what would take hours, or all memory, to be planned."""
+    """Raise LayoutError for a plan that would take hours, or all memory."""
     for each in fleets:
         if each.fleet.size > _MOST_RANKS:
             raise LayoutError(f"a fleet of {each.fleet.size:,} ranks; at most {_MOST_RANKS:,} can be planned for")
@@ -292,7 +292,7 @@ def _check_size(tokens: int, *fleets: FleetText) -> None:
 
 
 def measured_link(calibration: Path | None, name: str | None) -> Calibration | None:
-    """What was measured of a link, None where no file is given. Raises LayoutError or PlanError."""
+    """Returns the measurements of a link; None without a file. Raises LayoutError or PlanError."""
     from kvmover.plan.calibration import link_to, load
 
     if calibration is not None:

@@ -35,7 +35,7 @@ def _location(given: str | None) -> Path | str:
 
 @store_app.command("stat")
 def store_stat(root: Root = None, namespace: OneNamespace = None, as_json: Json = False) -> int:
-    """Show what is stored, and what a crash cost."""
+    """Show the stored pages, and the losses of a crash."""
     from kvmover.store import stat_stores
 
     where = _location(root)
@@ -81,7 +81,7 @@ def store_gc(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Take over what dead writers left, and keep to a quota or an age."""
+    """Take over the remains of dead writers, and keep to a quota or an age."""
     from kvmover.config import load
     from kvmover.store import clear_unused, collect_stores
 
@@ -101,7 +101,7 @@ def store_clear(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Delete all pages of a namespace, and nothing else. Asks before it does."""
+    """Delete all pages of a namespace, and only those. Asks first."""
     from kvmover.store import clear_stores
 
     where = _location(root)
@@ -111,7 +111,10 @@ def store_clear(
 
 
 def _ask_to_clear(root: Path | str, namespace: str) -> None:
-    """Say what would be deleted, and go on only if a person agrees: pages are not had back."""
+    """Show the pages to be deleted, and go on only if a person agrees: deletion is final.
+
+    Raises StoreError if stdin is no terminal.
+    """
     from kvmover.store import stat_stores
 
     rows = stat_stores(root, namespace)
@@ -124,7 +127,7 @@ def _ask_to_clear(root: Path | str, namespace: str) -> None:
 
 
 def _tell(rows: Sequence[StoreRow], as_json: bool, where: Path | str) -> int:
-    """Print them, as a table and a sentence where there is something to say; 1 if an object is bad, or was not read."""
+    """Print the rows, as a table with notes or as JSON. Returns 1 if an object is bad or was left unread."""
     if as_json:
         typer.echo(json.dumps([row.as_data() for row in rows]))
     else:

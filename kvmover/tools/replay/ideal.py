@@ -1,6 +1,6 @@
-"""The Ideal remembers every prompt: what a cache could reuse that never forgets, and which pages of prompts are equal.
+"""The Ideal remembers every prompt: the reuse of a cache without eviction, and the equal pages of prompts.
 
-The same class stands in C in `core/ideal.c`, where it was built.
+`core/ideal.c` has the same class in C.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from kvmover.c_core import NATIVE
 
 
 class Ideal:
-    """Remembers of every block, after the blocks before it, how many of its first tokens were ever computed."""
+    """A memory, for each block after its predecessors, of the number of its first tokens ever computed."""
 
     def __init__(self) -> None:
-        #: Numbers of places: a block after the place before it; one that is followed when it is cut short has another.
+        #: Place numbers by (place before, block). A shortened block that has a successor adds another place.
         self._places = dict[tuple[int, int], int]()
         self._known = list[int]()
 
     def serve(
         self, hash_ids: Sequence[int], lengths: Sequence[int], block_tokens: int, page_tokens: int
     ) -> tuple[int, bytes]:
-        """Tokens at the beginning of this prompt that an earlier one began with; then this prompt is known too.
+        """Returns the leading tokens known from earlier prompts, and page numbers; then remembers this prompt.
 
-        `lengths` are the tokens of each block, of which a whole one has `block_tokens`. With the tokens come the
-        numbers of the prompt's whole pages, int64, [page]: equal for two pages where all tokens up to their ends are.
+        `lengths`: tokens of each block, `block_tokens` for a whole one. Page numbers are int64, [whole page], as bytes:
+        two pages have equal numbers if all tokens up to their ends are equal.
         """
         known, found = self._known, array("q")
         before, reused, whole, place_of = -1, 0, True, self._places.setdefault
@@ -57,7 +57,7 @@ class Ideal:
 def _page_numbers(
     places: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], block_tokens: int, page_tokens: int
 ) -> npt.NDArray[np.int64]:
-    """A number is of the place of the block that the page ends in, and of the how many'th page that is there."""
+    """Returns page numbers, each from the place of the block where the page ends and the page's index in that block."""
     firsts = places * -(-block_tokens // page_tokens)
     stops = np.cumsum(lengths)
     begins = stops - lengths
@@ -67,5 +67,5 @@ def _page_numbers(
 
 
 def new_ideal() -> Ideal:
-    """An ideal that knows no prompt yet, in C where that was built."""
+    """Returns an empty ideal, in C if built."""
     return Ideal() if NATIVE is None else NATIVE.Ideal()

@@ -1,4 +1,4 @@
-"""Mooncake's traces, of FAST'25 and agentic ones: one JSON object a line for a request, with its prompt or what is new.
+"""Mooncake's traces, FAST'25 and agentic: a JSON object a line for a request, with its prompt or the new part of it.
 
 A row has `input_length` and `output_length` (tokens) and `hash_ids`, one for every block of the prompt, the last one
 cut short. It has `timestamp` (ms), or, after the first row of a `session_id`, `delay` (ms after the row before). In a
@@ -50,12 +50,12 @@ class _Row(msgspec.Struct, gc=False):
     session_id: str | int | None = None
     delay: Time | None = None
     delay_ms: Time | None = None
-    #: Of rows that came before agentic Mooncake had a header: when they come is another question.
+    #: Set in rows of agentic Mooncake without a header, whose arrival times are undefined: refused.
     wait_for: list[str] | None = None
 
 
 class _Session:
-    """What is known of a session while its rows are read."""
+    """The state of a conversation while its rows are read."""
 
     def __init__(self, begins_ms: float | None) -> None:
         self.begins_ms = begins_ms
@@ -63,7 +63,7 @@ class _Session:
 
 
 class MooncakeReader(TraceReader):
-    """Rows that hold their whole prompt. Rows without a session are a session each."""
+    """A reader of rows that hold their whole prompt. A row without `session_id` is a `TraceSession` by itself."""
 
     def __init__(self, block_tokens: int | None = None) -> None:
         self.block_tokens = block_tokens or BLOCK_TOKENS
@@ -73,7 +73,7 @@ class MooncakeReader(TraceReader):
 
     @property
     def distinct_blocks(self) -> int:
-        """Ids that were seen."""
+        """Returns the number of distinct ids seen."""
         return len(self._numbers)
 
     def scan(self, number: int, line: bytes) -> None:
@@ -108,7 +108,10 @@ class MooncakeReader(TraceReader):
 
 
 def _arrival_ms(session: _Session, row: _Row) -> float:
-    """From the session's beginning. A time of its own is what happened, and is taken before a delay."""
+    """Returns ms from the first row of its `session_id`. A row's timestamp takes precedence over its delay.
+
+    Raises ReplayTraceError for contradictory or missing times.
+    """
     if row.delay is not None and row.delay_ms is not None:
         raise ReplayTraceError(f"delay {row.delay} and delay_ms {row.delay_ms} in one row")
     delay_ms = row.delay if row.delay is not None else row.delay_ms
@@ -130,19 +133,19 @@ def _arrival_ms(session: _Session, row: _Row) -> float:
 
 
 class MooncakeDeltaReader(MooncakeReader):
-    """Rows that hold what is new. Nobody knows which tokens an output was, so each is equal to itself alone."""
+    """A reader of rows that hold only the new part. Outputs have unknown tokens, so each equals only itself."""
 
     def __init__(self, block_tokens: int | None = None) -> None:
         super().__init__(block_tokens)
         self._numbers = BlockNumbers(0)
-        #: By the line of a row: which blocks its output is, counted over all outputs.
+        #: By row's line: the index of its output's first block, over all outputs.
         self._outputs = dict[int, int]()
         self._output_blocks = 0
         self._prompt_tokens = dict[str, int]()
 
     @property
     def distinct_blocks(self) -> int:
-        """Ids that were seen, and the outputs in blocks of their own."""
+        """Returns the number of distinct ids seen plus the outputs' own blocks."""
         return len(self._numbers) + self._output_blocks
 
     def _scanned(self, name: str, number: int, row: _Row) -> None:
@@ -176,7 +179,7 @@ def _has_sessions(first: Mapping[str, Any]) -> bool:
 
 
 MOONCAKE = TraceFormat("mooncake", _has_rows, MooncakeReader)
-#: Nothing in a row tells this from rows with sessions and whole prompts, so its name must be given.
+#: Its rows look like `MOONCAKE` rows with a `session_id`, so its name must be given.
 MOONCAKE_DELTA = TraceFormat("mooncake-delta", _has_sessions, MooncakeDeltaReader)
 
 
@@ -212,7 +215,7 @@ class _AgenticRow(msgspec.Struct, gc=False):
 
 
 class _After(NamedTuple):
-    """An edge of a play: which request, whether its end is waited for, and for how long after."""
+    """An edge of a play: the request waited for, True if for its end, and the delay after it in ms."""
 
     request: str
     completed: bool
@@ -228,7 +231,7 @@ class _Node:
 
 
 class AgenticMooncakeReader(TraceReader):
-    """A play is a session. A request takes the time that its row says an API took, or none."""
+    """A reader of plays, each a `TraceSession`. A request takes its row's `recorded_api_time_ms`, or 0."""
 
     def __init__(self, block_tokens: int | None = None) -> None:
         self._given = block_tokens
@@ -274,7 +277,7 @@ class AgenticMooncakeReader(TraceReader):
         self._numbers = BlockNumbers(MOST_DISTINCT_TOKENS // self.block_tokens)
 
     def sessions(self) -> list[TraceSession]:
-        """See TraceReader. The order of plays is that of their ordinals, or else of their first rows."""
+        """See TraceReader. Plays are ordered by their ordinals, otherwise by their first rows."""
         self._numbers.settle()
         names, ordinals = list(self._plays), self._ordinals
         known = {name: ordinal for name, ordinal in ordinals.items() if ordinal is not None}
@@ -310,7 +313,10 @@ class AgenticMooncakeReader(TraceReader):
 
 
 def _arrivals(nodes: Mapping[str, _Node], begins_ms: float) -> dict[str, float]:
-    """When each request of a play comes, in milliseconds from its beginning: after all that it waits for."""
+    """Returns the arrival (ms from the play's beginning) of each request, after all its dependencies.
+
+    Raises ReplayTraceError if requests wait in a circle.
+    """
     order = TopologicalSorter({name: [edge.request for edge in node.after] for name, node in nodes.items()})
     times = dict[str, float]()
     try:

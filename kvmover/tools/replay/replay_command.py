@@ -22,7 +22,7 @@ POINTS = 10
 
 
 def capacities(requests: Requests, page_tokens: int) -> list[int]:
-    """From twice the longest prompt to all blocks of the trace, by equal factors, in whole pages."""
+    """Returns capacities (tokens, whole pages) from twice the longest prompt to the whole trace, by equal factors."""
     blocks, longest = dict[int, int](), 0
     for request in requests:
         longest = max(longest, request.input_length)
@@ -35,7 +35,7 @@ def capacities(requests: Requests, page_tokens: int) -> list[int]:
 
 
 def sweep(requests: Requests, config: ReplayConfig, step: Callable[[int], object] = int) -> list[Report]:
-    """One replay a capacity, all else as in `config`."""
+    """Replay once for each capacity, all else as in `config`."""
     return [
         replay(requests, replace(config, device_tokens=tokens), step)
         for tokens in capacities(requests, config.page_tokens)
@@ -43,7 +43,7 @@ def sweep(requests: Requests, config: ReplayConfig, step: Callable[[int], object
 
 
 def drawable(path: Path) -> None:
-    """Raises KvmoverError when nothing can be drawn there: asked before a minute of replays, not after it."""
+    """Raise KvmoverError if a picture cannot be drawn there: checked before a minute of replays."""
     need("matplotlib", "--plot", "plot")
     from matplotlib.backend_bases import FigureCanvasBase
 
@@ -55,7 +55,10 @@ def drawable(path: Path) -> None:
 
 
 def draw(reports: Sequence[Report], chosen: Report, path: Path) -> None:
-    """Write the picture, in the format of the suffix. `chosen` is marked in it."""
+    """Write the picture, in the format of the suffix, with `chosen` marked.
+
+    Raises KvmoverError if it cannot be written.
+    """
     from matplotlib.figure import Figure
 
     figure: Any = Figure(figsize=(7, 4), layout="constrained")
@@ -92,7 +95,7 @@ def draw(reports: Sequence[Report], chosen: Report, path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """What to replay against what, and how to answer."""
+    """The trace, the cache to replay it against, and the form of output."""
 
     trace: Path
     config: ReplayConfig
@@ -102,7 +105,7 @@ class ReplayOptions:
 
 
 def run_replay(options: ReplayOptions, out: Console) -> None:
-    """Print the report on `out`, or as JSON on stdout, and draw the picture if one was asked for."""
+    """Print the report on `out`, or as JSON on stdout, and draw the picture if requested."""
     if options.plot:
         drawable(options.plot)
     requests = read_trace(options.trace, options.reading)

@@ -10,11 +10,11 @@ from kvmover.errors import KvmoverError
 
 
 class ReplayConfigError(KvmoverError, ValueError):
-    """A cache that cannot be: the message names the option and the value."""
+    """An impossible cache: the message names the option and the value."""
 
 
-#: When pages come to the host, by SGLang's names. Back loses no hits, however small the host is. Through copies what
-#: the device goes on holding, and in a host smaller than the device there is no room left for anything else.
+#: Times of writes to the host, by SGLang's names. Write-back loses no hits, however small the host is. Write-through
+#: copies pages that stay on the device, and a host smaller than the device has no room for others.
 WRITE_POLICIES: dict[str, WriteBack | WriteThrough] = {
     "write_back": WriteBack(),
     "write_through": WriteThrough(),
@@ -24,10 +24,11 @@ WRITE_POLICIES: dict[str, WriteBack | WriteThrough] = {
 
 @dataclass(frozen=True, slots=True)
 class ReplayConfig:
-    """Page size, policy, and what each tier holds. A device of None is without end; a tier of 0 tokens is not there.
+    """Page size, policy, and each tier's tokens. A device of None is unlimited; a tier of 0 tokens is absent.
 
-    Pages reach storage through the host, as engines have it, so storage without a host tier is refused. `writes` says
-    when they come to the host, and to storage with it.
+    Pages reach storage through the host, as in engines, so storage without a host tier is refused. `writes`: the time
+    of writes to the host, and with it to storage. Raises ReplayConfigError for a tier below one page, or storage
+    without a host.
     """
 
     page_tokens: int = 64
@@ -52,15 +53,15 @@ class ReplayConfig:
 
     @property
     def tiers(self) -> Tiers:
-        """Of the tree: its device alone where there are no host tokens."""
+        """Returns the tree's tiers: the device alone without host tokens."""
         return self.writes if self.host_tokens else DeviceOnly()
 
     def pages(self, tokens: int) -> int:
-        """Whole pages that `tokens` tokens of room make."""
+        """Returns the whole pages in `tokens` tokens."""
         return tokens // self.page_tokens
 
     def as_data(self) -> dict[str, Any]:
-        """For JSON: names and numbers."""
+        """Returns names and numbers, for JSON."""
         return {
             "page_tokens": self.page_tokens,
             "capacity_tokens": self.device_tokens,
@@ -72,14 +73,14 @@ class ReplayConfig:
 
 
 def write_policy_named(name: str) -> WriteBack | WriteThrough:
-    """The write policy of that name. Raises ReplayConfigError with all names."""
+    """Returns a write policy by name. Raises ReplayConfigError with all names."""
     if name not in WRITE_POLICIES:
         raise ReplayConfigError(f"no write policy {name}: there are {', '.join(WRITE_POLICIES)}")
     return WRITE_POLICIES[name]
 
 
 def policy_named(name: str) -> EvictionPolicy:
-    """The eviction policy of that name. Raises ReplayConfigError with all names."""
+    """Returns an eviction policy by name. Raises ReplayConfigError with all names."""
     if name not in POLICIES:
         raise ReplayConfigError(f"no policy {name}: there are {', '.join(POLICIES)}")
     return POLICIES[name]

@@ -1,4 +1,4 @@
-"""A Report has what a replay found, as data and as a table."""
+"""A Report has the results of a replay, as data and as a table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvmover.cache.prefix import WriteThrough
 from kvmover.exposition import DurationHistogram
 from kvmover.tools.replay.replay_config import ReplayConfig
 
-#: What no cache in pages could have reused, however large.
+#: Losses in any paged cache, however large.
 UNAVOIDABLE = (Loss.PARTIAL_PAGE, Loss.LAST_TOKEN)
 
 _REASONS = {
@@ -26,7 +26,7 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Sums over all requests. `seconds` are what the replay took, not what the trace did."""
+    """Sums over all requests. `seconds`: duration of the replay itself, not of the trace."""
 
     config: ReplayConfig
     requests: int
@@ -36,12 +36,12 @@ class Report:
 
     @property
     def ideal_hit_rate(self) -> float:
-        """Of a cache in pages of this size that never forgets."""
+        """Returns the hit rate of a cache in pages of this size without eviction."""
         never = sum(self.totals.lost.get(reason, 0) for reason in UNAVOIDABLE)
         return (self.totals.reusable_tokens - never) / self.totals.prompt_tokens
 
     def as_data(self) -> dict[str, Any]:
-        """For JSON: the configuration, the sums and the rates."""
+        """Returns the configuration, the sums and the rates, for JSON."""
         totals = self.totals
         return {
             "requests": self.requests,
@@ -66,7 +66,7 @@ class Report:
 
 
 def print_report(report: Report, out: Console) -> None:
-    """Where the prompt tokens came from, where the rest of the ideal went, and how fast this was."""
+    """Print the sources of the prompt tokens, the losses against the ideal, and the speed."""
     totals, config = report.totals, report.config
     capacity = "without end" if config.device_tokens is None else f"of {config.device_tokens:,} tokens"
     out.print(f"{report.requests:,} requests, {totals.prompt_tokens:,} prompt tokens")

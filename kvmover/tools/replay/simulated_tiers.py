@@ -1,6 +1,6 @@
-"""The tiers below and beside a replayed tree: pages of the device and of the host that are counted, and a storage.
+"""The tiers of a replayed tree: counts of device and host pages, and a storage.
 
-SimulatedStorage and `multiples` stand in C in `core/simulated.c` too, where it was built.
+`core/simulated.c` has SimulatedStorage and `multiples` in C too.
 """
 
 from __future__ import annotations
@@ -13,57 +13,57 @@ import numpy.typing as npt
 from kvmover.c_core import NATIVE
 from kvmover.errors import KvmoverError
 
-#: A page's number is equal to another's where all tokens up to their ends are.
+#: Numbers of pages: two are equal if all tokens up to the pages' ends are.
 PageNumbers: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.uint32] | npt.NDArray[np.int64]
 
 
 class PagesExhausted(KvmoverError):
-    """More pages were asked for than are free: the message has both numbers."""
+    """More pages requested or returned than possible: the message has both numbers."""
 
 
 class SimulatedPages:
-    """Pages of a tier of `limit`, or of one without end. They are counted: what tells them apart is the caller's."""
+    """A count of a tier's pages, at most `limit` (None: unlimited). The caller identifies pages."""
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
-        #: Pages that are out.
+        #: Pages in use.
         self.taken = 0
 
     def short(self, pages: int) -> int:
-        """How many of `pages` are not free; never below 0."""
+        """Returns the pages missing for a `take` of `pages`; at least 0."""
         return max(0, self.taken + pages - self.limit) if self.limit is not None else 0
 
     def take(self, pages: int) -> None:
-        """`pages` pages are the caller's until they are given back."""
+        """Take `pages` pages until `give`. Raises PagesExhausted above the limit."""
         if self.limit is not None and self.taken + pages > self.limit:
             raise PagesExhausted(f"{pages} pages asked for, {self.taken} of {self.limit} are taken")
         self.taken += pages
 
     def give(self, pages: int) -> None:
-        """Pages come back. Raises PagesExhausted for more than are out."""
+        """Return pages. Raises PagesExhausted for more than are taken."""
         if pages > self.taken:
             raise PagesExhausted(f"{pages} pages come back, {self.taken} are taken")
         self.taken -= pages
 
 
 class PageIdSeries:
-    """Ids for pages of which none needs to be found again by its id: no two of 2**31 in a row are equal."""
+    """Ids for pages that are never looked up by id: unique among 2**31 in a row."""
 
     def __init__(self) -> None:
         self._next = 0
 
     def take(self, pages: int) -> npt.NDArray[np.int32]:
-        """The next `pages` ids."""
+        """Returns the next `pages` ids."""
         first = self._next if self._next + pages <= 2**31 else 0
         self._next = first + pages
         return np.arange(first, first + pages, dtype=np.int32)
 
 
 class SimulatedStorage:
-    """Up to `limit` pages, by number. Nothing takes time, and no page is ever bad.
+    """A storage of up to `limit` pages, by number. Operations take no time and never fail.
 
-    Uses are written down one after the other, and of each page where its last use stands: a page is here while that is
-    in the log, and what stands first there is what was used least recently.
+    An append-only log holds uses, and `_used` the last position of each page: a page is stored while that is in the
+    log, and the first such position is the least recently used page.
     """
 
     def __init__(self, limit: int) -> None:
@@ -77,7 +77,7 @@ class SimulatedStorage:
         return self._pages
 
     def leading(self, pages: PageNumbers) -> int:
-        """How many of `pages` are here, up to the first that is not. They count as read."""
+        """Returns how many leading `pages` are stored, and marks them used."""
         missing = np.flatnonzero(self._places(pages) < 0)
         count = int(missing[0]) if len(missing) else len(pages)
         if count:
@@ -85,14 +85,14 @@ class SimulatedStorage:
         return count
 
     def put(self, pages: PageNumbers) -> None:
-        """Keep `pages`; the least recently used go when there is no room."""
+        """Store `pages`, evicting the least recently used beyond the limit."""
         self._pages += int(np.count_nonzero(self._places(pages) < 0))
         self._touch(pages)
         while self._pages > self.limit:
             self._drop(self._pages - self.limit)
 
     def _places(self, pages: PageNumbers) -> npt.NDArray[np.int64]:
-        """Where the last use of each stands in the log; -1 for one that is not here."""
+        """Returns each page's last position in the log; -1 if it is not stored."""
         try:
             return self._used[pages]
         except IndexError:
@@ -100,7 +100,7 @@ class SimulatedStorage:
             return self._used[pages]
 
     def _touch(self, pages: PageNumbers) -> None:
-        """Deepest first, so that a prefix always outlives what follows it."""
+        """Append uses, deepest page first, so that a prefix outlives its successors."""
         if self._tail + len(pages) > len(self._log):
             self._shorten(len(pages))
         before, self._tail = self._tail, self._tail + len(pages)
@@ -108,7 +108,7 @@ class SimulatedStorage:
         self._used[pages] = np.arange(self._tail - 1, before - 1, -1)
 
     def _drop(self, most: int) -> None:
-        """Up to `most` pages, the least recently used of those whose uses stand first."""
+        """Evict up to `most` of the least recently used pages."""
         places = np.arange(self._head, min(self._head + 2 * most, self._tail))
         pages = self._log[places]
         last = np.flatnonzero(self._used[pages] == places)[:most]
@@ -117,7 +117,7 @@ class SimulatedStorage:
         self._head = int(places[last[-1]] if len(last) == most else places[-1]) + 1
 
     def _shorten(self, room: int) -> None:
-        """Leave last uses alone in the log, and as many places again."""
+        """Compact the log to last uses, with room for `room` more and as much again."""
         places = np.arange(self._head, self._tail)
         pages = self._log[places]
         pages = pages[self._used[pages] == places]
@@ -128,10 +128,10 @@ class SimulatedStorage:
 
 
 def new_storage(limit: int) -> SimulatedStorage:
-    """An empty storage, in C where that was built."""
+    """Returns an empty storage, in C if built."""
     return SimulatedStorage(limit) if NATIVE is None else NATIVE.SimulatedStorage(limit)
 
 
 def multiples(pages: PageNumbers, of: int) -> list[int]:
-    """Those of `pages` that `of` divides."""
+    """Returns the pages whose numbers are multiples of `of`."""
     return pages[pages % of == 0].tolist() if NATIVE is None else NATIVE.multiples(pages, of)

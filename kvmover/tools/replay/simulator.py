@@ -1,9 +1,8 @@
 """A simulated engine serves one request after the other from a prefix tree, its tiers and a ledger.
 
-A request is matched with its last token left out, so that at least that one is computed. Its pages are in the tree when
-its prefill is done, which is before the next request comes; pages that it extends are locked meanwhile. Its output is
-not cached: traces do not say which tokens it was, and the next turn of a chat brings it back in its prompt. Copies take
-no time.
+A request is matched without its last token, so that at least that token is computed. Its pages enter the tree when its
+prefill is done, before the next request comes; pages that it extends are locked meanwhile. Its output is not cached:
+traces do not give its tokens, and the next turn of a chat repeats it in its prompt. Copies take no time.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ from kvmover.tools.replay.trace_reader import ReplayRequest
 
 Losses: TypeAlias = Mapping[Loss, int]
 
-#: One page in so many is followed from storing to removal.
+#: One page in this many is followed from storing to removal.
 RESIDENCY_SAMPLE = 61
 
 
 def in_pages(tokens: int, page_tokens: int) -> int:
-    """Tokens of the whole pages among the first `tokens`."""
+    """Returns the tokens of the whole pages among the first `tokens`."""
     return tokens - tokens % page_tokens
 
 
@@ -61,11 +60,13 @@ class ReplayPrompt(NamedTuple):
 
 
 class Server:
-    """Raises ReplayConfigError for a prompt that the device cannot hold, and InvariantBroken when pages are missing
-    that nobody gave up. `ledger` has the accounts, strict ones.
+    """A simulated engine with its tiers. `ledger` has the accounts, strict ones.
 
-    A page's number stands for all tokens up to its end: the tree and storage compare it instead of them, and it is the
-    page's id on the device, where no page is twice.
+    Raises ReplayConfigError for a prompt larger than the device, and InvariantBroken for pages missing without
+    eviction.
+
+    A page's number stands for all tokens up to its end: the tree and storage compare it instead of tokens, and it is
+    the page's id on the device, where no page is twice.
     """
 
     def __init__(self, config: ReplayConfig, ledger: Ledger | None = None) -> None:
@@ -76,7 +77,7 @@ class Server:
         self.host = SimulatedPages(config.pages(config.host_tokens))
         self.storage = new_storage(config.pages(config.storage_tokens)) if config.storage_tokens else None
         self.residency = Residency()
-        #: Device pages that the tree gave up for room, over all requests.
+        #: Device pages evicted by the tree for room, over all requests.
         self.evicted_pages = 0
         self._host_ids = PageIdSeries()
         self._writes_back = isinstance(config.tiers, WriteBack)
@@ -84,7 +85,7 @@ class Server:
         self._served = 0
 
     def serve(self, request: ReplayRequest) -> Credit:
-        """Match, fetch and load what slower tiers have, make room, compute, insert. Which tier gave how much."""
+        """Match, fetch and load from slower tiers, make room, compute, insert. Returns the tokens by tier."""
         number, self._served = self._served, self._served + 1
         page_tokens, now_s, length = self.config.page_tokens, request.arrived_s, request.input_length
         needed = -(-length // page_tokens)
@@ -120,13 +121,14 @@ class Server:
         return credit
 
     def _has_last_page(self, prompt: ReplayPrompt) -> bool:
-        """Whether a page is computed although it is on the device, for the logits of its last token: this copy of it
-        comes back.
-        """
+        """True if a page on the device is computed again for the logits of its last token; that copy is freed."""
         return len(prompt.pages) > prompt.limit and self.tree.look(prompt.key).tokens == len(prompt.pages)
 
     def _losses(self, request: ReplayRequest, reusable: int, credited: int, lost: Losses) -> Losses:
-        """Every reusable token that is not credited has a reason. What no other explains was evicted for room."""
+        """Returns `lost` with a reason for every reusable token not credited; the remainder was evicted.
+
+        Raises InvariantBroken if there is a remainder without any eviction.
+        """
         whole = in_pages(reusable, self.config.page_tokens)
         usable = in_pages(min(reusable, request.input_length - 1), self.config.page_tokens)
         evicted = usable - credited - sum(lost.values())
@@ -140,16 +142,16 @@ class Server:
     # Room
 
     def _make_room(self, pages: int, now_s: float) -> None:
-        """Let `pages` pages of the device be free: the tree gives up what is short."""
+        """Free `pages` device pages by evicting the shortfall from the tree."""
         while short := self.device.short(pages):
             given_up = self._evicted(short, now_s)
             self.evicted_pages += len(given_up.page_ids())
             self._free(given_up, now_s)
 
     def _evicted(self, pages: int, now_s: float) -> ActionList:
-        """What the tree does to give up `pages` pages of the device, or as many of them as the host can take at once.
+        """Evict `pages` device pages from the tree, or as many as the host can take at once.
 
-        Where they go there, they go on to storage.
+        With write-back they go to the host, and on to storage.
         """
         if not self._writes_back or self.host.limit is None:
             return self.tree.evict(pages)
@@ -164,7 +166,7 @@ class Server:
         return given_up
 
     def _host_room(self, pages: int, now_s: float) -> int:
-        """As many of `pages` as the host has free after the tree gave up what it may."""
+        """Returns how many of `pages` the host has free after evicting."""
         short = self.host.short(pages)
         if short:
             self._free(self.tree.evict_host(short), now_s)
@@ -184,7 +186,7 @@ class Server:
     # Tiers
 
     def _bring(self, prompt: ReplayPrompt, match: Match) -> tuple[Match, Credit, Losses]:
-        """Bring to the device what slower tiers have. Returned is the match with it, and which tier gave how much."""
+        """Bring pages from slower tiers to the device. Returns the new match, the credit by tier, and the losses."""
         before, page_tokens, missing, more = match, self.config.page_tokens, 0, self.storage is not None
         while more and match.best_tokens < prompt.limit:
             came = match.best_tokens
@@ -197,7 +199,10 @@ class Server:
         return match, Credit(device, best - device, match.tokens * page_tokens - best), lost
 
     def _fetch(self, prompt: ReplayPrompt, match: Match) -> tuple[Match, int]:
-        """Read into host pages what storage has beyond the best match. With it how many pages have no room there."""
+        """Read into host pages the pages storage has beyond the best match.
+
+        Returns the match and the pages without room.
+        """
         assert self.storage is not None
         tree, first, through = self.tree, match.best_tokens, not self._writes_back
         beyond = self.storage.leading(prompt.pages[first : prompt.limit])
@@ -207,7 +212,7 @@ class Server:
             return match, beyond
         on_host = through or match.best_tokens > match.tokens
         handles = [tree.lock(match.device_node), *([tree.lock_host(match.best_node)] if on_host else [])]
-        # What the device gives up goes by the host, and so before this comes there.
+        # evicted device pages go to the host, so they precede the fetch
         if not through:
             self._make_room(min(beyond, self.host.limit or 0) + first - match.tokens, prompt.now_s)
         able = self._host_room(beyond, prompt.now_s)
@@ -220,7 +225,7 @@ class Server:
         return tree.match(prompt.key, limit_tokens=prompt.limit), beyond - able
 
     def _load(self, prompt: ReplayPrompt, match: Match) -> Match:
-        """Copy to the device what the host has of the best match."""
+        """Copy the host's pages of the best match to the device."""
         if match.best_tokens == match.tokens:
             return match
         tree, ids = self.tree, prompt.pages[match.tokens : match.best_tokens]
@@ -235,7 +240,7 @@ class Server:
         return tree.match(prompt.key, limit_tokens=prompt.limit)
 
     def _back_up(self, node: int, prompt: ReplayPrompt) -> bool:
-        """Copy to the host, and to storage, what the path has on the device alone. False when the host has no room."""
+        """Copy the path's device-only pages to the host, and to storage. False if the host has no room."""
         needs = self.tree.backup_needs(node).get(FULL, 0)
         if not needs:
             return True
@@ -250,7 +255,7 @@ class Server:
 
 
 def _numbers(device_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.uint32]:
-    """Which pages these are."""
+    """Returns the page numbers of these device ids."""
     return device_ids.view(np.uint32)
 
 
@@ -259,7 +264,7 @@ def _sample(pages: PageNumbers) -> list[int]:
 
 
 class Requests(Protocol):
-    """A trace, or a list of requests: read once for every replay, and never held as a whole."""
+    """A trace, or a list of requests: iterated once for each replay, never held as a whole."""
 
     def __len__(self) -> int: ...
 
@@ -267,7 +272,7 @@ class Requests(Protocol):
 
 
 def replay(requests: Requests, config: ReplayConfig, step: Callable[[int], object] = int) -> Report:
-    """Serve `requests` in order; `step` gets how many more are done. Raises ReplayConfigError for an impossible one."""
+    """Serve `requests` in order; `step` gets increments done. Raises ReplayConfigError for a prompt too large."""
     server = Server(config)
     began = time.perf_counter()
     every = max(1, len(requests) // 200)

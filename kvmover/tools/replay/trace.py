@@ -1,6 +1,6 @@
 """A ReplayTrace reads a public trace of any known format in order of arrival, twice: to check it, and to serve it.
 
-What it holds in between grows with the number of requests and of distinct blocks, and never with their tokens.
+Its memory grows with the number of requests and of distinct blocks, and never with their tokens.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ TRACE_FORMATS = {each.name: each for each in (MOONCAKE, MOONCAKE_DELTA, AGENTIC_
 
 @dataclass(frozen=True, slots=True)
 class TraceOptions:
-    """What a trace does not say itself.
+    """Options for facts that a trace leaves open.
 
-    `format` is a name of TRACE_FORMATS, and needed only where the first line looks like two of them. `block_tokens` are
-    the tokens of a hash id, 512 if neither says. With `sessions`, so many run at a time and the next one begins when
-    one ends, whatever the trace says of their beginnings.
+    `format`: a name of TRACE_FORMATS, needed only if the first line fits two of them. `block_tokens`: tokens of a hash
+    id; 512 if neither the trace nor this gives it. `sessions`: so many conversations run at a time, each next one
+    begins when one ends, whatever the trace says. Raises ReplayTraceError for an unknown format or a number below 1.
     """
 
     format: str | None = None
@@ -51,9 +51,9 @@ class TraceOptions:
 
 
 class ReplayTrace:
-    """The requests of a file, as often as they are asked for. A bad file is refused here, by a ReplayTraceError.
+    """The requests of a file, readable any number of times. The constructor raises ReplayTraceError for a bad file.
 
-    The file must stay as it is while requests are read from it.
+    The file must stay unchanged while requests are read from it.
     """
 
     def __init__(self, path: Path, options: TraceOptions) -> None:
@@ -83,20 +83,20 @@ class ReplayTrace:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a hash id."""
+        """Returns the tokens of a hash id."""
         return self._reader.block_tokens
 
     @property
     def distinct_blocks(self) -> int:
-        """Blocks that are not equal to each other."""
+        """Returns the number of distinct blocks."""
         return self._reader.distinct_blocks
 
     def __len__(self) -> int:
-        """Requests of the whole trace."""
+        """Returns the number of requests of the whole trace."""
         return len(self._order)
 
     def __iter__(self) -> Iterator[ReplayRequest]:
-        """In order of arrival. Of sessions that run, what their prompts need is held; of all others nothing is."""
+        """Yield requests in order of arrival. Only the prompts of running conversations are held."""
         running = dict[int, Iterator[Prompt]]()
         with _opened(self.path) as file:
 
@@ -116,15 +116,15 @@ class ReplayTrace:
 
 
 def read_trace(path: Path, options: TraceOptions | None = None) -> ReplayTrace:
-    """The requests of a trace, all of it checked. Empty lines are skipped; ReplayTraceError for a line that is none."""
+    """Returns the requests of a trace, fully checked; empty lines are skipped. Raises ReplayTraceError."""
     return ReplayTrace(path, options or TraceOptions())
 
 
 def in_order(sessions: Sequence[TraceSession], at_a_time: int | None = None) -> list[tuple[float, int, int]]:
-    """(arrival in ms, session, turn) of all requests, by arrival; equal ones in order of the sessions.
+    """Returns (arrival in ms, `TraceSession`, turn) of all requests, as indices, by arrival and then `TraceSession`.
 
-    Sessions begin when they say, or `at_a_time` of them run and the next one begins when one of them ends. Raises
-    ReplayTraceError where that leaves it open.
+    Conversations begin at their own times, or, with `at_a_time`, so many run and the next begins when one ends. Raises
+    ReplayTraceError if the times are still open.
 
     >>> from kvmover.tools.replay.trace_reader import TraceTurn
     >>> one = TraceSession(None, (TraceTurn(0.0, 0.0, 1), TraceTurn(30.0, 50.0, 2)))
@@ -164,7 +164,7 @@ def _one_after_another(sessions: Sequence[TraceSession], at_a_time: int) -> list
 
 
 def _format_of(path: Path, options: TraceOptions) -> TraceFormat:
-    """The one that was named, or the only one that the first line looks like."""
+    """Returns the named format, or the only one that the first line fits. Raises ReplayTraceError otherwise."""
     if options.format is not None:
         return TRACE_FORMATS[options.format]
     with _opened(path) as file:
@@ -194,7 +194,7 @@ def _opened(path: Path) -> Generator[BinaryIO]:
 
 @contextmanager
 def _named(path: Path, number: int = 0, line: bytes = b"") -> Generator[None]:
-    """What is wrong within is said with its file and line."""
+    """Add file and line to decoding and trace errors raised within, as ReplayTraceError."""
     where = f"{path.name} line {number}" if number else path.name
     try:
         yield

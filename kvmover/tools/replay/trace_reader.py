@@ -1,6 +1,6 @@
 """A TraceReader makes ReplayRequests of one format of traces: all lines are checked first, prompts read when due.
 
-What it keeps of a request between the two is when it comes and on which line it stands, and of a block its number.
+Between the two it keeps a request's arrival and line, and a block's number.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from msgspec import Meta
 
 from kvmover.errors import KvmoverError
 
-#: Tokens that one hash id stands for, where neither the trace nor its reader says. "Block" is the traces' word.
+#: Tokens of a hash id if neither the trace nor the options give it. "Block" is the traces' word.
 BLOCK_TOKENS = 512
-#: Tokens are numbers of 31 bits, and no two blocks of a trace share one.
+#: Tokens are numbers of 31 bits, and distinct blocks of a trace share no token.
 MOST_DISTINCT_TOKENS = 2**31
 
 
 class ReplayTraceError(KvmoverError, ValueError):
-    """A trace that cannot be read: the message names the file, the line and the value."""
+    """An unreadable trace: the message names the file, the line and the value."""
 
 
 def in_blocks(tokens: int, block_tokens: int) -> list[int]:
-    """Lengths of the blocks that `tokens` tokens are: whole ones, and what is left."""
+    """Returns the lengths of the blocks of `tokens` tokens: whole ones, and the rest."""
     whole, rest = divmod(tokens, block_tokens)
     return [block_tokens] * whole + [rest] * bool(rest)
 
 
 class ReplayRequest(msgspec.Struct, frozen=True, gc=False):
-    """One request of the trace; the prompt's tokens are made when asked for.
+    """A request of the trace; the prompt's tokens are made on demand.
 
-    `timestamp` is in milliseconds from the beginning of the trace. Blocks of equal ids hold equal tokens: the first of
-    `hash_ids` the first `block_tokens` tokens, and so on, the last block cut short at `input_length`. Where others are
-    short too, `block_lengths` has the tokens of each.
+    `timestamp`: milliseconds from the beginning of the trace. Blocks of equal ids hold equal tokens: the first of
+    `hash_ids` the first `block_tokens` tokens, and so on, the last block cut short at `input_length`. `block_lengths`:
+    tokens of each block, if others are short too.
     """
 
     timestamp: float
@@ -50,17 +50,17 @@ class ReplayRequest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def arrived_s(self) -> float:
-        """Seconds from the beginning of the trace."""
+        """Returns the arrival in seconds from the beginning of the trace."""
         return self.timestamp / 1000
 
     def lengths(self) -> Sequence[int]:
-        """Tokens of each block."""
+        """Returns the tokens of each block."""
         if self.block_lengths:
             return self.block_lengths
         return in_blocks(self.input_length, self.block_tokens)
 
     def tokens(self) -> npt.NDArray[np.int32]:
-        """The prompt: token i of block h is h * block_tokens + i, so no two blocks share one."""
+        """Returns the prompt: token i of block h is h * block_tokens + i, so that blocks share no token."""
         firsts = np.array(self.hash_ids, np.int32) * self.block_tokens
         if not self.block_lengths:
             within = np.arange(self.block_tokens, dtype=np.int32)
@@ -70,21 +70,21 @@ class ReplayRequest(msgspec.Struct, frozen=True, gc=False):
         return np.repeat(firsts - begins, lengths) + np.arange(self.input_length, dtype=np.int32)
 
 
-#: No context window comes near; a wrong number must not become an allocation.
+#: Above any context window; a wrong number must not become an allocation.
 MOST_LENGTH_TOKENS = 2**24
 
 Length: TypeAlias = Annotated[int, Meta(ge=1, le=MOST_LENGTH_TOKENS)]
 OutputLength: TypeAlias = Annotated[int, Meta(ge=0, le=MOST_LENGTH_TOKENS)]
-#: msgspec's bounds are those of int64, so the upper half of 64 bits comes unchecked.
+#: msgspec's bounds are those of int64, so the upper half of 64 bits is unchecked.
 HashId: TypeAlias = Annotated[int, Meta(ge=0)]
-#: A time or a delay, in the unit that its name has. JSON has no infinity.
+#: A time or a delay, in the unit of its name. JSON has no infinity.
 Time: TypeAlias = Annotated[float, Meta(ge=0, le=1e15)]
 
 
 class TraceTurn(NamedTuple):
-    """When one request comes, in milliseconds from the beginning of its session, and where it stands in the file.
+    """A request's arrival, in milliseconds from the beginning of its `TraceSession`, and its place in the file.
 
-    `end_ms` is when it was answered, as far as the trace says; `part` is which of its line's requests it is.
+    `end_ms`: its end, as far as the trace says; `part`: its index among the line's requests.
     """
 
     at_ms: float
@@ -94,14 +94,14 @@ class TraceTurn(NamedTuple):
 
 
 class TraceSession(NamedTuple):
-    """Requests of one conversation or task, in order of arrival. `begins_ms` is None where the trace does not say."""
+    """Requests of a conversation or task, in order of arrival. `begins_ms` is None if the trace does not give it."""
 
     begins_ms: float | None
     turns: tuple[TraceTurn, ...]
 
 
 class Prompt(NamedTuple):
-    """A request but for its time; fields as in ReplayRequest."""
+    """A request without its time; fields as in ReplayRequest."""
 
     input_length: int
     output_length: int
@@ -109,39 +109,39 @@ class Prompt(NamedTuple):
     block_lengths: tuple[int, ...] = ()
 
 
-#: The text of a line, by its number; the first is 1.
+#: Returns the text of a line, by its number from 1.
 Lines: TypeAlias = Callable[[int], bytes]
 
 
 class TraceReader(ABC):
-    """One trace being read. Methods raise ReplayTraceError, or msgspec's, without the place: who calls them adds it."""
+    """A trace being read. Methods raise ReplayTraceError or msgspec's errors; the caller adds file and line."""
 
-    #: Tokens that a hash id stands for.
+    #: Tokens of a hash id.
     block_tokens: int
 
     @property
     @abstractmethod
     def distinct_blocks(self) -> int:
-        """Blocks that are not equal to each other, of all that was scanned."""
+        """Returns the number of distinct blocks scanned."""
 
     @abstractmethod
     def scan(self, number: int, line: bytes) -> None:
-        """Check a line that is not empty, and keep what `sessions` needs of it."""
+        """Check a nonempty line, and keep its facts for `sessions`."""
 
     @abstractmethod
     def sessions(self) -> list[TraceSession]:
-        """All of the trace, after the last line was scanned."""
+        """Returns all of the trace, after the last line was scanned."""
 
     @abstractmethod
     def prompts(self, session: TraceSession, lines: Lines) -> Iterator[Prompt]:
-        """The prompts of its turns, in their order."""
+        """Yield the prompts of its turns, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceFormat:
-    """A format by its name: which first lines look like it, and how it is read.
+    """A format by its name: a test of the first line, and a reader.
 
-    `reader` gets the tokens of a block, or None where nobody gave them; where the trace has them, others are refused.
+    `reader` gets the tokens of a block, or None if not given; a reader refuses a number other than the trace's.
     """
 
     name: str
@@ -150,7 +150,7 @@ class TraceFormat:
 
 
 class BlockNumbers:
-    """Numbers for hash ids of any size: the ids themselves where all are below `limit`, so that nothing is kept.
+    """Numbers for hash ids of any size: the ids themselves, without a table, if all are below `limit`.
 
     >>> numbers = BlockNumbers(limit=100)
     >>> numbers.add([7, 2**63, 7])
@@ -168,31 +168,31 @@ class BlockNumbers:
         return self._count
 
     def add(self, ids: Iterable[int]) -> None:
-        """Ids of one prompt."""
+        """Add the ids of a prompt."""
         numbers = self._numbers
         for block in ids:
             numbers.setdefault(block, len(numbers))
         self._count = len(numbers)
 
     def settle(self) -> None:
-        """All were added."""
+        """End adding: drops the table if all ids are below `limit`."""
         if max(self._numbers, default=0) < self._limit:
             self._numbers.clear()
 
     def of(self, ids: Iterable[int]) -> tuple[int, ...]:
-        """The numbers of ids that were added before `settle`."""
+        """Returns the numbers of ids that were added before `settle`."""
         return tuple(map(self._numbers.__getitem__, ids)) if self._numbers else tuple(ids)
 
 
 def block_tokens_of(said: int, given: int | None) -> int:
-    """The trace's own block size, which a given one must be equal to."""
+    """Returns the trace's own block size. Raises ReplayTraceError if a different one was given."""
     if given is not None and given != said:
         raise ReplayTraceError(f"a block is {said} tokens in this trace, and {given} were given")
     return said
 
 
 def checked_blocks(hash_ids: int, input_length: int, block_tokens: int) -> None:
-    """Raise ReplayTraceError unless there is one id for every block of the prompt, a part of one counted whole."""
+    """Raise ReplayTraceError unless there is one id for every block of the prompt, a partial one included."""
     blocks = -(-input_length // block_tokens)
     if hash_ids != blocks:
         raise ReplayTraceError(

@@ -1,8 +1,8 @@
-"""Weka's traces, which AgentX replays: one JSON object a line for a session of a coding agent, its subagents within.
+"""Weka's traces, which AgentX replays: a JSON object a line for a coding conversation, with nested ones inside.
 
-A session has `id`, `block_size` (tokens), `hash_id_scope` "local" (ids are its own) and `requests`. A request is of
-`type` "n" or "s" (streamed) and has `t` (s from the session's beginning), `in` and `out` (tokens), `hash_ids` and
-`api_time` (s). One of `type` "subagent" has a `t` and `requests`, whose `t` count from it or from the beginning.
+A line has `id`, `block_size` (tokens), `hash_id_scope` "local" (ids are its own) and `requests`. A request is of `type`
+"n" or "s" (streamed) and has `t` (s from the line's beginning), `in` and `out` (tokens), `hash_ids` and `api_time` (s).
+One of `type` "subagent" has a `t` and `requests`, whose `t` count from it or from the beginning.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvmover.tools.replay.trace_reader import (
     block_tokens_of,
 )
 
-#: Seconds by which two times that were rounded apart may differ.
+#: Tolerance in seconds between two times rounded separately.
 _ROUNDED_S = 1e-6
 
 
@@ -43,11 +43,11 @@ class _Asked(msgspec.Struct, gc=False):
 
 
 class _Normal(_Asked, tag="n", gc=False):
-    """An answer in one piece."""
+    """A request answered in one piece."""
 
 
 class _Streamed(_Asked, tag="s", gc=False):
-    """An answer token by token."""
+    """A request answered token by token."""
 
 
 _Request: TypeAlias = _Normal | _Streamed
@@ -65,7 +65,7 @@ class _Session(msgspec.Struct, gc=False):
     requests: tuple[_Normal | _Streamed | _Subagent, ...]
 
     def flat(self) -> list[tuple[_Request, float | None]]:
-        """All requests as they stand in the line, each with the `t` of the subagent that it is in."""
+        """Returns all requests in line order, each with the `t` of its `_Subagent` entry, or None."""
         found = list[tuple[_Request, float | None]]()
         for entry in self.requests:
             if isinstance(entry, _Subagent):
@@ -76,14 +76,14 @@ class _Session(msgspec.Struct, gc=False):
 
 
 class _Seen(NamedTuple):
-    """A session that was scanned: the number of its first block, and of each request t, its subagent's, api_time."""
+    """A scanned line: the number of its first block, and (t, the `_Subagent`'s t, api_time) of each request, s."""
 
     first_block: int
     times: tuple[tuple[float, float | None, float], ...]
 
 
 class WekaReader(TraceReader):
-    """From when a `t` within a subagent counts is not said: from the subagent's own, if one in the file is below it."""
+    """A reader of Weka's traces. A `t` in a `_Subagent` counts from that entry's own if any in the file is below it."""
 
     def __init__(self, block_tokens: int | None = None) -> None:
         self._given = block_tokens
@@ -95,7 +95,7 @@ class WekaReader(TraceReader):
 
     @property
     def distinct_blocks(self) -> int:
-        """Ids of every session, and the blocks without one."""
+        """Returns the distinct ids of every line, plus the blocks without one."""
         return self._blocks
 
     def scan(self, number: int, line: bytes) -> None:
@@ -113,7 +113,7 @@ class WekaReader(TraceReader):
         self._blocks += _numbered([request for request, _ in requests], self.block_tokens)[1]
 
     def _check(self, session: str, at: int, request: _Request) -> None:
-        """An id for every block, or for every whole one, or none: a request that nothing is known of."""
+        """Raise ReplayTraceError unless there is an id for every block, for every whole block, or for no block."""
         ids, whole = len(request.hash_ids), request.input_length // self.block_tokens
         if ids not in (0, whole, -(-request.input_length // self.block_tokens)):
             raise ReplayTraceError(
@@ -122,7 +122,7 @@ class WekaReader(TraceReader):
             )
 
     def sessions(self) -> list[TraceSession]:
-        """See TraceReader. A session's beginning is its first request; when that is, Weka's traces do not say."""
+        """See TraceReader. A `TraceSession` begins with its first request, at a time that Weka's traces leave open."""
         return [TraceSession(None, self._turns(number, seen)) for number, seen in self._seen.items()]
 
     def _turns(self, line: int, seen: _Seen) -> tuple[TraceTurn, ...]:
@@ -138,7 +138,7 @@ class WekaReader(TraceReader):
         return tuple(sorted(turns, key=lambda turn: (turn.at_ms, turn.part)))
 
     def prompts(self, session: TraceSession, lines: Lines) -> Iterator[Prompt]:
-        """See TraceReader. The blocks of the session are held until its last prompt."""
+        """See TraceReader. The blocks of a line are held until its last prompt."""
         line = session.turns[0].line
         requests = [request for request, _ in self._decoder.decode(lines(line)).flat()]
         first = self._seen[line].first_block
@@ -150,10 +150,9 @@ class WekaReader(TraceReader):
 
 
 def _numbered(requests: list[_Request], block_tokens: int) -> tuple[list[npt.NDArray[np.int64]], int]:
-    """Block numbers of each request, from 0 without gaps, and how many there are.
+    """Returns the block numbers of each request, from 0 without gaps, and their count.
 
-    A block that is not whole, or whose id is not given, is equal to no other: what an id says of a part of a block is
-    not said anywhere.
+    A partial block, or a block without an id, equals no other: the traces do not define an id of a partial block.
     """
     whole = [min(len(request.hash_ids), request.input_length // block_tokens) for request in requests]
     ids = np.array(
