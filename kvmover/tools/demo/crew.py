@@ -17,36 +17,36 @@ from typing import Any
 from kvmover.errors import TransferFailed
 from kvmover.tools.demo import verbs
 
-#: What ends a program that does not catch it.
+#: Signals that end a program unless caught.
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 
-#: Processes that have nothing left to do end so soon.
+#: Time for idle processes to end, s.
 END_S = 5.0
 
-#: Longer than any wait inside a rank, each of which has its own deadline.
+#: Longest wait for an answer, s: longer than any wait inside a rank, each of which has its own deadline.
 ANSWER_S = 90.0
 
 
 class CrewError(TransferFailed):
-    """A rank that failed, died or did not answer: the message has its traceback or exit code."""
+    """A failed, dead or silent rank: the message has its traceback or exit code."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One process and the pipe to it."""
+    """A process and the pipe to it."""
 
     process: BaseProcess
     pipe: Connection
 
     def tell(self, verb: str, *arguments: object) -> None:
-        """Have it do a verb; `answer` waits for what that returns. Raises CrewError."""
+        """Send a verb; `answer` waits for its result. Raises CrewError if the process has ended."""
         try:
             self.pipe.send((verb, arguments))
         except OSError as error:
             raise CrewError(f"process {self.process.pid} has ended: {error.strerror}") from None
 
     def answer(self) -> Any:
-        """What the last verb returned. Raises CrewError."""
+        """Return the last verb's result. Raises CrewError if the process failed, died, or is silent for 90 s."""
         if not self.pipe.poll(ANSWER_S):
             raise CrewError(f"process {self.process.pid} did not answer within {ANSWER_S:.0f} s")
         try:
@@ -60,9 +60,9 @@ class Member:
 
 
 class Crew:
-    """`size` spawned processes (a forked child hangs in NIXL). Use as a context manager: it ends them all.
+    """A context manager over `size` spawned processes (a forked child hangs in NIXL); ends them all.
 
-    They end by themselves when all is done, and are killed when anything is raised: nobody waits for their work then.
+    They end by themselves at a normal exit, and are killed at once after an exception.
     """
 
     def __init__(self, size: int) -> None:
@@ -77,7 +77,7 @@ class Crew:
             raise
 
     def renew(self) -> None:
-        """Spawn others in the places of those that were killed."""
+        """Spawn processes in the places of dead ones."""
         for place, member in enumerate(self.members):
             if not member.process.is_alive():
                 member.process.join()
@@ -114,9 +114,9 @@ class Crew:
 
 @contextmanager
 def _undisturbed() -> Generator[None]:
-    """Signals wait, so that nothing is left half spawned; and are blocked in what is spawned, until it says otherwise.
+    """Delay signals while spawning, so that no process is half spawned; the child blocks them until `verbs.main`.
 
-    Blocking them in this thread alone would not do: others take them, and Python runs the handler here all the same.
+    Blocking them in this thread alone does not suffice: other threads take them, and Python runs the handler here.
     """
     waiting: list[int] = []
     handlers = {}
@@ -134,14 +134,14 @@ def _undisturbed() -> Generator[None]:
 
 
 def ask(members: Sequence[Member], verb: str, arguments: Iterable[tuple[object, ...]]) -> list[Any]:
-    """Tell every member before hearing any: what they do, they do together."""
+    """Tell every member before waiting for any answer, so that they work in parallel."""
     for member, own in zip(members, arguments, strict=True):
         member.tell(verb, *own)
     return [member.answer() for member in members]
 
 
 def hear(members: Sequence[Member]) -> list[Any]:
-    """What each has to say of the verb it was told. Raises the first CrewError, once all have been heard."""
+    """Return each member's answer. Raises the first CrewError, once all have been heard."""
     heard: list[Any] = []
     troubles: list[CrewError] = []
     for member in members:
@@ -155,5 +155,5 @@ def hear(members: Sequence[Member]) -> list[Any]:
 
 
 def ask_all(members: Sequence[Member], verb: str, *arguments: object) -> list[Any]:
-    """The same for all."""
+    """Tell all members the same verb and arguments; return their answers."""
     return ask(members, verb, [arguments] * len(members))

@@ -1,4 +1,4 @@
-"""An Engine is one fleet of the demo as its scheduler sees it. One prefills a request, another goes on with it."""
+"""An Engine is a fleet of the demo as its scheduler sees it: one engine prefills a request, another continues it."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from kvmover.tools.demo.model import ContiguousCache, Transformer
 from kvmover.tools.demo.rank import Seat
 from kvmover.tools.demo.scenarios import Scenario
 
-#: Pages for this many tokens in every pool: the prompts of a run, kept for later turns.
+#: Tokens of every pool: the prompts of a run, kept for later turns.
 POOL_TOKENS = 16384
 
 
 class Engine:
-    """Seated processes, free pages, and the prefixes it keeps."""
+    """A fleet's seated processes, free pages, and cached prefixes."""
 
     def __init__(self, name: str, members: Sequence[Member], fleet: FleetText) -> None:
         self.name, self.members, self.fleet = name, members, fleet
         self.page_tokens = fleet.fleet.page_tokens
         self.pages = POOL_TOKENS // self.page_tokens
         self.free = list(range(self.pages))
-        random.Random(name).shuffle(self.free)  # neighbours in a request are no neighbours in the pool
+        random.Random(name).shuffle(self.free)  # a request's pages are not adjacent in the pool
         self.tree = PrefixTree(self.page_tokens)
 
     def seats(
@@ -43,7 +43,7 @@ class Engine:
         first_port: int,
         kind: type[Seat] = Seat,
     ) -> list[Seat]:
-        """Of each of its processes."""
+        """Returns the seats of its processes, by rank."""
         meet = str(folder / self.name)
         ranks = range(len(self.members))
         return [
@@ -52,7 +52,7 @@ class Engine:
         ]
 
     def take(self, tokens: int) -> list[int]:
-        """Pages for `tokens` tokens, from the oldest prefixes where none are free."""
+        """Take pages for `tokens` tokens, evicting the oldest prefixes if necessary. Raises KvmoverError if too few."""
         count = -(-tokens // self.page_tokens)
         if count > len(self.free):
             self.free += self.tree.evict(count - len(self.free)).page_ids().tolist()
@@ -62,7 +62,7 @@ class Engine:
         return taken
 
     def keep(self, tokens: list[int], pages: list[int]) -> None:
-        """Keep the whole pages of what is cached now; free the rest, and what the tree has in other pages."""
+        """Cache the whole pages of `tokens`; free the rest, and duplicates of pages that the tree has."""
         whole = len(tokens) // self.page_tokens
         kept = self.tree.insert(tokens, pages[:whole])
         self.free += [*kept.page_ids().tolist(), *pages[whole:]]
@@ -70,7 +70,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request: its name, which no other has, its prompt, and how many tokens it wants."""
+    """A request: its unique name, its prompt, and its number of answer tokens."""
 
     name: str
     prompt: tuple[int, ...]
@@ -78,9 +78,9 @@ class Asked:
 
 
 def serve(scenario: Scenario, src: Engine, dst: Engine, alone: Transformer, asked: Asked) -> RequestReport:
-    """Prefill on `src`, move what `dst` does not have, decode there, and compare with `alone`.
+    """Prefill on `src`, move the tokens that `dst` lacks, decode there, and compare with `alone`.
 
-    Raises CrewError where either has died; what it took of the other's pages stays taken, for they may yet be written.
+    Raises CrewError if either engine died; the pages taken stay taken, for late writes may still touch them.
     """
     prompt, answer_tokens = asked.prompt, asked.answer_tokens
     match = dst.tree.match(prompt)
@@ -120,7 +120,10 @@ def serve(scenario: Scenario, src: Engine, dst: Engine, alone: Transformer, aske
 def _move(
     src: Engine, dst: Engine, name: str, moved: range, src_pages: list[int], dst_pages: list[int]
 ) -> tuple[list[Any], list[Any]]:
-    """Both fleets at once: (result, digests) of every rank. The answers of all are heard before one is missed."""
+    """Move on both fleets in parallel. Returns (result, digests) of every source, and of every destination rank.
+
+    Raises CrewError after hearing all ranks told.
+    """
     told: list[Member] = []
     try:
         for member in dst.members:
@@ -130,7 +133,7 @@ def _move(
             member.tell("send", name, src_pages, moved)
             told.append(member)
     except CrewError:
-        with suppress(CrewError):  # it came to nothing
+        with suppress(CrewError):  # the transfer failed; the cause is already being raised
             hear(told)
         raise
     heard = hear(told)
@@ -140,9 +143,9 @@ def _move(
 def _gaps_moved(
     answer: list[int], gaps: list[float], expected: list[int], others: list[float], tolerance: float
 ) -> tuple[float, int]:
-    """How far the gaps of an answer are from those of another, at most, and over how many tokens.
+    """Returns the largest difference between the gaps of two answers, and the number of tokens compared.
 
-    A gap may fall below zero, and then another token wins: what comes after it answers another text.
+    A gap below zero means another token wins, after which the texts differ: comparison stops there.
     """
     moved = 0.0
     for number, (token, gap, due, other) in enumerate(zip(answer, gaps, expected, others, strict=True)):
@@ -153,7 +156,7 @@ def _gaps_moved(
 
 
 def _same_bytes(sent: list[Any], landed: list[Any]) -> bool:
-    """Whether every row that any destination rank holds is the row that every source rank had."""
+    """True if every row of every destination rank equals that row on every source rank."""
     truth: dict[tuple[int, int, int], set[str]] = {}
     for _, digests in sent:
         for place, digest in digests.items():

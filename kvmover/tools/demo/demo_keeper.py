@@ -9,15 +9,15 @@ from pathlib import Path
 from kvmover.store import serve_keeper
 from kvmover.tools.demo.crew import END_S, CrewError
 
-#: A process that imports what it needs serves by then.
+#: Time for the process to import and serve, s.
 _BEGIN_S = 60.0
 
 
 class DemoKeeper:
-    """Serves `folder / "keeper.sock"` until it is closed."""
+    """A keeper process at `folder / "keeper.sock"`, until closed."""
 
     def __init__(self, folder: Path, capacity_bytes: int) -> None:
-        """Raises CrewError where it does not serve."""
+        """Spawn the process and wait for its socket. Raises CrewError if it does not serve."""
         self._path = folder / "keeper.sock"
         context = multiprocessing.get_context("spawn")
         self._process = context.Process(target=serve_keeper, args=(self._path, capacity_bytes), daemon=True)
@@ -29,11 +29,11 @@ class DemoKeeper:
             time.sleep(0.01)
 
     def location(self, generation: int) -> str:
-        """Where a generation of the demo's one fleet finds its pages."""
+        """Returns the location of the pages for a generation of the demo's one fleet."""
         return f"keeper://{self._path}?fleet=demo&generation={generation}"
 
     def close(self) -> None:
-        """End it, with all that it has. Safe to call twice."""
+        """End the process and drop its pages. Safe to call twice."""
         self._process.terminate()
         self._process.join(END_S)
         self._process.kill()

@@ -1,4 +1,4 @@
-"""The demo reports what it found as values, as JSON, as tables, and as one sentence."""
+"""The demo reports its results as values, as JSON, as tables, and as one sentence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvmover.transport import nixl_version
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """What a request cost on the wire. `legs`: pairs of ranks that moved anything; `sent_bytes`: by source rank."""
+    """A request's cost on the wire. `legs`: pairs of ranks that moved bytes; `sent_bytes`: by source rank."""
 
     nbytes: int
     legs: int
@@ -28,7 +28,7 @@ class Wire:
 
     @classmethod
     def of(cls, sent: Sequence[Any], landed: Sequence[Any]) -> Wire:
-        """From the (result, digests) of every rank. The slowest destination rank counts."""
+        """Sum the (result, digests) of all ranks; the time is the slowest destination rank's."""
         results = [result for result, _ in landed]
         return cls(
             sum(result.nbytes for result in results),
@@ -42,13 +42,13 @@ class Wire:
 
     @property
     def gb_per_s(self) -> float:
-        """Payload over the time of the slowest rank, in 10^9 bytes a second."""
+        """Returns payload over the time of the slowest rank, in 10^9 bytes a second."""
         return self.nbytes / self.seconds / 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class RequestReport:
-    """One request: what was there already, what moved, what was answered, and what should have been."""
+    """A request: its cached and moved tokens, its answer, and the expected answer."""
 
     name: str
     prompt_tokens: int
@@ -58,30 +58,30 @@ class RequestReport:
     gaps_agree: bool
     bytes_identical: bool
     wire: Wire
-    #: Hits by tier, as the fleet's ledger has them; nothing where the decode fleet's tree alone was asked.
+    #: Hits by tier, from the fleet's ledger; empty if only the decode fleet's tree was asked.
     hits: dict[str, int] = field(default_factory=dict[str, int])
-    #: How far the gap of a logit to the second best moved at most, over so many tokens (None: all). Fewer where a cache
-    #: that loses something decided between two that were nearly as good.
+    #: Largest change of a logit's gap to the second best, over `compared` tokens (None: all). Fewer where a lossy cache
+    #: decided a near tie differently.
     gaps_moved: float = 0.0
     compared: int | None = None
-    #: How often it was asked: once, and again for each engine that died of it.
+    #: Attempts: one, plus one for each engine that died of it.
     tries: int = 1
 
     @property
     def tokens_identical(self) -> bool:
-        """Returns whether every token is the one-process model's, and each won as clearly as it does there."""
+        """True if all tokens are the one-process model's, and each won as clearly."""
         return self.answer == self.expected and self.gaps_agree
 
     @property
     def after_near_tie(self) -> int:
-        """Tokens that follow a near tie, and therefore answer another text: the token that won it, and all after."""
+        """Returns the number of tokens from the first near tie decided differently."""
         return 0 if self.compared is None else len(self.answer) - self.compared
 
     @property
     def passed(self) -> bool:
-        """Returns whether every byte is right, and every token up to the first near tie.
+        """True if every byte is right, and every token up to the first near tie.
 
-        A wrong row may keep the text but not how clearly each of its tokens won.
+        A wrong row may keep the text, but it changes how clearly each token won.
         """
         same = self.answer[: self.compared] == self.expected[: self.compared]
         return same and self.gaps_agree and self.bytes_identical
@@ -98,11 +98,11 @@ class ScenarioReport:
 
     @classmethod
     def of(cls, scenario: Scenario, requests: list[RequestReport]) -> ScenarioReport:
-        """Of all requests that a scenario served."""
+        """Build the report of all requests that a scenario served."""
         return cls(scenario.name, scenario.title, requests, scenario.lossy)
 
     def loss(self) -> str:
-        """What a form that loses something did to the answers; empty where nothing is lost."""
+        """Describe the effect of a lossy form on the answers; empty if lossless."""
         if not self.lossy or not self.requests:
             return ""
         moved = max(request.gaps_moved for request in self.requests)
@@ -125,31 +125,31 @@ class RunReport:
 
     @classmethod
     def of(cls, scenarios: list[ScenarioReport], seconds: float) -> RunReport:
-        """With the release of NIXL that carried it."""
+        """Build the report, with the release of NIXL used."""
         return cls(scenarios, seconds, nixl_version())
 
     @property
     def requests(self) -> list[RequestReport]:
-        """Those of all scenarios, in their order."""
+        """Returns the requests of all scenarios, in order."""
         return [request for scenario in self.scenarios for request in scenario.requests]
 
     @property
     def tokens_identical(self) -> bool:
-        """False of no requests at all: nothing was shown."""
+        """True if all requests' tokens are identical; False without requests."""
         return bool(self.requests) and all(request.tokens_identical for request in self.requests)
 
     @property
     def bytes_identical(self) -> bool:
-        """False of no requests at all."""
+        """True if all requests' bytes are identical; False without requests."""
         return bool(self.requests) and all(request.bytes_identical for request in self.requests)
 
     @property
     def passed(self) -> bool:
-        """Returns whether every request passed; false of no requests at all."""
+        """True if every request passed; False without requests."""
         return bool(self.requests) and all(request.passed for request in self.requests)
 
     def sentence(self) -> str:
-        """Return what happened, in words."""
+        """Return the outcome in words."""
         exactly = "bit for bit" + ", or as its conversion is defined," * any(each.lossy for each in self.scenarios)
         wired = [request for request in self.requests if not request.hits]
         moved = sum(request.wire.nbytes for request in wired)
@@ -183,13 +183,13 @@ class RunReport:
         return f"{tokens - other} of {tokens} tokens" if other else f"All {tokens} tokens"
 
     def _ties(self) -> str:
-        """Return how many tokens are not those of the one-process model, and why."""
+        """Describe the tokens that differ from the one-process model; empty without near ties."""
         decided = {each.name: sum(r.after_near_tie for r in each.requests) for each in self.scenarios}
         names = " and ".join(name for name, other in decided.items() if other)
         return f"; {sum(decided.values())} follow a near tie that {names} decided otherwise" if names else ""
 
     def as_data(self) -> dict[str, Any]:
-        """The JSON contract of `kvmover demo --json`."""
+        """Return the JSON contract of `kvmover demo --json`."""
         return {
             "passed": self.passed,
             "tokens_identical": self.tokens_identical,
@@ -212,7 +212,7 @@ class RunReport:
 
 
 def _moved_tokens(request: RequestReport) -> int:
-    """Tokens whose KV came over the wire, or from the store."""
+    """Returns the tokens whose KV came over the wire, from the store or from a peer."""
     if not request.hits:
         return request.prompt_tokens - request.hit_tokens
     return request.hits["storage"] + request.hits.get("peer", 0)
@@ -241,7 +241,7 @@ _COLUMNS = (
 
 
 def _same(request: RequestReport) -> Text:
-    """Return how many tokens are those of the one-process model."""
+    """Returns how many tokens are those of the one-process model."""
     if not request.passed:
         return Text(f"{len(request.answer)} DIFFER", "red")
     if request.after_near_tie:
@@ -250,7 +250,7 @@ def _same(request: RequestReport) -> Text:
 
 
 def show(report: RunReport, console: Console) -> None:
-    """One table a scenario, then the sentence."""
+    """Print a table for each scenario, then the sentence."""
     for scenario in report.scenarios:
         console.print(f"{scenario.name}: {scenario.title}", style="bold")
         table = Sheet(_COLUMNS)

@@ -1,4 +1,4 @@
-"""A Judge compares what fleets of the demo that keep KV answer and restore with the model in one process."""
+"""A Judge compares answers and restored rows of demo fleets that keep KV with the model in one process."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvmover.tools.demo.rank import Digests
 from kvmover.tools.demo.scenarios import GAP_TOLERANCE, Scenario
 from kvmover.tools.demo.tiered_rank import Served
 
-#: What rows are or may be, by the tokens up to their unit's end and their place in the model.
+#: A row's place: all tokens up to its unit's end, layer, plane and head.
 RowPlace = tuple[tuple[int, ...], int, int, int]
 
 
 @dataclass(slots=True)
 class Judge:
-    """The model in one process, and every row that some rank computed: two of another TP differ in the last bits."""
+    """The one-process model, and every row computed by any rank: rows of different TP differ in the last bits."""
 
     scenario: Scenario
     alone: Transformer
@@ -25,11 +25,11 @@ class Judge:
 
     @classmethod
     def of(cls, scenario: Scenario) -> Judge:
-        """Before anything was served."""
+        """Make a judge that knows no rows."""
         return cls(scenario, Transformer(scenario.model, ModelShard.of_rank(scenario.model, 1, 1, 0, 0), Alone()))
 
     def report(self, number: int, prompt: tuple[int, ...], answer_tokens: int, served: list[Served]) -> RequestReport:
-        """Compare what all ranks of a fleet said of one request."""
+        """Compare the results of all ranks of a fleet for a request, and learn their rows."""
         first, name = served[0], f"{self.scenario.name}-{number}"
         self.alone.gaps.clear()
         expected = self.alone.generate(prompt, answer_tokens, ContiguousCache())
@@ -59,7 +59,7 @@ class Judge:
 
 
 def _wire(served: Sequence[Served], route: str) -> Wire:
-    """What was read from the store or from a peer, by all ranks; the slowest rank counts."""
+    """Sum the reads from the store or a peer, over all ranks; the time is the slowest rank's."""
     return Wire(
         nbytes=sum(each.read_bytes for each in served),
         legs=sum(each.read_pages > 0 for each in served),

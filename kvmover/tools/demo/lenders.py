@@ -1,4 +1,4 @@
-"""Lenders are fleets of the demo that live together and read from each other's hosts what they would compute again."""
+"""Lenders are fleets of the demo that live together and read from each other's hosts instead of computing again."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from kvmover.tools.demo.tiered_rank import Served, TieredSeat
 
 
 class Lenders:
-    """A stage whose fleets live together and serve in turn, each from its own tiers or from another's host.
+    """A stage whose fleets live together and serve in turn, each from its own tiers or from another fleet's host.
 
-    The fleet that served before the last request is killed as it lends for that: a hit less, and no other answer.
+    The fleet that served before the last request is killed as it lends for it: the request loses a hit, its answer
+    stays.
     """
 
     def __init__(self, scenario: Scenario, crew: Crew, folder: Path, requests: int, settings: Settings) -> None:
@@ -42,7 +43,7 @@ class Lenders:
             ask_all(members, "connect", [card for other, own in enumerate(cards) if other != number for card in own])
 
     def serve(self, number: int, prompt: tuple[int, ...], answer_tokens: int) -> RequestReport:
-        """Ask the fleet whose turn it is, and compare."""
+        """Serve the request on the fleet whose turn it is, and compare. Raises CrewError."""
         turn = number % len(self._fleets)
         if number == self._last and number > 1:
             self._doomed = self._fleets[(number - 1) % len(self._fleets)]
@@ -53,7 +54,7 @@ class Lenders:
         return self._judge.report(number, prompt, answer_tokens, served)
 
     def close(self) -> None:
-        """End the fleets that live, and what is left of the one that does not."""
+        """Close the living fleets, end the killed one's processes, and renew the crew."""
         for members in self._fleets:
             if members is not self._doomed:
                 ask_all(members, "close")

@@ -1,6 +1,6 @@
 """Lives are fleets of the demo that live one after another over a page store: they keep KV for each other.
 
-Over a keeper each is killed, with SIGKILL, when the next one is to come.
+Over a keeper each fleet is killed, with SIGKILL, before the next begins.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from kvmover.tools.demo.judge import Judge
 from kvmover.tools.demo.scenarios import Scenario
 from kvmover.tools.demo.tiered_rank import Served, TieredSeat
 
-#: Pages for this many tokens in every pool.
+#: Tokens of every pool.
 LIFE_POOL_TOKENS = 4096
 
 
 class Lives:
-    """A stage whose requests are dealt to its fleets in their order: each is gone before the next begins."""
+    """A stage whose requests are dealt to its fleets in order: each fleet is gone before the next begins."""
 
     def __init__(
         self, scenario: Scenario, crew: Crew, folder: Path, root: Path | str, requests: int, settings: Settings
     ) -> None:
-        """`folder`: where a fleet meets. `root`: where their page store is, whose pages are deleted at the end."""
+        """`folder`: meeting place of a fleet. `root`: location of the page store, cleared at the end."""
         self.scenario, self._crew, self._folder, self._root = scenario, crew, folder, root
         self._keeper = DemoKeeper(folder, scenario.keeper_bytes) if scenario.keeper_bytes else None
         self._requests, self._settings, self._run = requests, settings, uuid.uuid4().hex[:8]
@@ -39,14 +39,14 @@ class Lives:
         self._judge = Judge.of(scenario)
 
     def serve(self, number: int, prompt: tuple[int, ...], answer_tokens: int) -> RequestReport:
-        """Ask the fleet whose turn it is, and compare."""
+        """Serve the request on the fleet whose turn it is, and compare. Raises CrewError."""
         self._begin_life(number)
         name = f"{self.scenario.name}-{number}"
         served: list[Served] = ask_all(self._members, "serve", name, prompt, answer_tokens)
         return self._judge.report(number, prompt, answer_tokens, served)
 
     def close(self) -> None:
-        """End the fleet that lives, if one does, and delete what all stored."""
+        """End the living fleet, if any, and delete all stored pages."""
         self._end()
         if self._keeper:
             self._keeper.close()
@@ -66,7 +66,7 @@ class Lives:
             ask_all(self._members, "close")
 
     def _begin_life(self, number: int) -> None:
-        """Seat the fleet that serves request `number`; the one before it ends when it does."""
+        """Seat the fleet that serves request `number`, after ending the fleet before it."""
         lives = self.scenario.lives
         life = number * len(lives) // max(self._requests, len(lives))
         fleet = lives[life]

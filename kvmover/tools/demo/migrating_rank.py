@@ -12,10 +12,10 @@ from kvmover.migrate import ArrivalPhase, ArrivingRank, Checkpoint, DepartingRan
 from kvmover.tools.demo.rank import DemoRank, Digests, Seat
 from kvmover.transfer.result import Result, Transfer
 
-#: Between two looks at a migration while there is no token to compute.
+#: Pause between polls of a migration without a token to compute, s.
 PAUSE_S = 0.0002
 
-#: Ranks of another fleet are connected by then, or never.
+#: Longest wait for ranks of another fleet to connect, s.
 GREETING_S = 20.0
 
 CONFIG = MigrationConfig()
@@ -23,17 +23,19 @@ CONFIG = MigrationConfig()
 
 @dataclass(frozen=True, slots=True)
 class MigratingSeat(Seat):
-    """As a Seat, for a rank whose answers move."""
+    """A Seat for a rank whose answers move."""
 
     def sit(self) -> MigratingRank:
-        """Become that rank."""
+        """Make the rank, in this process."""
         return MigratingRank(self)
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerShare:
-    """What one side computed of an answer that moved, and how clearly each token won. `goes_on`: whether it has the
-    request now, with the answer so far. `pause_s`: how long the source had no token to compute.
+    """A side's share of a moved answer: its tokens, and how clearly each won.
+
+    `goes_on`: True if this side now has the request, with the answer so far. `tokens`: tokens of prompt and answer
+    whose rows this side has. `pause_s`: time in which the source had no token to compute.
     """
 
     goes_on: bool
@@ -49,7 +51,7 @@ class MigratingRank(DemoRank):
     """A seated process on either side of a migration. All ranks of a fleet are asked alike, and agree at each step."""
 
     def depart(self, migration: Migration, answer: list[int], count: int, pages: list[int]) -> AnswerShare:
-        """Go on with an answer, for `count` more tokens at most, until it has moved; one that ends first stays."""
+        """Continue an answer, for at most `count` tokens, until it has moved; an answer that ends first stays here."""
         answer, first, cache = list(answer), len(self._model.gaps), self._cache(pages)
         prompt_tokens = migration.tokens - len(answer) + 1
         most, paused_at, paused_s = len(answer) + count, 0.0, 0.0
@@ -79,7 +81,7 @@ class MigratingRank(DemoRank):
         return AnswerShare(goes_on, answer, self._model.gaps[first:], tokens, results, paused_s, departing.reason)
 
     def arrive(self, migration: Migration, pages: list[int]) -> AnswerShare:
-        """Land an answer that is being computed, until it is here or is not to come."""
+        """Receive an answer while it is computed, until it is here or has failed to come."""
         arriving = ArrivingRank(self._mover, migration, [pages], CONFIG, self._agree)
         arriving.allocated(len(pages) * self._pool.spec.page_tokens, [pages])
         while not arriving.settled:
@@ -96,7 +98,7 @@ class MigratingRank(DemoRank):
         )
 
     def _meet(self, party: Party) -> None:
-        """Wait until all ranks of a fleet have introduced themselves, who poll meanwhile."""
+        """Poll until all ranks of a fleet are connected. Raises KvmoverError after 20 s."""
         until = time.monotonic() + GREETING_S
         while len(self._mover.ranks(party.engine)) < party.ranks:
             if time.monotonic() > until:
@@ -105,11 +107,11 @@ class MigratingRank(DemoRank):
                 time.sleep(PAUSE_S)
 
     def catch_up(self, tokens: tuple[int, ...], landed: int, pages: list[int]) -> int:
-        """Compute the rows of `tokens` that had not landed when the fleet that had them died: the token behind them."""
+        """Compute the rows of `tokens` after the first `landed`, for a source that died. Returns the next token."""
         return self._model.prefill(tokens, self._cache(pages), landed)
 
     def digests(self, pages: list[int], tokens: int) -> Digests:
-        """Of the rows of a request's first tokens."""
+        """Returns the digests of the rows of a request's first tokens."""
         return self._digests(pages, range(tokens))
 
 

@@ -1,4 +1,4 @@
-"""Migrations: a stage of the demo whose answers begin on one fleet and go on on another, moved while they grow."""
+"""Migrations: a stage of the demo whose answers begin on one fleet and continue on another, moved while they grow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvmover.tools.demo.scenarios import Scenario
 
 
 class Migrations:
-    """Two fleets that live together. Each answer is cut at a token of chance, where it begins to move."""
+    """A stage of two fleets that live together. Each answer begins to move at a random token."""
 
     def __init__(
         self, scenario: Scenario, members: Sequence[Member], folder: Path, seed: int, settings: Settings
@@ -43,7 +43,7 @@ class Migrations:
         ask_all([*self.src.members, *self.dst.members], "close")
 
     def serve(self, number: int, prompt: tuple[int, ...], answer_tokens: int) -> RequestReport:
-        """Compute an answer on both fleets, and compare. How long it is, the scenario says."""
+        """Compute an answer on both fleets, and compare. The scenario sets its length, not `answer_tokens`."""
         length = self.scenario.answer_tokens
         name, cut = f"{self.scenario.name}-{number}", self._random.randrange(length // 2)
         src_pages, dst_pages = (engine.take(len(prompt) + length) for engine in (self.src, self.dst))
@@ -71,7 +71,10 @@ class Migrations:
     def move(
         self, migration: Migration, answer: list[int], src_pages: list[int], dst_pages: list[int]
     ) -> tuple[list[AnswerShare], list[AnswerShare]]:
-        """Both fleets at once, until each knows whose the request is."""
+        """Move on both fleets in parallel, until each knows the request's owner.
+
+        Returns the source and destination shares.
+        """
         left_to_compute = self.scenario.answer_tokens - len(answer)
         for member in self.src.members:
             member.tell("depart", migration, answer, left_to_compute, src_pages)
@@ -79,7 +82,7 @@ class Migrations:
         return [member.answer() for member in self.src.members], came
 
     def _same(self, tokens: int, src_pages: list[int], dst_pages: list[int]) -> bool:
-        """Whether every row that moved is on each rank that holds it the row that it was."""
+        """True if each rank holds every moved row unchanged."""
         sent: list[Digests] = ask_all(self.src.members, "digests", src_pages, tokens)
         landed: list[Digests] = ask_all(self.dst.members, "digests", dst_pages, tokens)
         truth = {place: digest for each in sent for place, digest in each.items()}
@@ -87,7 +90,7 @@ class Migrations:
 
 
 def _wire(left: list[AnswerShare], came: list[AnswerShare]) -> Wire:
-    """All rounds of all ranks. The time is that of the rounds on the slowest rank, while the answer grew."""
+    """Sum all rounds of all ranks. The time is that of the slowest rank's rounds, while the answer grew."""
     results = [result for share in came for result in share.results]
     return Wire(
         nbytes=sum(result.nbytes for result in results),

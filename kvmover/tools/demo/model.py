@@ -1,7 +1,7 @@
 """The demo's model is a small seeded transformer, sharded over TP and PP, whose only state is the KV cache it is given.
 
 Float64: another sharding sums in another order, which moves a logit by 1e-14, far below its gap to the next. Keys are
-cached before their rotation, and rotated by the row they are read from: a page in the wrong place is a wrong page.
+cached before their rotation, and rotated by their row number when read, so that a misplaced page gives wrong results.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kvmover.errors import LayoutError
 from kvmover.tools.demo.stored_plane import StoredPlane, Where
 
 _QUERY_CHUNK = 64  # queries attended at once: bounds the scores of a long prompt, and keeps them in the core's cache
-_SHARPNESS = 3.0  # attention as sharp as a trained model's: rows mixed evenly would hide a wrong one
-#: How the ranks of a fleet add up and hand on: every rank calls the same verbs in the same order.
+_SHARPNESS = 3.0  # as sharp as a trained model's attention: rows mixed evenly would hide a wrong row
+#: Sums and hand-overs among the ranks of a fleet: every rank calls the same methods in the same order.
 Collective: TypeAlias = "Alone | Gloo"
 
 
@@ -33,6 +33,7 @@ class ModelConfig:
     """A decoder. A cached row is [kv, kv_heads, head_dim]: plane 0 is the key, the last plane begins with the value.
 
     kv=2 and value_dim=head_dim is grouped-query attention; kv=1, kv_heads=1 and value_dim < head_dim is absorbed MLA.
+    Raises LayoutError for sizes that do not fit together.
     """
 
     name: str = "gqa"
@@ -60,7 +61,7 @@ LATENT = ModelConfig("latent", kv_heads=1, kv=1, head_dim=40, value_dim=32)
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """What one rank computes: spans of layers, KV heads, query heads and MLP columns of the whole model."""
+    """A rank's part of the model: spans of layers, KV heads, query heads and MLP columns."""
 
     layers: range
     kv_heads: range
@@ -69,7 +70,10 @@ class ModelShard:
 
     @classmethod
     def of_rank(cls, config: ModelConfig, tp: int, pp: int, tp_rank: int, pp_rank: int) -> ModelShard:
-        """The even share of a rank. With fewer KV heads than ranks, neighbours hold the same one."""
+        """Compute a rank's even share. With fewer KV heads than ranks, neighbours hold the same one.
+
+        Raises LayoutError if the model does not split so.
+        """
         if config.query_heads % tp or max(config.kv_heads, tp) % min(config.kv_heads, tp) or config.layers < pp:
             raise LayoutError(f"{config} does not split over TP{tp} x PP{pp}")
         shares = (config.layers, pp, pp_rank), (config.query_heads, tp, tp_rank), (config.mlp, tp, tp_rank)
@@ -79,40 +83,37 @@ class ModelShard:
 
 
 class Cache(Protocol):
-    """The cached rows of one request on one rank, local KV heads only, layers by their number in the whole model.
-
-    `write` keeps rows [kv, token, head, dim] of the tokens at `positions`, `read` gives those of the first `tokens`.
-    """
+    """The cached rows of a request on a rank: local KV heads only, layers numbered in the whole model."""
 
     def write(self, layer: int, positions: range, rows: Tensor) -> None:
         """Store rows [kv, token, head, dim] of a layer at `positions`."""
         ...
 
     def read(self, layer: int, tokens: int) -> Tensor:
-        """Rows [kv, token, head, dim] of the first `tokens` tokens of a layer."""
+        """Returns rows [kv, token, head, dim] of the first `tokens` tokens of a layer."""
         ...
 
 
 @dataclass(slots=True)
 class ContiguousCache:
-    """Rows of one request, one after the other: the reference to compare a paged cache with."""
+    """A cache of consecutive rows of a request: the reference for a paged cache."""
 
     rows: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
     def write(self, layer: int, positions: range, rows: Tensor) -> None:
-        """Keep rows at positions that follow what is kept, or replace some."""
+        """Append rows after the stored ones, or replace some. AssertionError for a hole."""
         held = self.rows.get(layer, rows[:, :0])
         assert positions.start <= held.shape[1], "a contiguous cache has no holes"
         self.rows[layer] = torch.cat([held[:, : positions.start], rows, held[:, positions.stop :]], dim=1)
 
     def read(self, layer: int, tokens: int) -> Tensor:
-        """The first rows of a layer."""
+        """Returns the first `tokens` rows of a layer, a view."""
         return self.rows[layer][:, :tokens]
 
 
 @dataclass(frozen=True, slots=True)
 class PagedCache:
-    """Rows of one request in a paged pool, through views whose axes were permuted to one order.
+    """A cache of a request's rows in a paged pool, through views whose axes were permuted to one order.
 
     `layers[n]` is [page, token, kv, head, dim] in any strides or, where K and V are separate allocations, one
     [page, token, head, dim] a plane. The pool owns them. `page_ids`, in order of position, may grow with the request.
@@ -123,18 +124,18 @@ class PagedCache:
     page_tokens: int
 
     def write(self, layer: int, positions: range, rows: Tensor) -> None:
-        """Put rows into the pages that their positions are in."""
+        """Write rows into the pages of their positions. Raises LayoutError beyond the pages."""
         planes, where = self._at(layer, positions)
         for plane, row in zip(planes, rows, strict=True):
             plane[where] = row.to(plane.device)
 
     def read(self, layer: int, tokens: int) -> Tensor:
-        """A copy of the first rows of a layer on the CPU, where the model computes, gathered from their pages."""
+        """Gather a copy of the first rows of a layer on the CPU, where the model computes."""
         planes, where = self._at(layer, range(tokens))
         return torch.stack([plane[where].cpu() for plane in planes])
 
     def _at(self, layer: int, positions: range) -> tuple[Sequence[Tensor | StoredPlane], Where]:
-        """The planes of `layer`, and of each position the page id and the token in that page."""
+        """Returns the planes of `layer`, and the page id and token in the page of each position."""
         if positions.stop > len(self.page_ids) * self.page_tokens:
             raise LayoutError(f"{positions.stop} tokens do not fit {len(self.page_ids)} pages of {self.page_tokens}")
         held, token = self.layers[layer], torch.arange(positions.start, positions.stop)
@@ -143,10 +144,10 @@ class PagedCache:
 
 
 class Alone:
-    """The collective of one process that holds the whole model."""
+    """The collective of a process that holds the whole model."""
 
     def add_up(self, part: Tensor) -> Tensor:
-        """All of it is here."""
+        """Returns `part`, which is the sum."""
         return part
 
     def receive(self, rows: int, columns: int) -> Tensor:
@@ -158,28 +159,27 @@ class Alone:
         raise LayoutError(f"no next stage for {list(activations.shape)}: a model alone holds every layer")
 
     def share(self, values: Tensor) -> Tensor:
-        """All of it is here."""
+        """Returns `values`, already the last rank's."""
         return values
 
 
 @dataclass(frozen=True, slots=True)
 class Gloo:
-    """The collective of one rank of a fleet, TP fastest: sum over TP, receive from the previous stage, hand on to the
-    next, and share what the fleet's last rank has."""
+    """The collective of a rank of a fleet, TP fastest."""
 
     group: dist.ProcessGroup
     tp: int
 
     @classmethod
     def join(cls, store: Store, rank: int, tp: int, pp: int) -> Gloo:
-        """Meet the tp * pp ranks of this fleet in `store`, which no other fleet uses, not even an earlier one."""
+        """Meet the tp * pp ranks of this fleet in `store`, which must be unused by any other or earlier fleet."""
         # Not new_group: it needs every rank of a world, or (local) ranks that have formed equally many groups before.
         group = dist.ProcessGroupGloo(store, rank, tp * pp, timedelta(seconds=60))
-        return cls(cast(dist.ProcessGroup, group), tp)  # the stub of a Gloo group leaves its verbs out
+        return cls(cast(dist.ProcessGroup, group), tp)  # the stub of a Gloo group lacks its methods
 
     def add_up(self, part: Tensor) -> Tensor:
-        """The sum over the tensor-parallel ranks of this stage."""
-        # A star, as Gloo's ring of tiny messages takes 4.4 ms among four processes on two cores, and this 0.5 ms.
+        """Returns the sum over the tensor-parallel ranks of this stage."""
+        # A star: Gloo's ring of tiny messages takes 4.4 ms among four processes on two cores, the star 0.5 ms.
         first = self.group.rank() // self.tp * self.tp
         others = range(first + 1, first + self.tp)
         if self.group.rank() != first:
@@ -190,7 +190,7 @@ class Gloo:
         return part
 
     def receive(self, rows: int, columns: int) -> Tensor:
-        """What the previous stage handed on, [rows, columns] of float64."""
+        """Receive the previous stage's activations, [rows, columns] of float64."""
         return self._receive(torch.empty(rows, columns, dtype=torch.float64), [self.group.rank() - self.tp])[0]
 
     def hand_on(self, activations: Tensor) -> None:
@@ -198,7 +198,7 @@ class Gloo:
         self._send(activations, [self.group.rank() + self.tp])
 
     def share(self, values: Tensor) -> Tensor:
-        """The last rank's values, on every rank."""
+        """Returns the last rank's values, on every rank."""
         last = self.group.size() - 1
         if self.group.rank() != last:
             return self._receive(values, [last])[0]
@@ -217,8 +217,10 @@ class Gloo:
 
 
 class Transformer:
-    """One rank of the model. `gaps` has how far the logit of each chosen token was above the second best: a wrong row
-    seldom changes the text, but always the gaps, which agree to 1e-9 where the rows do."""
+    """A rank of the model. `gaps`: the lead of each chosen token's logit over the second best.
+
+    A wrong row seldom changes the text, but always the gaps, which agree to 1e-9 where the rows do.
+    """
 
     def __init__(self, config: ModelConfig, shard: ModelShard, comm: Collective) -> None:
         self.config, self.shard, self.comm = config, shard, comm
@@ -233,17 +235,20 @@ class Transformer:
         self._frequency = 1000.0 ** (-torch.arange(config.head_dim // 2, dtype=torch.float64) * 2 / config.head_dim)
 
     def prefill(self, tokens: Sequence[int], cache: Cache, start: int = 0) -> int:
-        """The token that follows `tokens`; `cache` holds the rows of [0, start) and then those of all of them."""
+        """Compute the token after `tokens`; `cache` holds rows [0, start), and on return those of all `tokens`.
+
+        Raises LayoutError unless 0 <= start < len(tokens).
+        """
         if not 0 <= start < len(tokens):
             raise LayoutError(f"prefill from {start} leaves nothing to compute of {len(tokens)} tokens")
         return self._forward(tokens[start:], start, cache)
 
     def decode(self, token: int, position: int, cache: Cache) -> int:
-        """The token that follows `token`, which lies at `position`; `cache` holds the rows of [0, position)."""
+        """Compute the token after `token`, which is at `position`; `cache` holds the rows of [0, position)."""
         return self._forward([token], position, cache)
 
     def generate(self, prompt: Sequence[int], count: int, cache: Cache, start: int = 0) -> list[int]:
-        """`count` tokens that follow `prompt`. The last one is chosen but not cached."""
+        """Compute `count` tokens that follow `prompt`. The last one is not cached."""
         answer = [self.prefill(prompt, cache, start)]
         while len(answer) < count:
             answer.append(self.decode(answer[-1], len(prompt) + len(answer) - 1, cache))
@@ -268,7 +273,7 @@ class Transformer:
         return int(token)
 
     def _attention(self, layer: int, hidden: Tensor, start: int, cache: Cache) -> Tensor:
-        """This rank's part of the attention output [token, hidden]; caches the rows of `hidden` on the way."""
+        """Returns this rank's part of the attention output [token, hidden]; caches the rows of `hidden`."""
         config, weights, count = self.config, self._layers[layer], len(hidden)
         rows = (hidden @ weights["rows"]).view(count, config.kv, -1, config.head_dim)
         cache.write(layer, range(start, start + count), rows.transpose(0, 1))
@@ -285,20 +290,20 @@ class Transformer:
         return torch.cat(mixed, dim=1).transpose(0, 1).flatten(1) @ weights["out"]
 
     def _rotated(self, rows: Tensor, start: int) -> Tensor:
-        """`rows` [token, head, dim], the first at position `start`, turned by their positions (rotary embedding)."""
+        """Rotate `rows` [token, head, dim] by their positions, from `start` (rotary embedding)."""
         angles = torch.arange(start, start + len(rows), dtype=torch.float64)[:, None, None] * self._frequency
         (left, right), cos, sin = rows.chunk(2, dim=-1), angles.cos(), angles.sin()
         return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1)
 
 
 def generate_alone(config: ModelConfig, prompt: Sequence[int], count: int) -> list[int]:
-    """The reference: the whole model in one process, over a contiguous cache."""
+    """Compute the reference answer: the whole model in one process, over a contiguous cache."""
     model = Transformer(config, ModelShard.of_rank(config, 1, 1, 0, 0), Alone())
     return model.generate(prompt, count, ContiguousCache())
 
 
 def _layer_weights(config: ModelConfig, shard: ModelShard, layer: int) -> dict[str, Tensor]:
-    """A rank's slices of one layer's matrices, all [in, out]."""
+    """Returns a rank's slices of one layer's matrices, all [in, out]."""
     hidden, queries, kv_heads = config.hidden, config.query_heads, config.kv_heads
     of_queries, of_kv_heads, of_mlp = (slice(s.start, s.stop) for s in (shard.query_heads, shard.kv_heads, shard.mlp))
     draw = partial(_weights, config, layer)
@@ -313,6 +318,6 @@ def _layer_weights(config: ModelConfig, shard: ModelShard, layer: int) -> dict[s
 
 
 def _weights(config: ModelConfig, layer: int, name: str, inputs: int, *shape: int) -> Tensor:
-    """A whole matrix, a function of (seed, layer, name) only; as a sum over `inputs` it keeps unit variance."""
+    """Returns a whole matrix, a function of (seed, layer, name) only; a sum over `inputs` keeps unit variance."""
     generator = torch.Generator().manual_seed(Random(f"{config.seed}/{layer}/{name}").getrandbits(60))
     return torch.randn(shape, dtype=torch.float64, generator=generator) / inputs**0.5

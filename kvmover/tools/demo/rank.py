@@ -27,16 +27,16 @@ from kvmover.transport import NixlTransport
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Digests of cached rows by (layer, kv, head), in whole-model numbers: equal wherever the same rows are held.
+#: Digests of cached rows by (layer, kv, head) of the whole model: equal wherever the same rows are held.
 Digests = dict[tuple[int, int, int], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Which rank of which fleet of a scenario a process is to be. `store`: a file in which the fleet meets.
+    """The rank of a fleet that a process becomes. `store`: a file in which the fleet meets.
 
-    `first_port`: how many ports behind the configured one belong to ranks of fleets before this one. `device`: where
-    its pool lies; the model computes on the CPU.
+    `first_port`: ports after the configured one that belong to earlier fleets. `device`: place of the pool; the model
+    computes on the CPU.
     """
 
     scenario: Scenario
@@ -50,7 +50,7 @@ class Seat:
     device: str = "cpu"
 
     def sit(self) -> DemoRank:
-        """Become that rank: pool, model and mover are made here."""
+        """Make the rank's pool, model and mover, in this process."""
         return DemoRank(self)
 
 
@@ -86,7 +86,7 @@ class DemoRank:
         self._watched.serve(MoverCollector([self._mover]), *ledgers)
 
     def card(self) -> bytes:
-        """What destinations connect with."""
+        """Returns the card that destinations connect with."""
         return self._mover.card
 
     def connect(self, cards: list[bytes]) -> None:
@@ -95,23 +95,23 @@ class DemoRank:
             self._mover.connect(card)
 
     def idle(self) -> None:
-        """Answer peers, who take a rank that does not for dead."""
+        """Answer peers, which take a silent rank for dead."""
         self._mover.poll()
 
     def prefill(self, tokens: tuple[int, ...], pages: list[int]) -> tuple[int, float]:
-        """Compute and cache the rows of a prompt: the first token of the answer, and its logit's gap to the second."""
+        """Compute and cache a prompt's rows. Returns the answer's first token, and its logit's gap to the second."""
         first = self._model.prefill(tokens, self._cache(pages))
         return first, self._model.gaps[-1]
 
     def send(self, request: str, pages: list[int], moved: range) -> tuple[Result, Digests]:
-        """Serve every destination rank, and say what the moved rows were."""
+        """Serve every destination rank. Returns the result, and the digests of the moved rows."""
         transfer = self._mover.send(request, [pages], gates=self._computed())
         self._mover.wait([transfer])
         self._watched.look()
         return transfer.landed(), self._digests(pages, moved)
 
     def _computed(self) -> list[Gate] | None:
-        """On a GPU the rows are in the pages once this stream has come to here."""
+        """Returns a gate on this CUDA stream, after which the rows are in the pages; None on the CPU."""
         import torch
 
         if self._pool.tensors[0].device.type == "cpu":
@@ -121,7 +121,7 @@ class DemoRank:
         return [Gate(event)]
 
     def receive(self, request: str, engine: str, moved: range, pages: list[int]) -> tuple[Result, Digests]:
-        """Land the rows of `moved`, and say what they are."""
+        """Land the rows of `moved`. Returns the result, and their digests."""
         transfer = self._mover.receive(request, engine, moved, [pages])
         self._mover.wait([transfer])
         if self._keeps_accounts:
@@ -130,7 +130,7 @@ class DemoRank:
         return transfer.landed(), self._digests(pages, moved)
 
     def decode(self, first: int, position: int, count: int, pages: list[int]) -> tuple[list[int], list[float]]:
-        """`count` more tokens after `first`, which lies at `position`, and their gaps."""
+        """Compute `count` tokens after `first`, which is at `position`. Returns them and their gaps."""
         cache, answer = self._cache(pages), [first]
         for step in range(count):
             answer.append(self._model.decode(answer[-1], position + step, cache))
@@ -142,7 +142,7 @@ class DemoRank:
         self._watched.close()
 
     def _account(self, request: str, moved: range) -> None:
-        """A prompt of `moved.stop` tokens: what was here is a hit, the rest the prefill computed."""
+        """Account a prompt of `moved.stop` tokens: tokens before `moved` are hits, the prefill computed the rest."""
         ledger = self._ledger
         ledger.matched(request, moved.stop, moved.start, time.monotonic())
         ledger.admitted(request, Credit(device_tokens=moved.start))
@@ -158,14 +158,14 @@ class DemoRank:
         return PagedCache(planes, pages, self._pool.spec.page_tokens)
 
     def _plane(self, layer: int, kv: int) -> Tensor | StoredPlane:
-        """Where the model writes and reads: numbers, in whatever form they are stored."""
+        """Returns the plane that the model writes and reads as numbers, in any stored form."""
         import torch
 
         plane = self._pool.plane(layer, kv)
         return StoredPlane(plane.view(torch.uint8), self._form) if self._form else plane
 
     def _as_landed(self, rows: Tensor) -> Tensor:
-        """Rows of this pool as the decode fleet must hold them, by the definition."""
+        """Convert rows of this pool to the decode fleet's form, by the definition."""
         import torch
 
         if self._form is None or self._landed_form is None:
@@ -173,7 +173,7 @@ class DemoRank:
         return restored(rows.view(torch.uint8).cpu(), self._form, self._landed_form)
 
     def _digests(self, pages: list[int], moved: range) -> Digests:
-        """Of the moved rows, as they are when they have landed."""
+        """Returns digests of the moved rows, as they are once landed."""
         import torch
 
         positions = torch.arange(moved.start, moved.stop)

@@ -15,22 +15,25 @@ from random import Random
 from kvmover.errors import KvmoverError, LayoutError
 from kvmover.tools.replay import ReplayRequest, TraceOptions, read_trace
 
-#: Tokens that one hash id of a trace stands for.
+#: Tokens of a trace's hash id.
 BLOCK_TOKENS = 512
 FAST25 = TraceOptions("mooncake", BLOCK_TOKENS)
 _WORD = 2**64 - 1
 
-#: Answers are cut here: the demo is about moving, not about generating.
+#: Longest answer: the demo is about moving, not about generating.
 MOST_ANSWER_TOKENS = 8
 
 
 class TraceError(KvmoverError, ValueError):
-    """A scale that cannot be, or a request that the demo has no room for."""
+    """An impossible scale, or a request too large for the demo."""
 
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """How people talk: the shared system prompt, and the spans from which lengths are drawn. All in tokens."""
+    """The lengths of a chat, in tokens: the shared system prompt, and spans from which other lengths are drawn.
+
+    Raises LayoutError for an empty span or fewer than two words.
+    """
 
     vocab: int = 512
     system_tokens: int = 96
@@ -50,7 +53,7 @@ PLAIN = Habits()
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request: what its conversation has not seen yet. The first turn's new tokens begin with the system prompt."""
+    """A request: its conversation's new tokens. The first turn's begin with the system prompt."""
 
     conversation: int
     number: int
@@ -60,7 +63,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """All tokens so far. The prompt of a turn is everything said before it, answers too, and the turn's new tokens.
+    """A conversation's tokens so far. A turn's prompt is all of them, answers too, and the turn's new tokens.
 
     >>> talk = Conversation().said([1, 2]).said([7])
     >>> talk.said([3, 4]).tokens
@@ -70,14 +73,15 @@ class Conversation:
     tokens: tuple[int, ...] = ()
 
     def said(self, tokens: Sequence[int]) -> Conversation:
-        """The conversation after a user's new tokens, or after an answer."""
+        """Returns the conversation extended by a user's new tokens, or by an answer."""
         return Conversation(self.tokens + tuple(tokens))
 
 
 def conversations(seed: int, count: int, turns: int, habits: Habits = PLAIN) -> list[Turn]:
-    """`count` conversations of `turns` turns each, interleaved at random, in order of arrival.
+    """Make `count` conversations of `turns` turns each, interleaved at random, in order of arrival.
 
-    The turns of one conversation arrive in their order, and each one must be answered before the next is asked.
+    A conversation's turns arrive in order, and each must be answered before the next is asked. Raises LayoutError if
+    either number is below 1.
     """
     if count < 1 or turns < 1:
         raise LayoutError(f"{count} conversations of {turns} turns hold no request")
@@ -103,19 +107,19 @@ def conversations(seed: int, count: int, turns: int, habits: Habits = PLAIN) -> 
 
 @dataclass(slots=True)
 class Chats:
-    """Requests from the conversation generator: prompts grow by what was answered, so later turns share prefixes."""
+    """Requests from the conversation generator: prompts grow by the answers, so later turns share prefixes."""
 
     turns: list[Turn]
     talks: dict[int, Conversation]
 
     @classmethod
     def seeded(cls, seed: int, requests: int) -> Chats:
-        """`requests` turns of a few interleaved conversations."""
+        """Make `requests` turns of a few interleaved conversations."""
         count = max(1, requests // 3)
         return cls(conversations(seed, count, -(-requests // count))[:requests], {})
 
     def __iter__(self) -> Iterator[tuple[tuple[int, ...], int]]:
-        """(prompt, answer length); the answer has to be told by `answered` before the next is asked for."""
+        """Yield (prompt, answer length); call `answered` before asking for the next."""
         for turn in self.turns:
             talk = self.talks.get(turn.conversation, Conversation()).said(turn.new_tokens)
             self.talks[turn.conversation] = talk
@@ -125,16 +129,17 @@ class Chats:
     _answer: tuple[int, ...] = ()
 
     def answered(self, tokens: list[int]) -> None:
-        """What was generated: the next prompt of the same conversation has it."""
+        """Set the generated tokens, for the next prompt of the conversation."""
         self._answer = tuple(tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class TraceScale:
-    """How a trace is made smaller: tokens are taken modulo `vocab`, and every length is multiplied by `factor`.
+    """The reduction of a trace: tokens are taken modulo `vocab`, and every length is multiplied by `factor`.
 
-    A block of 512 tokens becomes `block_tokens` tokens, whatever request it is in: blocks that were equal stay equal.
-    Blocks that were different stay different as long as vocab ** block_tokens is far above their number.
+    A block of 512 tokens becomes `block_tokens` tokens in any request, so equal blocks stay equal. Distinct blocks stay
+    distinct if vocab ** block_tokens is far above their number. Raises TraceError for a vocabulary below 2 or a factor
+    outside (0, 1].
     """
 
     vocab: int
@@ -146,24 +151,27 @@ class TraceScale:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens that a block of 512 becomes."""
+        """Returns the tokens left of a 512-token block."""
         return self.of(BLOCK_TOKENS)
 
     def of(self, tokens: int) -> int:
-        """A length after scaling: at least one token, unless there was none."""
+        """Returns a scaled length: at least one token, unless it was 0."""
         return max(1, round(tokens * self.factor)) if tokens else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """Requests of a trace, scaled down to what a small model reads in a second: (prompt, answer length)."""
+    """Requests of a trace, scaled down for a small model: (prompt, answer length)."""
 
     requests: tuple[tuple[tuple[int, ...], int], ...]
 
     @classmethod
     def read(cls, path: Path, scale: TraceScale, requests: int, most_tokens: int) -> Traced:
-        """The first `requests` of the file. Raises a KvmoverError for a file that cannot be read or has none, and for a
-        prompt that is longer than `most_tokens` when it is scaled."""
+        """Read the first `requests` of the file.
+
+        Raises KvmoverError for an unreadable or empty file, TraceError for a scaled prompt with no room in
+        `most_tokens`.
+        """
         found: list[tuple[tuple[int, ...], int]] = []
         for number, request in enumerate(islice(read_trace(path, FAST25), requests)):
             prompt = prompt_of(request, scale)
@@ -180,11 +188,11 @@ class Traced:
         return iter(self.requests)
 
     def answered(self, tokens: list[int]) -> None:
-        """A trace goes on as it was recorded, whatever was answered."""
+        """Ignore the answer: a trace continues as recorded."""
 
 
 def prompt_of(request: ReplayRequest, scale: TraceScale) -> tuple[int, ...]:
-    """The prompt, scaled: whole blocks, the last one cut as the trace's own last block is."""
+    """Returns the scaled prompt: whole blocks, the last one cut as in the trace."""
     tokens = [token for hash_id in request.hash_ids for token in block_of(hash_id, scale)]
     whole = len(request.hash_ids) - 1
     rest = request.input_length - whole * BLOCK_TOKENS
@@ -193,13 +201,13 @@ def prompt_of(request: ReplayRequest, scale: TraceScale) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def block_of(hash_id: int, scale: TraceScale) -> tuple[int, ...]:
-    """The tokens of one block: token i is mix(hash_id * 512 + i) modulo the vocabulary."""
+    """Returns the tokens of a block: token i is mix(hash_id * 512 + i) modulo the vocabulary."""
     first = hash_id * BLOCK_TOKENS
     return tuple(_mix(first + token) % scale.vocab for token in range(scale.block_tokens))
 
 
 def _mix(value: int) -> int:
-    """The finaliser of splitmix64: without it, one block of 512 tokens would be another, shifted, modulo 512."""
+    """Hash with the finaliser of splitmix64: otherwise a 512-token block would be another, shifted, modulo 512."""
     value = (value + 0x9E3779B97F4A7C15) & _WORD
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _WORD

@@ -1,7 +1,7 @@
 """Rolling: the engines of a scenario are replaced one after another, by leaving or by kill -9, while the others serve.
 
 Requests take engines in turn. A successor is seated while requests are served, and connected between two of them; then
-the one before it leaves, or is killed in the middle of the next request, which is asked again of those that live.
+its predecessor leaves, or is killed in the middle of the next request, which is repeated on living engines.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from kvmover.tools.demo.demo_report import RequestReport
 from kvmover.tools.demo.model import Alone, ModelShard, Transformer
 from kvmover.tools.demo.scenarios import Scenario
 
-#: An engine is killed so long after its request began, at the latest. A request takes some 200 ms.
+#: Latest time of a kill after its request began, s. A request takes some 200 ms.
 KILL_WITHIN_S = 0.15
 
-#: A prefill whose decode engine died before it asked waits for no longer.
+#: Deadline of a prefill whose decode engine died before asking, s.
 DEADLINE_S = 5.0
 
 
 class Rolling:
-    """As many prefill and decode engines as the scenario says. Before each request one is replaced, until all are.
+    """A stage with several prefill and decode engines, one of which is replaced before each request, until all are.
 
     Of four, the first and the last leave before that request, the others are killed in its middle.
     """
@@ -52,7 +52,7 @@ class Rolling:
         self.alone = Transformer(scenario.model, ModelShard.of_rank(scenario.model, 1, 1, 0, 0), Alone())
 
     def serve(self, number: int, prompt: tuple[int, ...], answer_tokens: int) -> RequestReport:
-        """By the engines whose turn it is; where one of them is killed meanwhile, by those that live."""
+        """Serve on the engines whose turn it is; if one of them is killed, again on living ones."""
         dying = self._replace_one() if number else None
         name = f"{self.scenario.name}-{number}"
         src, dst = self._turn(number, dying)
@@ -71,7 +71,7 @@ class Rolling:
             killer.join()
 
     def close(self) -> None:
-        """End all that live, and give the killed ones' places in the crew to others."""
+        """End all living engines, and respawn the killed ones' processes."""
         waiting = [self._successor.result()] if self._successor else []
         self._seating.shutdown()
         left = *self._prefills, *self._decodes, *waiting
@@ -79,12 +79,12 @@ class Rolling:
         self._crew.renew()
 
     def _turn(self, number: int, dying: Engine | None) -> tuple[Engine, Engine]:
-        """The prefill and decode engine whose turn it is, but for the one that is to die, which has this one."""
+        """Returns the prefill and decode engine whose turn it is, with the dying one in its place."""
         src, dst = (engines[number % len(engines)] for engines in (self._prefills, self._decodes))
         return dying if dying in self._prefills else src, dying if dying in self._decodes else dst
 
     def _replace_one(self) -> Engine | None:
-        """The next successor takes its place. The one before it has left, or is returned, to be killed."""
+        """Join the next successor. Returns its predecessor if that is to be killed; otherwise it has left."""
         if self._successor is None:
             return None
         self._join(self._successor.result())
@@ -98,7 +98,7 @@ class Rolling:
         return None
 
     def _seat_next(self) -> Future[Engine] | None:
-        """In a thread: requests are served meanwhile."""
+        """Seat the next successor in a thread, while requests are served; None if all are replaced."""
         if self._replaced == len(self._due):
             return None
         before = self._due[self._replaced]
@@ -114,7 +114,7 @@ class Rolling:
         return engine
 
     def _join(self, engine: Engine) -> None:
-        """Decode engines connect with all prefill engines."""
+        """Add the engine to the turns, and connect it with all engines of the other kind."""
         if engine.name.startswith("prefill"):
             self._prefills.append(engine)
             pairs = [(decode, engine) for decode in self._decodes]
@@ -125,7 +125,7 @@ class Rolling:
             ask_all(decode.members, "connect", ask_all(prefill.members, "card"))
 
     def _leave(self, engine: Engine) -> None:
-        """It gets no further request."""
+        """Remove the engine from the turns."""
         for engines in (self._prefills, self._decodes):
             if engine in engines:
                 engines.remove(engine)

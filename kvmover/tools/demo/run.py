@@ -1,9 +1,8 @@
-"""In the demo prefill fleets make KV by real forward passes, kvmover moves it, decode fleets go on from what landed.
+"""The demo's prefill fleets make KV by real forward passes, kvmover moves it, decode fleets continue from it.
 
 A scenario runs on its fleets, request by request, against the model in one process. `ScenarioRun`: two fleets that live
-together. Those that live one after another are `Lives`, those that are replaced while others serve `Rolling`, and those
-whose answers move from one to the other while they are computed `Migrations`. Those that lend each other pages are
-`Lenders`.
+together. `Lives`: fleets one after another. `Rolling`: fleets replaced while others serve. `Migrations`: fleets whose
+answers move while they are computed. `Lenders`: fleets that lend each other pages.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from kvmover.transport import nixl_version
 
 
 class ScenarioRun:
-    """One scenario on its two fleets, with the one-process model that says what the answers must be."""
+    """A scenario on its two fleets, with the one-process model that gives the expected answers."""
 
     def __init__(self, scenario: Scenario, crew: Crew, folder: Path, options: DemoOptions) -> None:
         sizes = scenario.src.fleet.size, scenario.dst.fleet.size
@@ -73,35 +72,35 @@ class ScenarioRun:
         ask_all([*self.src.members, *self.dst.members], "close")
 
     def serve(self, number: int, prompt: tuple[int, ...], answer_tokens: int) -> RequestReport:
-        """Prefill, move what the decode fleet does not have, decode, compare."""
+        """Prefill, move the tokens that the decode fleet lacks, decode, compare."""
         name = f"{self.scenario.name}-{number}"
         return serve(self.scenario, self.src, self.dst, self.alone, Asked(name, prompt, answer_tokens))
 
 
-#: What serves the requests of a scenario.
+#: The server of a scenario's requests.
 Stage = ScenarioRun | Lives | Lenders | Rolling | Migrations
 
-#: Processes of one machine that move a few MB.
+#: Defaults for processes of one machine that move a few MB.
 MOVER = MoverConfig(costs=HOST, arena_bytes=8 << 20, exports=Exports.POOLS)
 
-#: The first port that is tried where the demo is watched and no port is configured.
+#: First port tried for a watched demo without a configured port.
 _FIRST_PORT = 9400
 
 #: Seconds between two frames.
 _FRAME_S = 1.0
 
-#: Lengths of a trace are multiplied by this, unless it is given.
+#: Default scale of a trace's lengths.
 SCALE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What to run: all scenarios when none is named; the requests of a trace, its lengths times `scale`, if given.
+    """The demo's options: all scenarios unless named; the requests of a trace, its lengths times `scale`, if given.
 
-    `report`: a trace to write at the end, with the run log beside it, as run.json and run.jsonl. `watch`: show
-    `kvmover top` of the demo's own ranks while it runs. `device`: where pools lie. `store`: the location below which
-    the page store of a scenario is made, and cleared at its end; none, a folder that is deleted. `settings`: the
-    configuration; what that does not say of the mover is as `MOVER`.
+    `report`: a trace to write at the end, with the run log beside it, as run.json and run.jsonl. `device`: place of the pools.
+    `watch`: show `kvmover top` of the demo's own ranks meanwhile. `store`: the location below which a scenario's
+    page store is made, and cleared at its end; None: a temporary folder. `settings`: the configuration; mover settings
+    that it omits are those of `MOVER`.
     """
 
     scenarios: tuple[str, ...] = ()
@@ -118,7 +117,7 @@ class DemoOptions:
 
     @property
     def requests_each(self) -> int:
-        """Requests of a scenario: five turns of one conversation."""
+        """Returns the requests of a scenario; by default five turns of one conversation."""
         return self.requests or 5
 
 
@@ -154,14 +153,14 @@ def run_demo(options: DemoOptions) -> int:
 
 
 def _log_beside(trace: Path) -> Path:
-    """The run log that belongs to a trace. An older one there is written anew; any other file is refused."""
+    """Returns the run log of a trace. An older run log there is overwritten; any other file raises KvmoverError."""
     log = trace.with_suffix(".jsonl")
     if log == trace:
         raise KvmoverError(f"--report {trace} is a trace: {log} is where its run log goes")
     if not trace.absolute().parent.is_dir():
         raise KvmoverError(f"cannot write {trace}: there is no folder {trace.absolute().parent}")
     if log.exists():
-        read_lines([log])  # raises for what is none
+        read_lines([log])  # raises unless it is a run log
     return log
 
 
@@ -170,7 +169,7 @@ def _processes(options: DemoOptions) -> int:
 
 
 def _watched(options: DemoOptions) -> DemoOptions:
-    """With a port for each rank, where it is watched and none are configured."""
+    """Returns options with a port for each rank, if watched without configured ports."""
     metrics = options.settings.metrics
     if not options.watch or metrics.port:
         return options
@@ -180,7 +179,7 @@ def _watched(options: DemoOptions) -> DemoOptions:
 
 
 def _free_ports(address: str, count: int) -> int:
-    """The first of `count` neighbouring ports that nobody listens on."""
+    """Returns the first of `count` consecutive free ports. Raises KvmoverError if too few are free."""
     for first in range(_FIRST_PORT, (1 << 16) - count, count):
         with ExitStack() as taken:
             try:
@@ -195,7 +194,7 @@ def _free_ports(address: str, count: int) -> int:
 
 
 def _run_in_view(options: DemoOptions, notes: Console) -> RunReport:
-    """Run under a bar that says how far it is; with `watch` the ranks' metrics stand below it."""
+    """Run under a progress bar; with `watch` the ranks' metrics stand below it."""
     progress = Progress(
         TextColumn("{task.description:<44}"),
         BarColumn(),
@@ -222,14 +221,14 @@ def _run_in_view(options: DemoOptions, notes: Console) -> RunReport:
 
 @contextmanager
 def _top(addresses: str, progress: Progress, notes: Console) -> Generator[None]:
-    """`kvmover top` under the bar. Ranks that are not there are not named: scenarios begin and end them."""
+    """Show `kvmover top` under the bar. Silent ranks are left out: scenarios begin and end them."""
     frame: list[RenderableType] = []
     done = threading.Event()
 
     def follow() -> None:
         while not done.wait(_FRAME_S):
             now = top.ask(endpoints(addresses), fetch, time.monotonic).whole()
-            if now is not None:  # sums, because a rate over a second is mostly that of no request
+            if now is not None:  # sums: a rate over a second mostly covers no request
                 frame[:] = [top.screen(top.View.of(addresses, None, now))]
 
     thread = threading.Thread(target=follow, name="kvmover-demo-top", daemon=True)
@@ -243,12 +242,12 @@ def _top(addresses: str, progress: Progress, notes: Console) -> Generator[None]:
 
 
 def run(options: DemoOptions, step: Callable[[str, int], None]) -> RunReport:
-    """Run the scenarios on one crew of processes. `step` hears what is being done, and how many requests ended."""
+    """Run the scenarios on one crew of processes. `step` gets the current work and the number of requests ended."""
     began, settings = time.monotonic(), options.settings
     scenarios = choose(options.scenarios)
     plays = [(scenario, _requests(options, scenario)) for scenario in scenarios]  # bad ones start no process
     size = max(scenario.processes for scenario in scenarios)
-    nixl_version()  # raises where there is none
+    nixl_version()  # raises without NIXL
     if options.device != "cpu":
         _need_device(options.device)
     if settings.metrics.port is not None:
@@ -279,7 +278,7 @@ def _stage(scenario: Scenario, crew: Crew, folder: Path, options: DemoOptions) -
 
 
 def _need_device(name: str) -> None:
-    """Raises KvmoverError for a device that torch does not have: before a process is started."""
+    """Raise KvmoverError for a device that torch lacks, before any process starts."""
     import torch
 
     try:
@@ -289,7 +288,7 @@ def _need_device(name: str) -> None:
 
 
 def _endpoints(options: DemoOptions) -> str | None:
-    """What `kvmover top` is told, where metrics are configured: every rank has a port of its own."""
+    """Returns the address range for `kvmover top`, a port for each rank; None without configured metrics."""
     metrics = options.settings.metrics
     if not metrics.port:
         return None
@@ -298,7 +297,7 @@ def _endpoints(options: DemoOptions) -> str | None:
 
 @contextmanager
 def _ended_by_a_signal() -> Generator[None]:
-    """SIGTERM, which would leave processes and files, ends it as an exception does. Signals are the main thread's."""
+    """Turn SIGTERM, which would leave processes and files, into SystemExit. Main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -310,7 +309,7 @@ def _ended_by_a_signal() -> Generator[None]:
 
 
 def _play(stage: Stage, requests: Chats | Traced, step: Callable[[str, int], None]) -> ScenarioReport:
-    """All requests of one scenario, in order of arrival."""
+    """Serve all requests of a scenario, in order of arrival."""
     scenario = stage.scenario
     ranks = " + ".join(str(fleet.fleet.size) for fleet in scenario.fleets)
     step(f"{scenario.name}: {ranks} ranks", 0)

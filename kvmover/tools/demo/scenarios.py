@@ -1,4 +1,4 @@
-"""A Scenario says which model, which two fleets, and which requests the demo moves between them."""
+"""A Scenario fixes the model and the fleets between which the demo moves requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GAP_TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One model served by two fleets of different shape."""
+    """A model served by fleets of different shape."""
 
     name: str
     title: str
@@ -25,57 +25,58 @@ class Scenario:
     src: FleetText
     dst: FleetText
     route: Route | None = None
-    #: Fleets that serve one after another over a page store, where nothing moves between two that live together.
+    #: Fleets that serve one after another over a page store, instead of `src` and `dst`.
     lives: tuple[FleetText, ...] = ()
-    #: Fleets that live together, serve in turn and lend each other what they keep on the host.
+    #: Fleets that live together, serve in turn and lend each other host pages.
     lenders: tuple[FleetText, ...] = ()
-    #: Memory of the keeper that these have, each killed before the next begins; 0: of none, and each ends by itself.
+    #: Memory of the keeper under `lives`, each killed before the next begins; 0: no keeper, and each ends by itself.
     keeper_bytes: int = 0
-    #: Engines of each fleet, each of which is replaced while the others serve; 0: one of each, for the whole run.
+    #: Engines of each fleet, each replaced while the others serve; 0: one of each, for the whole run.
     replaced: int = 0
-    #: What the fleets tolerate where they store the cache in other forms, and how far a logit's gap may move for it.
+    #: Tolerated relative error if the fleets' stored forms differ, and tolerated change of a logit's gap.
     lossy: float = 0.0
     gap_tolerance: float = GAP_TOLERANCE
-    #: How long answers are of which each moves from the first fleet to the second while it is computed (0: none does).
+    #: Length of answers that move from the first fleet to the second while computed (0: answers stay).
     answer_tokens: int = 0
 
     @property
     def processes(self) -> int:
-        """How many it takes: every fleet has processes of its own, those that live later too."""
+        """Returns the processes needed: every fleet has its own, later ones too."""
         engines = 2 * self.replaced or 1
         return engines * sum(fleet.fleet.size for fleet in self.fleets)
 
     @property
     def fleets(self) -> tuple[FleetText, ...]:
-        """All that take part, in order."""
+        """Returns all fleets that take part, in order."""
         return self.lives or self.lenders or (self.src, self.dst)
 
     @property
     def unit_tokens(self) -> int:
-        """Rows are compared by so many tokens: every fleet's pages are whole numbers of them."""
+        """Returns the tokens of a unit of comparison: every fleet's page is a whole number of units."""
         return math.gcd(*(fleet.fleet.page_tokens for fleet in self.fleets))
 
     @classmethod
     def of(cls, name: str, title: str, model: ModelConfig, src: str, dst: str) -> Scenario:
-        """With the route left to the cost model."""
+        """Make a scenario with the route left to the cost model."""
         return cls(name, title, model, FleetText.parse(src), FleetText.parse(dst))
 
     @classmethod
     def stored(cls, name: str, title: str, model: ModelConfig, *lives: str) -> Scenario:
-        """Fleets in the order of their lives."""
+        """Make a scenario of fleets in the order of their lives."""
         fleets = tuple(FleetText.parse(text) for text in lives)
         return cls(name, title, model, fleets[0], fleets[-1], lives=fleets)
 
     @classmethod
     def lent(cls, name: str, title: str, model: ModelConfig, *lenders: str) -> Scenario:
-        """Fleets in the order in which they serve."""
+        """Make a scenario of fleets in the order in which they serve."""
         fleets = tuple(FleetText.parse(text) for text in lenders)
         return cls(name, title, model, fleets[0], fleets[-1], lenders=fleets)
 
     @property
     def component(self) -> Component:
-        """What the model caches: in the precision it computes in, for a move never looks inside an element, or in
-        bfloat16 where fleets say how they store it.
+        """Returns the cached component: float64 as computed, for a move never looks inside an element.
+
+        It is bfloat16 if either fleet names a stored form.
         """
         model = self.model
         dtype = "float64" if self.src.form == self.dst.form == "auto" else "bfloat16"
@@ -199,7 +200,7 @@ SCENARIOS = (
 
 
 def choose(names: tuple[str, ...]) -> tuple[Scenario, ...]:
-    """The named scenarios in their order, all when none is named. Raises LayoutError for an unknown name."""
+    """Returns the named scenarios in order, all if no name is given. Raises LayoutError for an unknown name."""
     known = {scenario.name: scenario for scenario in SCENARIOS}
     for name in names:
         if name not in known:

@@ -10,20 +10,20 @@ from torch import Tensor
 from kvmover.kernels.convert_reference import decode, encode
 from kvmover.layout.codec import Codec
 
-#: Page ids and tokens in those pages, as a tensor is indexed.
+#: Page ids and tokens in those pages, as tensor indices.
 Where = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPlane:
-    """`rows` [page, token, head, byte] of one plane, whose scales are 1. What is read are numbers in float64."""
+    """A plane `rows` [page, token, head, byte] in a form, with scales of 1, read as float64 numbers."""
 
     rows: Tensor
     form: Codec
 
     @property
     def device(self) -> torch.device:
-        """Where the rows lie."""
+        """Returns the device of the rows."""
         return self.rows.device
 
     def __getitem__(self, where: Where) -> Tensor:
@@ -36,13 +36,13 @@ class StoredPlane:
 
 
 def as_numbers(rows: Tensor, form: Codec) -> Tensor:
-    """Rows [.., byte] as numbers [.., dim] in float32."""
+    """Convert rows [.., byte] to numbers [.., dim] in float32."""
     flat = rows.contiguous().flatten(0, -2)
     return decode(form, flat, [1.0] * form.scales).view(*rows.shape[:-1], -1)
 
 
 def restored(rows: Tensor, held: Codec, kept: Codec) -> Tensor:
-    """Rows [.., byte] of one form in another, by the definition."""
+    """Convert rows [.., byte] from form `held` to form `kept`, by the definition."""
     if held == kept:
         return rows
     numbers = as_numbers(rows, held)

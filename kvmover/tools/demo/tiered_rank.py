@@ -42,16 +42,16 @@ from kvmover.transport import NixlTransport
 #: Host pages for each page of the device.
 _HOST_RATIO = 2
 
-#: How often who is to die looks whether it lends.
+#: Pause between a doomed lender's checks for a loan, s.
 _LOOK_S = 0.0005
 
-#: Who was killed is given up so soon; who is slow, as all are on a busy machine, has the time to answer.
+#: A killed peer is given up soon; a peer slow on a busy machine still has time to answer.
 _SILENCE_S, _DRAIN_S, _PING_S, _ASK_S = 2.0, 0.5, 0.2, 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One request on one rank: tokens by the tier they came from, what was read, and the rows of the restored ones."""
+    """A request on a rank: tokens by tier, bytes and pages read, and digests of restored and kept rows."""
 
     answer: list[int]
     gaps: list[float]
@@ -67,9 +67,11 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class TieredSeat:
-    """Which rank of a fleet a process is to be. `meet`: a file in which the fleet meets; `root`: where the store is, if
-    there is one; `run`: its namespace's own word, so that nothing is found there that another run left; `peers`: whose
-    pages it borrows, as a rank of `engine`, if any. `first_port`: as of Seat.
+    """The rank of a fleet that a process becomes.
+
+    `meet`: a file in which the fleet meets; `root`: location of the store, or None; `run`: a word of the namespace,
+    unique to the run, so that other runs' pages stay unseen; `peers`: engines that `engine` borrows pages from.
+    `first_port`: as in Seat.
     """
 
     scenario: Scenario
@@ -86,17 +88,17 @@ class TieredSeat:
 
     @property
     def namespace(self) -> Namespace:
-        """Where the pages of this run are."""
+        """Returns the namespace of this run's pages."""
         model = self.scenario.model
         return Namespace(model.name, f"seed {model.seed}, run {self.run}", self.fleet.fleet.page_tokens)
 
     def sit(self) -> TieredRank:
-        """Become that rank: pool, model, store and controller are made here."""
+        """Make the rank's pool, model, store and controller, in this process."""
         return TieredRank(self)
 
 
 class TieredRank:
-    """A seated process, which decides for itself what it keeps: as all ranks are asked alike, all decide alike."""
+    """A seated process that chooses itself the pages to keep: all ranks are asked alike, so all choose alike."""
 
     def __init__(self, seat: TieredSeat) -> None:
         from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
@@ -128,21 +130,21 @@ class TieredRank:
             self._watched.account(account)
 
     def card(self) -> bytes:
-        """What borrowers connect with."""
+        """Returns the card that borrowers connect with."""
         assert self._peers is not None
         return self._peers.card
 
     def connect(self, cards: list[bytes]) -> None:
-        """Connect with all that may be borrowed from."""
+        """Connect with all peers to borrow from."""
         assert self._peers is not None
         for card in cards:
             self._peers.connect(card)
 
     def idle(self) -> None:
-        """Nothing: a thread answers its peers."""
+        """Do no work: a thread answers the peers."""
 
     def die_lending(self) -> None:
-        """Be killed as soon as a peer has been promised pages."""
+        """Kill this process (SIGKILL) as soon as a peer has a loan."""
         peers = self._peers
         assert peers is not None
 
@@ -154,7 +156,7 @@ class TieredRank:
         threading.Thread(target=wait, daemon=True).start()
 
     def serve(self, request: str, prompt: tuple[int, ...], answer_tokens: int) -> Served:
-        """Restore what any tier has, compute the rest, answer, and keep all of it on every tier."""
+        """Restore pages from any tier, compute the rest, answer, and keep all whole pages on every tier."""
         controller, ledger = self._controller, self._ledger
         began_s, before = time.monotonic(), controller.meter.copy().counts
         restore = controller.restore(prompt)
@@ -197,7 +199,7 @@ class TieredRank:
         )
 
     def close(self) -> dict[str, Any]:
-        """The ledger's sums of this fleet's life."""
+        """Close the rank. Returns the ledger's sums of this fleet's life."""
         self._controller.close()
         if self._peers is not None:
             self._peers.close()
@@ -215,9 +217,9 @@ class TieredRank:
         return PagedCache(planes, pages, self._page)
 
     def _digests(self, pages: Sequence[int]) -> Digests:
-        """Of every unit's rows, by (layer, kv, head) and the unit's number: the layer's number counts units above it.
+        """Returns digests of every unit's rows by (unit * layers + layer, kv, head).
 
-        A unit is as many tokens as pages of all fleets are whole numbers of.
+        A unit is the largest number of tokens that divides the pages of all fleets.
         """
         layers, units = self._pool.spec.component.layers, self._page // self._unit
         digests: Digests = {}
@@ -233,7 +235,7 @@ class TieredRank:
 
 
 def _peers(seat: TieredSeat, host: Pool) -> PeerTier:
-    """Of a rank whose fleet borrows from others, and lends."""
+    """Make the peer tier of a rank whose fleet borrows and lends."""
     model = seat.scenario.model
     place, name = Place(seat.engine, seat.fleet.fleet, seat.rank), f"{model.name}, seed {model.seed}"
     config = replace(seat.settings.mover_config(), silence_s=_SILENCE_S, drain_s=_DRAIN_S, ping_s=_PING_S)

@@ -1,4 +1,4 @@
-"""A process of the demo does what it is told over a pipe, and lets its rank answer peers while it is told nothing."""
+"""A process of the demo executes verbs from a pipe, and lets its rank answer peers in between."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-#: Between two looks of a rank that has nothing to do. Peers wait for an answer for seconds.
+#: Pause between polls of an idle rank, s. Peers wait for an answer for seconds.
 _IDLE_S = 0.05
 
 
 class Seated(Protocol):
-    """What a process can be seated as. Its other methods are verbs."""
+    """A rank that a process is seated as. Its other methods are verbs."""
 
     def idle(self) -> None:
-        """Answer peers: called some twenty times a second while there is nothing else to do."""
+        """Answer peers: called some twenty times a second while the pipe is idle."""
         ...
 
 
 def main(pipe: Connection) -> None:
-    """Answer (verb, arguments) with (value, None) or (None, traceback) until the pipe closes. `seat` takes who can sit:
-    a Seat, or that of another kind of process. `close` ends what sits.
+    """Answer (verb, arguments) with (value, None) or (None, traceback) until the pipe closes.
 
-    Ctrl-C goes to all processes of a terminal, and is for the parent alone.
+    `seat` takes a Seat, or that of another kind of rank. `close` ends the rank. Ctrl-C goes to all processes of a
+    terminal, and is left to the parent.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    for name in ("UCX_LOG_LEVEL", "NIXL_LOG_LEVEL"):  # who is killed on purpose is no news; UCX would tell stdout of it
+    for name in ("UCX_LOG_LEVEL", "NIXL_LOG_LEVEL"):  # deliberate kills are no news; UCX would print them on stdout
         os.environ.setdefault(name, "FATAL")
     import torch
 
@@ -39,7 +39,7 @@ def main(pipe: Connection) -> None:
         try:
             verb, arguments = _told(pipe, rank)
         except (EOFError, OSError):
-            os._exit(0)  # NIXL's and Gloo's threads are not waited for: nothing is left to save
+            os._exit(0)  # skips waiting for NIXL's and Gloo's threads: no state is left to save
         try:
             value: Any = None
             if verb == "seat":
@@ -54,11 +54,12 @@ def main(pipe: Connection) -> None:
         try:
             pipe.send(said)
         except OSError:
-            os._exit(0)  # nobody is there to hear it
+            os._exit(0)  # the parent is gone
 
 
 def _told(pipe: Connection, rank: Seated | None) -> tuple[str, tuple[Any, ...]]:
-    """The next verb, and what it is told with. Raises EOFError or OSError where nobody is left to tell."""
+    """Wait for the next verb and its arguments while the rank idles. Raises EOFError or OSError if the parent is gone.
+    """
     while rank is not None and not pipe.poll(_IDLE_S):
         rank.idle()
     return pipe.recv()

@@ -1,4 +1,4 @@
-"""Watched is the observers of one rank's process: what the demo shows to Prometheus and writes to the run log."""
+"""Watched has the observers of one rank's process: the demo's metrics for Prometheus and its run log."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from kvmover.transfer.mover import Mover
 
 
 class Collector(Protocol):
-    """As prometheus_client wants one."""
+    """A collector in the sense of prometheus_client."""
 
     def collect(self) -> Iterator[Any]:
-        """The metric families at this moment."""
+        """Returns the current metric families."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _Still:
-    """What some collectors said last. A demo process works without being asked, so nobody may look while it does."""
+    """The last metrics of some collectors: a demo process works on its own thread, so scrapes must not look meanwhile.
+    """
 
     collectors: Sequence[Collector]
     said: Sequence[Any] = ()
@@ -35,7 +36,7 @@ class _Still:
 
 
 class Watched:
-    """The observers of one seated process. `first_port`: how many ports its fleet leaves to others before it."""
+    """The observers of a seated process. `first_port`: ports that its fleet leaves to earlier fleets."""
 
     def __init__(self, settings: Settings, engine: str, rank: int, first_port: int = 0) -> None:
         metrics = settings.metrics
@@ -50,17 +51,17 @@ class Watched:
         self._observers.watch(mover)
 
     def account(self, account: Account) -> None:
-        """Write an account to the run log, where one is configured."""
+        """Write an account to the run log, if configured."""
         self._observers.account(account)
 
     def serve(self, *collectors: Collector) -> None:
-        """Serve to Prometheus what these say between two requests."""
+        """Serve the collectors' metrics to Prometheus, as of the last `look`."""
         self._still = _Still(collectors if self._is_served else ())
         self._still.look()
         self._observers.serve(self._still)
 
     def look(self) -> None:
-        """A request is over: what is served from now on says so."""
+        """Refresh the served metrics, between two requests."""
         self._still.look()
 
     def close(self) -> None:
