@@ -404,7 +404,7 @@ class StoreConformance:
         there.close()
 
     def test_what_was_flushed_outlives_a_power_cut(self, tmp_path: Path) -> None:
-        """Cut each file at a random place behind its end at the flush, with unwritten blocks behind that end."""
+        """Cut each file at a random place after its end at the flush, with blocks after it unwritten."""
         me = Identity()
         for seed in range(6):
             chance, folder = random.Random(seed), tmp_path / str(seed)

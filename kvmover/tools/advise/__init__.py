@@ -1,4 +1,4 @@
-"""`kvmover advise` estimates the time that moving KV adds to the time to first token, by shapes and sizes of fleets."""
+"""`kvmover advise` estimates KV's share of the time to first token, by shapes and sizes of fleets."""
 
 from kvmover.tools.advise.advise_command import AdviseOptions, run_advise
 from kvmover.tools.advise.candidate import Advice, AdviseError, Candidate, TierRates, advice, cheapest, waits

@@ -1,6 +1,6 @@
 """`kvmover advise` replays a trace for each candidate, and prints the cost of KV in each, and the cheapest good one.
 
-Replays depend on the number of prefill engines, their page size and their tiers alone, so each is done once.
+Replays depend only on the number of prefill engines, their page size and their tiers, so equal ones run once.
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ Tables: TypeAlias = dict[tuple[FleetText, FleetText], TransferTable]
 
 @dataclass(frozen=True, slots=True)
 class AdviseOptions:
-    """The trace, the candidates, the costs of their links and tiers, and the form of output.
-
-    Candidates are all products.
+    """The trace, the candidates (all products), the costs of their links and tiers, and the form of output.
 
     `target_us`: most that KV may add to the time to first token of 99 in 100 requests. `cost_table`: file for the
     transfer times, as JSON.
@@ -205,7 +203,7 @@ def _costs(
 
 
 def _write_costs(options: AdviseOptions, tables: Tables) -> None:
-    """Write points for interpolation, and the nearest line for simulators that know a bandwidth and a latency."""
+    """Write points to interpolate, and a fitted line for simulators that know a bandwidth and a latency."""
     assert options.cost_table is not None
     text = json.dumps({"format": _FORMAT, "tables": list(_costs(options, tables))}, indent=1)
     try:

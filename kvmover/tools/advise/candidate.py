@@ -1,7 +1,7 @@
 """A Candidate is fleets and tiers that might serve a trace; `advice` estimates KV's share of its time to first token.
 
-A request's share is its loads from slower tiers, its wait for a wire, and its transfer. Compute and batching times are
-left to serving simulators, which take the table of transfers instead.
+The share is a request's loads from slower tiers, its wait for a wire, and its transfer. Compute and batching are left
+to serving simulators, which take the table of transfers.
 """
 
 from __future__ import annotations

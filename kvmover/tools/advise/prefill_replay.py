@@ -1,4 +1,4 @@
-"""A trace is dealt to several prefill engines and replayed, for the tokens that each request loads and computes."""
+"""A trace is dealt to several prefill engines and replayed, to count each request's loaded and computed tokens."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def _print(options: PlanOptions, shown: list[_Shown], source: FleetText, target:
 
 
 def _draw(path: Path, shown: list[_Shown], source: FleetText, target: FleetText) -> None:
-    """Draw all plans on one sheet, one below the other. Raises KvmoverError if it cannot be written."""
+    """Draw all plans below each other on one sheet. Raises KvmoverError if it cannot be written."""
     from kvmover.tools.plan_views.plan_picture import draw
     from kvmover.tools.plan_views.svg import below
 

@@ -23,7 +23,7 @@ _ENDING = (signal.SIGINT, signal.SIGTERM)
 #: Time for idle processes to end, s.
 END_S = 5.0
 
-#: Longest wait for an answer, s: longer than any wait inside a rank, each of which has its own deadline.
+#: Longest wait for an answer, s: above every rank's own deadlines.
 ANSWER_S = 90.0
 
 
@@ -116,7 +116,7 @@ class Crew:
 def _undisturbed() -> Generator[None]:
     """Delay signals while spawning, so that no process is half spawned; the child blocks them until `verbs.main`.
 
-    Blocking them in this thread alone does not suffice: other threads take them, and Python runs the handler here.
+    Blocking them in this thread alone fails: other threads take them, and Python runs the handler here.
     """
     waiting: list[int] = []
     handlers = {}

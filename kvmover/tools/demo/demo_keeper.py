@@ -1,4 +1,4 @@
-"""A DemoKeeper is the keeper of a scenario, in a process of its own: it sees one fleet killed, and serves the next."""
+"""A DemoKeeper is a scenario's keeper, in its own process: it outlives a killed fleet, and serves the next."""
 
 from __future__ import annotations
 

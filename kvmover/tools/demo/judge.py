@@ -1,4 +1,4 @@
-"""A Judge compares answers and restored rows of demo fleets that keep KV with the model in one process."""
+"""A Judge compares answers and restored rows of demo fleets with the model in one process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The demo's model is a small seeded transformer, sharded over TP and PP, whose only state is the KV cache it is given.
 
 Float64: another sharding sums in another order, which moves a logit by 1e-14, far below its gap to the next. Keys are
-cached before their rotation, and rotated by their row number when read, so that a misplaced page gives wrong results.
+cached unrotated, and rotated by their row number when read, so that a misplaced page gives wrong results.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Gloo:
     @classmethod
     def join(cls, store: Store, rank: int, tp: int, pp: int) -> Gloo:
         """Meet the tp * pp ranks of this fleet in `store`, which must be unused by any other or earlier fleet."""
-        # Not new_group: it needs every rank of a world, or (local) ranks that have formed equally many groups before.
+        # Not new_group: it needs every rank of a world, or (local) ranks with equally many earlier groups.
         group = dist.ProcessGroupGloo(store, rank, tp * pp, timedelta(seconds=60))
         return cls(cast(dist.ProcessGroup, group), tp)  # the stub of a Gloo group lacks its methods
 

@@ -30,7 +30,7 @@ class TraceError(KvmoverError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """The lengths of a chat, in tokens: the shared system prompt, and spans from which other lengths are drawn.
+    """The lengths of a chat, in tokens: the shared system prompt, and spans to draw other lengths from.
 
     Raises LayoutError for an empty span or fewer than two words.
     """
@@ -137,7 +137,7 @@ class Chats:
 class TraceScale:
     """The reduction of a trace: tokens are taken modulo `vocab`, and every length is multiplied by `factor`.
 
-    A block of 512 tokens becomes `block_tokens` tokens in any request, so equal blocks stay equal. Distinct blocks stay
+    A block of 512 tokens becomes `block_tokens` tokens in any request: equal blocks stay equal, and distinct ones
     distinct if vocab ** block_tokens is far above their number. Raises TraceError for a vocabulary below 2 or a factor
     outside (0, 1].
     """

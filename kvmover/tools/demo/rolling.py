@@ -1,7 +1,7 @@
 """Rolling: the engines of a scenario are replaced one after another, by leaving or by kill -9, while the others serve.
 
 Requests take engines in turn. A successor is seated while requests are served, and connected between two of them; then
-its predecessor leaves, or is killed in the middle of the next request, which is repeated on living engines.
+its predecessor leaves, or is killed during the next request, which living engines repeat.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The demo's prefill fleets make KV by real forward passes, kvmover moves it, decode fleets continue from it.
 
-A scenario runs on its fleets, request by request, against the model in one process. `ScenarioRun`: two fleets that live
-together. `Lives`: fleets one after another. `Rolling`: fleets replaced while others serve. `Migrations`: fleets whose
-answers move while they are computed. `Lenders`: fleets that lend each other pages.
+A scenario runs on its fleets against the model in one process. `ScenarioRun`: two fleets that live together. `Lives`:
+fleets one after another. `Rolling`: fleets replaced while others serve. `Migrations`: fleets whose answers move while
+they are computed. `Lenders`: fleets that lend each other pages.
 """
 
 from __future__ import annotations
@@ -97,10 +97,9 @@ SCALE = 0.02
 class DemoOptions:
     """The demo's options: all scenarios unless named; the requests of a trace, its lengths times `scale`, if given.
 
-    `report`: a trace to write at the end, with the run log beside it, as run.json and run.jsonl. `device`: place of the pools.
-    `watch`: show `kvmover top` of the demo's own ranks meanwhile. `store`: the location below which a scenario's
-    page store is made, and cleared at its end; None: a temporary folder. `settings`: the configuration; mover settings
-    that it omits are those of `MOVER`.
+    `report`: a trace to write at the end, as run.json, with the run log beside it, as run.jsonl. `watch`: show
+    `kvmover top` of the demo's own ranks. `device`: place of the pools. `store`: location below which page stores are
+    made, and cleared at the end; None: a temporary folder. `settings`: omitted mover settings are those of `MOVER`.
     """
 
     scenarios: tuple[str, ...] = ()

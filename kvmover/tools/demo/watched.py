@@ -22,8 +22,7 @@ class Collector(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Still:
-    """The last metrics of some collectors: a demo process works on its own thread, so scrapes must not look meanwhile.
-    """
+    """The last metrics of some collectors, for scrapes: collectors must not be read while the process works."""
 
     collectors: Sequence[Collector]
     said: Sequence[Any] = ()

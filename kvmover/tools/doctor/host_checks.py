@@ -49,7 +49,7 @@ def configuration() -> Iterator[Finding]:
 
 
 def storage_to_gpu(root: Path = _ROOT) -> Iterator[Finding]:
-    """Report nvidia-fs, for GPUDirect Storage. NIXL's GDS plugins also need cuFile, which its own checks look for."""
+    """Report nvidia-fs, for GPUDirect Storage. NIXL's GDS plugins also need cuFile, which the NIXL checks look for."""
     if not _has_gpu(root):
         return
     version = root / "proc/driver/nvidia-fs/version"
@@ -155,7 +155,7 @@ def clock(root: Path = _ROOT) -> Iterator[Finding]:
 
 
 def clock_is_kept() -> Iterator[Finding]:
-    """Report if a daemon keeps the clock right. Only run logs, spans and logs of several hosts compare clocks."""
+    """Report if a daemon keeps the clock right: only logs and spans of several hosts depend on it."""
     state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
     if state == _TIME_ERROR:
         remedy = "run chronyd or ntpd; logs of several hosts do not line up"

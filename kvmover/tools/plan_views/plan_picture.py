@@ -1,8 +1,8 @@
 """A picture of a plan has source ranks left, destination ranks right, and a ribbon for every leg.
 
-A card is the whole model, heads across and layers down. The part that the rank holds is filled, in the colour of the
-source that sends it. Where ranks share the positions out, a bar below shows the first tokens of the request. Of large
-fleets one pattern of ranks is drawn for all ranks alike, which a note lists.
+A card is the whole model, heads across and layers down. The rank's part is filled, in the colour of the source that
+sends it. Where ranks share the positions out, a bar shows the first tokens of the request. Of large fleets one pattern
+of ranks is drawn, and a note lists the ranks alike.
 """
 
 from __future__ import annotations
@@ -340,7 +340,7 @@ def _ribbons(
     label_right: bool,
     paints: Mapping[int, str],
 ) -> Iterator[str]:
-    """Yield all ribbons, then all labels, at the side with more ranks, where ribbons lie apart."""
+    """Yield all ribbons, then all labels, at the side with more ranks."""
     most = max(each.nbytes for each in legs)
     thickest = min(_THICKEST, *(room - 3 for _, room in (*left.values(), *right.values())))
     x0, x1 = _MARGIN + _CARD, WIDTH - _MARGIN - _CARD

@@ -57,7 +57,7 @@ class Ideal:
 def _page_numbers(
     places: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], block_tokens: int, page_tokens: int
 ) -> npt.NDArray[np.int64]:
-    """Returns page numbers, each from the place of the block where the page ends and the page's index in that block."""
+    """Returns page numbers, each from the block where the page ends and the page's index in that block."""
     firsts = places * -(-block_tokens // page_tokens)
     stops = np.cumsum(lengths)
     begins = stops - lengths

@@ -1,6 +1,6 @@
 """A TraceReader makes ReplayRequests of one format of traces: all lines are checked first, prompts read when due.
 
-Between the two it keeps a request's arrival and line, and a block's number.
+In between it keeps a request's arrival and line, and a block's number.
 """
 
 from __future__ import annotations
