@@ -63,8 +63,7 @@ class DeviceIndices:
         return self._count
 
     def keep(self, indices: torch.Tensor) -> PageArray:
-        """Returns new ids for the whole pages of `indices` [token], in order. The caller must not write to the array.
-        """
+        """Returns new ids for the whole pages of `indices` [token], in order. The caller must not write to it."""
         count = len(indices) // self._page_tokens
         if count == 0:
             return NO_IDS

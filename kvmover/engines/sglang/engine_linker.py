@@ -24,8 +24,7 @@ _PLAIN = {"MHATokenToKVPool", "MLATokenToKVPool"}
 
 
 def device_pools(kvcache: Any, params: Any, components: Any) -> Any:
-    """Returns SGLang's `DevicePoolGroup` of a rank's pools. Raises ValueError for models that SGLang does not describe.
-    """
+    """Returns SGLang's `DevicePoolGroup` of a rank's pools. Raises ValueError for models unknown to SGLang."""
     if type(kvcache).__name__ in _PLAIN and set(components) == {_components.ComponentType.FULL}:
         return _plain(kvcache, params.page_size)
     return _pools.resolve_hybrid_device_pool_group(

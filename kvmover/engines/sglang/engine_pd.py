@@ -79,8 +79,7 @@ def tell_prompts(mode: Any) -> None:
 
 
 def _wrap(name: str, around: Callable[..., Any]) -> None:
-    """Wrap a method of SGLang, by its full name, in `around`, once per process. Raises EngineUnsupported if that fails.
-    """
+    """Wrap a method of SGLang, by its full name, in `around`, once a process. Raises EngineUnsupported if it fails."""
     path, _, method = name.rpartition(".")
     module, _, owner = path.rpartition(".")
     of = getattr(import_module(module), owner)

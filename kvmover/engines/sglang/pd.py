@@ -94,8 +94,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
     supports_deferred_decode_kv_release = True
 
     def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
-        """Raises EngineUnsupported, before the rank registers anywhere, for caches or settings that it cannot transfer.
-        """
+        """Raises EngineUnsupported, before the rank registers anywhere, for caches or settings without a transfer."""
         context = engine_pd.parallel()
         refuse(args, context)
         if disaggregation_mode is not engine_pd.PREFILL:
@@ -260,8 +259,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
     # Prefill
 
     def register_to_bootstrap(self) -> None:
-        """Register as SGLang does, and publish this rank's card for engines of another make if `exchange.model` is set.
-        """
+        """Register as SGLang does, and publish this rank's card for other makes if `exchange.model` is set."""
         engine_pd.CommonKVManager.register_to_bootstrap(self)
         self._lay_card()
 

@@ -207,8 +207,7 @@ def by_token(caches: Iterable[RankCache]) -> bool:
 
 
 def _whole_pages(window: int, page_tokens: int) -> int:
-    """Returns a window, tokens, from the end of a request's last page: one page more, as a request ends anywhere in it.
-    """
+    """Returns the tokens of a window's pages: one page more, since a request ends anywhere in its last page."""
     return (ceil(window / page_tokens) + 1) * page_tokens
 
 

@@ -39,8 +39,7 @@ _CLASSES = {
 
 
 def register() -> None:
-    """Register all choices and hooks, in each of SGLang's processes. Raises EngineUnsupported for an untested release.
-    """
+    """Register all choices and hooks, in each process of SGLang. Raises EngineUnsupported for an untested release."""
     SGLANG.require()
     hooks: Any = import_module("sglang.srt.plugins.hook_registry")
     choices: Any = import_module("sglang.srt.arg_groups.choices")

@@ -327,8 +327,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         return 0 if self._states is None else self._tree.sizes(STATE).protected
 
     def swa_retain_floor(self, req: Any) -> int | None:
-        """Returns the token from which a snapshot's window is kept with it; None without windows, states or snapshot.
-        """
+        """Returns the first token of the window kept with a snapshot; None without windows, states or snapshot."""
         snapshot = req.kv.mamba_last_track_seqlen
         if self._windows is None or self._states is None or snapshot is None:
             return None
@@ -409,8 +408,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         self._evict({STATE: 1})
 
     def _take_state(self, states: StateSlots, req: Any, at_end: bool) -> PageArray:
-        """Returns the id [1] of a request's state for the tree; empty if the key does not end with the state's token.
-        """
+        """Returns the id [1] of a request's state for the tree; empty unless the key ends with the state's token."""
         if at_end:
             return states.take(req, partial(self._room_beside, req))
         states.withhold(req)

@@ -135,8 +135,7 @@ class KvmoverStore(engine.HiCacheStorage):
         return self._move(self._written, MAIN, self._backends[MAIN].put, keys, host_indices)
 
     def batch_get_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:
-        """Read pages into several pools. Returns by pool True per page that came. Raises StoreError for unknown pools.
-        """
+        """Read pages into several pools. Returns True by pool and page read. Raises StoreError for unknown pools."""
         return {t.name: self._move(self._read, t.name, self._of(t).get, t.keys, t.host_indices) for t in transfers}
 
     def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:
@@ -152,8 +151,7 @@ class KvmoverStore(engine.HiCacheStorage):
     def get(
         self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any = None
     ) -> torch.Tensor | None:
-        """Read a page into `target_location`. Returns it, or None if it did not come. Raises StoreError without target.
-        """
+        """Read a page into `target_location`. Returns it, or None on a miss. Raises StoreError without target."""
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(

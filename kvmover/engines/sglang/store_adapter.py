@@ -64,8 +64,7 @@ class StoreAdapter:
     registered: dict[Memory, torch.Tensor] = field(default_factory=dict["Memory", "torch.Tensor"])
 
     def __post_init__(self) -> None:
-        """Open the store. Raises ConfigError without a root, StoreError if it is missing or the store cannot be opened.
-        """
+        """Open the store. Raises ConfigError without a root, StoreError if the store is missing or cannot be opened."""
         self.space = self._space(self.rank.weights)
         self.store = open_store(self.settings, self.space if self.rank.weights.is_known else None)
         self.rank.weights.log()
@@ -117,8 +116,7 @@ class StoreAdapter:
         return PackedBackend(flat, view, pool.page_size, out, into, cpu.move, writes)
 
     def _native(self, pool: Any, name: str) -> PoolBackend:
-        """Returns the backend of a pool that only its like on the same rank can read: each run of a page is an object.
-        """
+        """Returns the backend of a pool that only an equal rank can read: each run of a page is an object."""
         sizes = hostpool.native_runs(pool, name)
         placement = self._placement_of(pool)
         called = hostpool.own_name(pool, name, sizes)

@@ -175,8 +175,7 @@ class _PoolPart:
     memory: tuple[torch.Tensor, ...]
 
     def tiered(self, pages: int, params: Any) -> TieredPool:
-        """Returns the pool with `pages` on the host. A prefix needs its last state, and the windows that SGLang keeps.
-        """
+        """Returns the pool with `pages` on the host. A prefix needs its last state, and SGLang's windows."""
         memory = tuple(self.memory[number] for number in self.strand.buffers)
         device = Pool(self.strand.spec(self.part.component), memory)
         rules = {ATTENTION: ALL_PAGES, WINDOW: Rule(params.swa_retain_window or None), STATE: LAST_PAGE}
@@ -184,8 +183,7 @@ class _PoolPart:
 
 
 def _sizes(found: Sequence[_PoolPart], params: Any) -> dict[str, PoolSize]:
-    """Returns the size of each component that SGLang gives out: a pool has a further page or slot, which stays unused.
-    """
+    """Returns the size of each component that SGLang allocates; a pool has one more page or slot, never used."""
     allocator, rows = params.token_to_kv_pool_allocator, params.req_to_token_pool
     sizes: dict[str, PoolSize] = {}
     for name in dict.fromkeys(each.name for each in found):

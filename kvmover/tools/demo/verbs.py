@@ -58,8 +58,7 @@ def main(pipe: Connection) -> None:
 
 
 def _told(pipe: Connection, rank: Seated | None) -> tuple[str, tuple[Any, ...]]:
-    """Wait for the next verb and its arguments while the rank idles. Raises EOFError or OSError if the parent is gone.
-    """
+    """Wait for the next verb and its arguments while the rank idles. Raises EOFError or OSError without a parent."""
     while rank is not None and not pipe.poll(_IDLE_S):
         rank.idle()
     return pipe.recv()
