@@ -1,1 +1,1 @@
-"""An engine's rank keeps its caches with these: prefix tree, tiers, ledger of hit tokens, and the replay of traces."""
+"""The cache package manages a rank's KV pages: prefix tree, page tiers, ledger of hit tokens, and trace replay."""

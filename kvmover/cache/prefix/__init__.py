@@ -1,4 +1,4 @@
-"""The prefix tree knows which pages hold the KV of a prompt, on which tier, and which go next. Needs no torch."""
+"""PrefixTree maps prompts to their KV pages on each tier, and chooses which pages are evicted. Needs no torch."""
 
 from kvmover.cache.prefix.components import (
     ALL_PAGES,

@@ -1,7 +1,7 @@
-"""`check` recomputes the invariants of a tree from its nodes, handles and records. Tests run it, production does not.
+"""`check` recomputes a tree's invariants from its nodes, handles and records. Tests run it, production does not.
 
-The numbers are those of `INVARIANTS`. What a snapshot cannot show, a history must: 13, 17, 27, 28 and 29 are held
-against models in the tests, and 13 needs the pools, which are the caller's.
+The numbers are those of `INVARIANTS`. A snapshot cannot show 13, 17, 27, 28 and 29, which the tests hold against
+models; 13 also needs the caller's pools.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ INVARIANTS = {
 
 
 def check(forest: Forest, copies: Iterable[CopyRecord], fetches: Iterable[tuple[int, bytes]]) -> None:
-    """Raises InvariantBroken with the number, the sentence and the place of the first that does not hold.
+    """Raise InvariantBroken with number, sentence and place of the first invariant that does not hold.
 
-    `fetches`: host ids that reads from storage have, each row with its component's index.
+    `fetches`: (component index, host ids) of reads from storage in flight.
     """
     nodes, records, fetched = list(forest), list(copies), list(fetches)
     _roots(forest)
@@ -165,7 +165,7 @@ def _locks(forest: Forest, nodes: Sequence[Node]) -> None:
 
 
 def _covered(locked: LockedPath) -> Iterable[tuple[int, int, Tier]]:
-    """(node, component, tier) of everything that a handle covers beside attention KV."""
+    """Yield (node id, component index, tier) of all that a handle covers beside attention KV."""
     for segment in locked.segments:
         for node in locked.node.path():
             if segment.first < node.end <= segment.stop:
@@ -193,7 +193,7 @@ def _orders(forest: Forest, nodes: Sequence[Node]) -> None:
         if forest.by_recency:
             _in_order(_listed(account.order))
     if forest.by_recency:
-        # On the host a node stands where it came there, if it was not used since.
+        # On the host a node unused since it came there is ordered by its arrival.
         used = [node.used for node in _listed(forest.device.order)]
         _demand(used == sorted(used), 30, f"the order on the device is by use, but says {used}")
 
@@ -207,7 +207,7 @@ def _in_order(order: Iterable[Node]) -> None:
 
 
 def _listed(order: Order) -> Iterable[Node]:
-    """By recency, what goes first comes first."""
+    """Returns the nodes of an order by recency, next victim first."""
     return cast("Recency", order)
 
 
@@ -252,8 +252,9 @@ def _copies(forest: Forest, nodes: Sequence[Node], records: Sequence[CopyRecord]
 def _places(
     forest: Forest, nodes: Sequence[Node], records: Sequence[CopyRecord], fetched: Sequence[tuple[int, bytes]]
 ) -> None:
-    """Ids in the tree; and those that belong to records, but for one that an insert was handed early, which stands for
-    itself.
+    """Check that each id stands once: in the tree and, on the host, in the records.
+
+    Device ids of records are left out: an insert may have put one into the tree early.
     """
     for index in range(-1, len(forest.config.components)):
         for tier in (Tier.DEVICE, Tier.HOST):
@@ -276,7 +277,7 @@ def _places(
 def _in_use(
     forest: Forest, nodes: Sequence[Node], records: Sequence[CopyRecord], fetched: Sequence[tuple[int, bytes]]
 ) -> None:
-    """The ids that are refused when they come again are those that the tree and its operations have."""
+    """Check that the ids noted as in use are those that the tree and its operations hold."""
     for (tier, index), in_use in forest.in_use.items():
         rows = [forest.ids(node, tier, index) or b"" for node in nodes]
         rows += [part.dst for record in records if record.dst is tier for part in record.parts if part.index == index]

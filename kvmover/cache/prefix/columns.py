@@ -1,7 +1,7 @@
-"""The Columns of a tree are its nodes, sums and orders, and the steps over them that requests take most.
+"""Columns holds a tree's nodes, page counts and orders, and the steps over them that requests take most.
 
-This is the definition. The same class stands in C in `core/`, where it was built; every other part of the tree works
-on either, and `forest.chosen` says which.
+This class is the definition. `core/` has the same class in C; the rest of the tree works with either, chosen by
+`forest.chosen`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ __all__ = ("ID_BYTES", "Columns", "Descent", "EvictableSet", "PagesInUse", "Tier
 
 ID_BYTES = 4
 
-#: Nodes from the root down that spell a prompt, whole; one more that it leaves half way, and after how many pages.
+#: Nodes from the root down that match a prompt whole; the node that it leaves midway, or None; and the pages matched in
+#: that node.
 Descent: TypeAlias = tuple[list[Node], Node | None, int]
 
-#: What an eviction gives up: ids on the device, ids on the host, and copies to the host to carry out before, as (first
-#: page, ids on the device, ids on the host).
+#: The result of an eviction: freed device ids, freed host ids, and copies to the host to carry out first, each (first
+#: page, device ids, host ids).
 TierEviction: TypeAlias = tuple[bytes, bytes, list[tuple[int, bytes, bytes]]]
 
 
 class EvictableSet:
-    """Pages of one component on one tier, and those of its nodes that may be given up, in order."""
+    """The pages of one component on one tier: counts, and the evictable nodes in order."""
 
     __slots__ = ("evictable", "order", "protected")
 
@@ -39,56 +40,56 @@ class EvictableSet:
 
 
 class Columns:
-    """The Forest fills in what the tree is made for, and makes the sets anew when it forgets all nodes."""
+    """The nodes, counts and orders of a tree. The Forest sets the parameters, and new sets when it forgets all nodes.
+    """
 
-    #: Of attention KV alone on two tiers, by recency and by pages: what `Eviction` defines, in C alone;
-    #: without it that is the way. The first takes free host ids, the others how many pages are due.
+    #: Evictions of attention KV alone on two tiers, by LRU and by pages, in C only; without them `Eviction`, their
+    #: definition, is used. `evict_device` takes the pages due and free host ids, `evict_host` the pages due.
     evict_device: Callable[[int, bytes], TierEviction] | None = None
     evict_host: Callable[[int], TierEviction] | None = None
 
     def __init__(self) -> None:
         self.page_bytes = 0
-        #: Whether nodes can be on the host, and whether they come there when they are evicted.
+        #: True if nodes can be on the host, and if they are copied there on eviction.
         self.hosted = False
         self.writes_back = False
-        #: Of each further component whether it has an id a page.
+        #: For each further component, True if it has one id a page.
         self.per_page: tuple[bool, ...] = ()
-        #: Uses so far, and the next node's id.
+        #: The number of uses so far, and the next node's id.
         self.clock = 0
         self.next_id = 0
         self.nodes: dict[int, Node] = {}
         self.roots: dict[PrefixNamespace, Node] = {}
-        #: The leaf that was trimmed last: its tokens and pages may reach beyond its end. See `whole`.
+        #: The leaf trimmed last: its tokens and pages may extend beyond its end. See `whole`.
         self.trimmed: Node | None = None
         self.device = EvictableSet(Recency())
         self.host = EvictableSet(Recency())
-        #: Nodes with pages on both tiers, where the host's are made on eviction: those on the host are the first to go
-        #: there.
+        #: Under write-back, nodes with pages on both tiers: their host copies are evicted first.
         self.doubles: Order = Recency()
         self.held_device: list[EvictableSet] = []
         self.held_host: list[EvictableSet] = []
 
     def node(self, node_id: int, parent: Node | None, tokens: bytes, start: int, end: int) -> Node:
-        """A node that nobody knows yet."""
+        """Returns a new node that is not yet linked into the tree."""
         node = Node(node_id, parent, tokens, start, end)
         if self.per_page:
             node.held = tuple(ComponentPages() for _ in self.per_page)
         return node
 
     def set_of(self, order: Order | None, slot: int) -> EvictableSet:
-        """An empty set, by recency where no other order is given. `slot`: which of a node's orders that is."""
+        """Returns an empty set, by recency unless `order` is given. `slot` numbers the order among a node's orders."""
         return EvictableSet(self.recency(slot) if order is None else order)
 
     def recency(self, slot: int) -> Recency:
-        """An empty order, which no other of this tree has the number of."""
+        """Returns an empty LRU order. `slot` is unique in the tree."""
         return Recency(slot)
 
     # Paths
 
     def descend(self, root: Node, data: bytes, stop: int) -> Descent:
-        """As far as the first `stop` bytes of `data` are known below `root`. Nothing is changed.
+        """Returns the nodes below `root` that match the first `stop` bytes of `data`. The tree is unchanged.
 
-        O(bytes) + O(nodes): each node is one look-up of its first page and one comparison of memory.
+        O(bytes) + O(nodes): each node costs one look-up of its first page and one memory comparison.
         """
         path, at = list[Node](), root
         page_bytes, offset, trimmed = self.page_bytes, 0, self.trimmed
@@ -108,12 +109,12 @@ class Columns:
         return path, None, 0
 
     def gather(self, path: Sequence[Node], stop: int) -> bytes:
-        """Device page ids of the first `stop` pages of a path, root first, that has all of them."""
+        """Returns device page ids of the first `stop` pages of a path, root first, that is on the device."""
         rows = [node.pages or b"" for node in path]
         return (rows[0] if len(rows) == 1 else b"".join(rows))[: stop * ID_BYTES]
 
     def touch(self, path: Sequence[Node]) -> None:
-        """A use of `path`, deepest first, in the orders of attention KV."""
+        """Mark `path`, deepest node first, as used in the orders of attention KV."""
         self.clock = clock = self.clock + 1
         for node in path:
             node.used = clock
@@ -122,7 +123,7 @@ class Columns:
             self.host.order.touch(path)
 
     def lock(self, node: Node) -> None:
-        """One more handle on `node`: it and all above it stay where they are, on the device or else on the host."""
+        """Add a handle to `node`, protecting it and its ancestors on the device, or else on the host."""
         at = node
         while True:
             at.locks += 1
@@ -137,7 +138,7 @@ class Columns:
             at = at.parent
 
     def unlock(self, node: Node) -> None:
-        """One handle less; what it kept was used until now."""
+        """Remove a handle from `node`; the nodes that it alone protected count as used now."""
         self.clock = clock = self.clock + 1
         at = node
         at.locks -= 1
@@ -152,11 +153,12 @@ class Columns:
             at = at.parent
             at.locks -= 1
 
-    # Cuts
+    # Splits
 
     def front(self, node: Node, pages: int, node_id: int) -> Node:
-        """What a split of `node` after its first `pages` pages would put above it, without tokens and a place in the
-        tree. Nothing is changed.
+        """Returns the node that a split of `node` after `pages` pages would put above it, without tokens.
+
+        The node is not linked into the tree, which is unchanged.
         """
         front = self.node(node_id, node.parent, b"", node.start, node.start + pages)
         front.hits, front.used, front.created, front.priority = node.hits, node.used, node.created, node.priority
@@ -177,11 +179,11 @@ class Columns:
         return front
 
     def split(self, node: Node, pages: int, front_id: int) -> Node:
-        """Cut `node` after its first `pages` pages. The front becomes a new node, with a new id or the place's that it
-        was, and is returned; the id stays with the end.
+        """Split `node` after its first `pages` pages. Returns the front, a new node; `node` keeps its id and the end.
 
-        Everything is copied, so that a part does not keep the memory of the whole. An unlocked front counts as used
-        last of all: use its path, or put it in front.
+        `front_id` is a place's id for the front, or 0 for a new id. Bytes are copied, so that a part does not retain
+        the memory of the whole. An unlocked front enters the order as used last: mark its path as used, or call `front`
+        of the order.
         """
         assert node.parent is not None
         if node is self.trimmed:
@@ -213,7 +215,7 @@ class Columns:
     # Trees without components
 
     def grow(self, parent: Node, data: bytes, end: int, pages: bytes) -> Node:
-        """A new leaf below `parent` for what `data` has up to page `end`, with `pages` on the device."""
+        """Returns a new leaf below `parent` for `data`'s pages up to page `end`, with device ids `pages`."""
         first = parent.end * self.page_bytes
         node = self.node(self.next_id, parent, data[first : end * self.page_bytes], parent.end, end)
         self.next_id += 1
@@ -227,7 +229,7 @@ class Columns:
     # Plain trees: attention KV alone, on one tier, by LRU
 
     def evict(self, pages: int) -> bytes:
-        """Give up `pages` pages, or all that may go, from the ends of leaves; their ids."""
+        """Evict `pages` pages, or all evictable, from the ends of leaves. Returns their ids."""
         account, nodes, order, page_bytes = self.device, self.nodes, self.device.order, self.page_bytes
         left, freed = min(pages, account.evictable), list[bytes]()
         while left > 0:
@@ -235,7 +237,7 @@ class Columns:
             assert node is not None
             held, parent = node.end - node.start, node.parent
             if node.device_children:
-                order.discard(node)  # it comes back with the end of its last child
+                order.discard(node)  # re-added when its last child goes
                 continue
             if held > left:
                 freed.append(self.trim(node, left))
@@ -258,11 +260,11 @@ class Columns:
         return freed[0] if len(freed) == 1 else b"".join(freed)
 
     def trim(self, node: Node, pages: int) -> bytes:
-        """Cut the last `pages` pages off an unlocked leaf that has nothing but device pages; their ids are returned.
+        """Cut the last `pages` pages off an unlocked leaf that has device pages alone. Returns their ids.
 
-        As a split and a removal of the end. What is left keeps its place in the order, and is another node: whoever
-        knew the old one knew of more pages. Its bytes are cut when somebody looks at them, so that the next cut, which
-        is of the same leaf, copies no more than what goes.
+        The rest keeps its place in the order but gets a new id, since holders of the old id rely on more pages. Its
+        bytes are cut only when they are read, so that the next trim, usually of the same leaf, copies only the ids it
+        frees.
         """
         keep = node.end - node.start - pages
         assert node.pages is not None
@@ -280,7 +282,7 @@ class Columns:
         return node.pages[keep * ID_BYTES : (keep + pages) * ID_BYTES]
 
     def whole(self) -> None:
-        """Cut the bytes of the leaf that was trimmed last to its pages. Every way to a node that reads them goes by."""
+        """Cut the bytes of the leaf trimmed last to its pages. Call it before a node's bytes are read."""
         node = self.trimmed
         if node is not None:
             self.trimmed, pages = None, node.end - node.start
@@ -288,14 +290,17 @@ class Columns:
             node.pages = node.pages[: pages * ID_BYTES] if node.pages is not None else None
 
     def forget_root(self, root: Node) -> None:
-        """A namespace goes with the last of its nodes."""
+        """Remove the namespace of `root` if its last node is gone."""
         if not root.children and root.namespace is not None:
             del self.roots[root.namespace]
 
     # Sums and orders
 
     def weigh(self, node: Node, sign: int) -> None:
-        """Add or take off what `node` counts in the accounts: take it off, change the node, add it, settle it."""
+        """Add (`sign` 1) or subtract (-1) a node's pages in the counts.
+
+        Change a node in this order: subtract it, change it, add it, `settle` it.
+        """
         pages = sign * (node.end - node.start)
         if node.pages is not None:
             if node.locks:
@@ -323,7 +328,7 @@ class Columns:
                     account.evictable += count
 
     def settle(self, node: Node) -> None:
-        """Put `node` into the orders of what may be given up, or out of them. One that is there keeps its place."""
+        """Add `node` to the orders of evictable nodes, or remove it. A node already in an order keeps its place."""
         _place(self.device.order, node, node.pages is not None and not node.locks)
         if self.hosted:
             alone = node.pages is None and node.host is not None

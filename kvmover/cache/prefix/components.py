@@ -1,7 +1,7 @@
-"""A component says what a prefix needs of it: which pages a node has, when they are of use, what a lock must cover.
+"""A component defines the pages that a prefix needs of it, when a match may use them, and the pages a lock covers.
 
-Attention KV is the tree itself: a page id for every page. Any further component keeps, at some nodes, page ids of its
-own pool. A Rule says the same of pages in a row, so of storage, which has no nodes.
+Attention KV is the tree itself: one page id for every page. A further component keeps page ids of its own pool at some
+nodes. A Rule states the same needs for pages in a row, as in storage, which has no nodes.
 """
 
 from __future__ import annotations
@@ -15,54 +15,58 @@ import numpy.typing as npt
 
 from kvmover.errors import PrefixError
 
-#: The name of attention KV, which every tree has.
+#: The name of attention KV, a component of every tree.
 FULL = "full"
 
 
 class MatchValidator(Protocol):
-    """Says of each node in turn, root first, whether a match may end there. It has state: ask it of every node."""
+    """A stateful test called for each node, root first, of its tokens and its component's presence there.
+
+    Returns True if a match may end at the node. Call it for every node.
+    """
 
     def __call__(self, tokens: int, present: bool, /) -> bool: ...
 
 
 class TreeComponent(Protocol):
-    """What the tree must know of a further component. SlidingWindow and State are two; an engine may bring its own."""
+    """The properties of a further component. SlidingWindow and State have them; an engine may bring its own."""
 
     @property
     def name(self) -> str:
-        """Its name among the tree's components, and in page ids that are handed in."""
+        """Returns its name among the tree's components, and in page ids from the caller."""
         ...
 
     @property
     def per_page(self) -> bool:
-        """Whether a node keeps one id a page, to be cut with it, or one id at its end, which stays there."""
+        """Returns True for one id a page, split with the node; False for one id that stays at the node's end."""
         ...
 
     @property
     def rank(self) -> int:
-        """Giving this component up inside the tree takes those of the same and lower rank along."""
+        """Returns its rank: evicting it inside the tree also evicts components of lower rank there."""
         ...
 
     @property
     def reach_tokens(self) -> int:
-        """How far back from its end a prefix needs it: what a lock covers and a match refreshes."""
+        """Returns the tokens before a prefix's end that need it: a lock covers them, a match refreshes them."""
         ...
 
     @property
     def grid_tokens(self) -> int:
-        """A branching point lies on a multiple of this many tokens."""
+        """Returns the tokens of which a branching point is a multiple."""
         ...
 
     def match_validator(self) -> MatchValidator:
-        """A new one for each match."""
+        """Returns a new validator for one match."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindow:
-    """KV of layers that see `window_tokens` back. Further back it may be given up: the node is then a tombstone.
+    """The KV of layers that attend `window_tokens` back. A node whose window pages are evicted is a tombstone.
 
-    A prefix is of use where its last `window_tokens` tokens, or all if it is shorter, have it.
+    A prefix is usable if its last `window_tokens` tokens, or all of a shorter one, have window pages. Raises
+    PrefixError if `window_tokens` is below 1.
     """
 
     window_tokens: int
@@ -77,17 +81,17 @@ class SlidingWindow:
 
     @property
     def reach_tokens(self) -> int:
-        """The whole window."""
+        """Returns the whole window."""
         return self.window_tokens
 
     def match_validator(self) -> MatchValidator:
-        """Counts tokens since the last node without the window's pages."""
+        """Returns a validator that counts tokens since the last node without window pages."""
         return _Window(self.window_tokens)
 
 
 @dataclass(slots=True)
 class _Window:
-    """Tokens since the last tombstone; from the root on as many as one likes."""
+    """A counter of tokens since the last tombstone, infinite from the root on."""
 
     window_tokens: int
     run_tokens: float = float("inf")
@@ -99,10 +103,10 @@ class _Window:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The state of recurrent layers: one id, at the end of a node, of use there only.
+    """The state of recurrent layers: one id at the end of a node, usable there only.
 
-    It is shared, and a request writes to its own: copy it before the first step. `grid_tokens` is the recurrence's
-    chunk: states exist at its multiples, and so do branching points.
+    It is shared, and a request writes to its own copy: copy the state before the first step. `grid_tokens` is the
+    recurrence's chunk: states and branching points lie at its multiples. Raises PrefixError if it is below 1.
     """
 
     name: str = "state"
@@ -116,7 +120,7 @@ class State:
             raise PrefixError(f"states lie at multiples of at least one token, got {self.grid_tokens}")
 
     def match_validator(self) -> MatchValidator:
-        """A match may end wherever a state stands."""
+        """Returns a validator that accepts every node with a state."""
         return _present
 
 
@@ -126,9 +130,9 @@ def _present(_tokens: int, present: bool, /) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Sidecar:
-    """A pool that is indexed by another component's page ids: index keys, draft KV. It moves and goes with them.
+    """A pool indexed by another component's page ids, such as index keys or draft KV; it moves and is freed with them.
 
-    The tree keeps no ids for it, so it cannot free them a second time.
+    The tree keeps no ids for it, so it cannot free them twice.
     """
 
     name: str
@@ -137,9 +141,9 @@ class Sidecar:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Which pages of a component a prefix needs: all of attention KV, of a window its last tokens', of a state one.
+    """The pages of a component that a prefix needs: all of attention KV, a window's last tokens, or one state.
 
-    `reach_tokens` says how far back from its end; None: to the beginning.
+    `reach_tokens` counts back from the prefix's end; None: to the beginning. Raises PrefixError if it is below 1.
     """
 
     reach_tokens: int | None = None
@@ -149,7 +153,7 @@ class Rule:
             raise PrefixError(f"a component that reaches {self.reach_tokens} tokens back: it is at least 1, or None")
 
     def needs(self, pages: int, page_tokens: int) -> range:
-        """Pages that a prefix of `pages` needs.
+        """Returns the pages that a prefix of `pages` pages needs.
 
         >>> Rule().needs(5, 16), Rule(reach_tokens=20).needs(5, 16), Rule(reach_tokens=1).needs(5, 16)
         (range(0, 5), range(3, 5), range(4, 5))
@@ -157,7 +161,7 @@ class Rule:
         return range(max(0, pages - self.reach_pages(pages, page_tokens)), pages)
 
     def reach_pages(self, pages: int, page_tokens: int) -> int:
-        """How many pages back from its end a prefix of `pages` or fewer needs."""
+        """Returns the pages, counted back from its end, that a prefix of `pages` or fewer needs."""
         return pages if self.reach_tokens is None else -(-self.reach_tokens // page_tokens)
 
 
@@ -168,10 +172,10 @@ LAST_PAGE = Rule(reach_tokens=1)
 def restorable(
     rules: Mapping[str, Rule], present: Mapping[str, Sequence[bool]], page_tokens: int, first_page: int = 0
 ) -> npt.NDArray[np.bool_]:
-    """[page count from 0]: whether a prefix of so many pages has all it needs. The empty one always has.
+    """Returns bool [page count from 0]: True if a prefix of so many pages has all it needs. The empty one always has.
 
-    `present` says of each component which pages of the prompt storage has; of those that need all pages, the first
-    `first_page` are there already.
+    `present[component][page]` is True if storage has the prompt's page; of components that need all pages, the first
+    `first_page` count as present.
 
     >>> rules = {"full": ALL_PAGES, "state": LAST_PAGE}
     >>> restorable(rules, {"full": [1, 1, 1, 0], "state": [0, 1, 0, 1]}, 16).nonzero()[0].tolist()

@@ -1,10 +1,9 @@
-"""CopyRecords note the copies between tiers and reads from storage that are under way: positions, hashes and page ids.
+"""CopyRecords tracks copies between tiers and reads from storage in flight, by positions, hashes and page ids.
 
-A record names the end of a path, which it locks, and pages [first, stop) of it; ids of the destination belong to the
-record until its end. Whatever is split, evicted or inserted meanwhile, at the end the pages are found again by
-position: each goes to the node that then covers it, or comes back to be freed. (sglang#16946: a record that named a
-node lost the front of it.) What storage brings to the host, below a path that is there already, is found again by its
-tokens.
+A record names the end of a path, which it locks, and pages [first, stop) of it; it owns its destination ids until its
+end. At its end, whatever was split, evicted or inserted meanwhile, each page is found again by position: its id goes to
+the node that then covers it, or is freed. (sglang#16946: a record that named a node lost the front of it.) Pages that
+storage brings to the host, below a path already there, are found again by their tokens.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from kvmover.errors import PrefixError, StaleHandle
 
 
 class TierCopy(msgspec.Struct, frozen=True, eq=False):
-    """A copy to carry out, and then to report to `end`. Destination ids are the record's until then.
+    """A copy to carry out, and then to report to `end`. The record owns the destination ids until then.
 
-    `first_page` is the position of the first page of `hashes`, which name the pages in storage; copies between device
-    and host have none.
+    `first_page` is the position of the first page of `hashes`, which name the pages in storage; empty for copies
+    between device and host.
     """
 
     op: int
@@ -43,7 +42,7 @@ class TierCopy(msgspec.Struct, frozen=True, eq=False):
 
 @dataclass(frozen=True, slots=True)
 class CopyPart:
-    """Ids of one component for pages [first, stop): one a page, or one for the last of them."""
+    """The ids of one component for pages [first, stop): one a page, or one for the last of them."""
 
     index: int
     first: int
@@ -52,13 +51,13 @@ class CopyPart:
     dst: bytes
 
     def cut(self, node: Node) -> bytes:
-        """The destination's ids, one a page, for `node`, which lies within."""
+        """Returns the destination ids, one a page, for `node`, which must lie within."""
         return self.dst[(node.start - self.first) * ID_BYTES : (node.end - self.first) * ID_BYTES]
 
 
 @dataclass(slots=True)
 class CopyRecord:
-    """One record. `landed` is the page up to which the copy succeeded, once that is known."""
+    """A copy in flight. `landed` is the page up to which it succeeded, or None until it is reported."""
 
     op: int
     src: Tier
@@ -71,12 +70,12 @@ class CopyRecord:
 
     @property
     def stop(self) -> int:
-        """The page behind the last one of the path."""
+        """Returns the page behind the last one of the path."""
         return self.anchor.end
 
 
 class CopyRecords:
-    """All records, by operation. Operation numbers are never used again."""
+    """The records of all copies in flight, by operation number. Numbers are never reused."""
 
     def __init__(self, forest: Forest, locks: Locks) -> None:
         self._forest = forest
@@ -85,14 +84,14 @@ class CopyRecords:
         self.records: dict[int, CopyRecord] = {}
 
     def needs(self, node: Node, dst: Tier) -> dict[str, int]:
-        """Ids, by component, that a copy of the path to `node` onto `dst` takes."""
+        """Returns the ids, by component, that a copy of the path to `node` onto `dst` takes."""
         return {self._forest.config.name(i): count for i, count in self._count(self._sources(node, dst)).items()}
 
     def begin(self, node: Node, dst: Tier, page_ids: Mapping[str, PageIds]) -> TierCopy:
-        """Copy to `dst` what the path to `node` has on the other tier alone.
+        """Begin a copy to `dst` of the pages that the path to `node` has on the other tier alone.
 
-        A path that is in flight already to `dst` raises for a load, and for a backup is not copied a second time: what
-        is below it waits for its end.
+        A backup leaves out pages already in flight to `dst`, and pages below them wait for their end. Raises
+        PrefixError if `page_ids` are not as many as `needs`, or a load finds pages in flight.
         """
         forest = self._forest
         src = Tier.HOST if dst is Tier.DEVICE else Tier.DEVICE
@@ -119,7 +118,10 @@ class CopyRecords:
         return TierCopy(record.op, src, dst, self._legs(sources, record), record.first)
 
     def store(self, node: Node, first_page: int) -> TierCopy:
-        """Copy host pages of the path from `first_page` on to storage, where they are named by their hashes."""
+        """Begin a copy of the path's host pages from `first_page` on to storage, named by their hashes.
+
+        Raises PrefixError if one of them is not on the host.
+        """
         forest, path = self._forest, [each for each in reversed(node.path()) if each.end > first_page]
         if any(each.host is None for each in path):
             raise PrefixError(f"node {node.id} is not backed from page {first_page} on: nothing on the host to store")
@@ -140,13 +142,13 @@ class CopyRecords:
         return TierCopy(record.op, Tier.HOST, Tier.STORAGE, legs, first, tuple(hashes))
 
     def end(self, op: int, pages_done: int | None) -> ActionList:
-        """See PrefixTree.end."""
+        """End an operation, as PrefixTree.end. Raises StaleHandle if it is not under way."""
         record = self.records.get(op)
         if record is None or record.landed is not None:
             raise StaleHandle(f"operation {op} is not under way")
         record.landed = record.stop if pages_done is None else min(record.stop, record.first + max(0, pages_done))
         freed: dict[tuple[str, Tier], list[bytes]] = {}
-        # The end of one may be what others wait for: those below it on the same path.
+        # The end of a record may release others that wait below it on the same path.
         settled = True
         while settled:
             settled = False
@@ -160,7 +162,9 @@ class CopyRecords:
         )
 
     def loading(self, node: Node, index: int) -> bytes | None:
-        """The ids that a load on its way will give `node`, or the front of one, of a component; None without a load."""
+        """Returns the ids of a component that a load in flight will give `node`, or a front of one; None without a
+        load.
+        """
         record = self.records.get(_marked(node, Tier.DEVICE, index))
         if record is None or record.dst is not Tier.DEVICE:
             return None
@@ -169,14 +173,15 @@ class CopyRecords:
         )
 
     def number(self) -> int:
-        """A number that no operation had."""
+        """Returns an operation number not used before."""
         self._next += 1
         return self._next - 1
 
     def _sources(self, node: Node, dst: Tier) -> list[tuple[int, Node]]:
-        """What is to be copied, as (component's index, node) from the root down: attention KV first.
+        """Returns the (component index, node) pairs to copy, root first, attention KV first.
 
-        A backup that begins above pages on their way stops there: those may wait for it, and it must not wait for them.
+        A backup that begins above pages in flight stops there: they may wait for it, so it must not wait for them.
+        Raises PrefixError for a load of pages in flight.
         """
         forest, path = self._forest, node.path()[::-1]
         src = Tier.HOST if dst is Tier.DEVICE else Tier.DEVICE
@@ -208,14 +213,14 @@ class CopyRecords:
         return index < 0 or self._forest.config.components[index].per_page
 
     def _part(self, node: Node, index: int, src: Tier, brought: dict[int, bytes]) -> CopyPart:
-        """Takes the part's ids off those that were brought."""
+        """Returns a node's part of a copy, and takes the part's destination ids off `brought`."""
         ids = self._forest.ids(node, src, index) or b""
         mine = brought.get(index, b"")
         brought[index] = mine[len(ids) :]
         return CopyPart(index, node.start if self._per_page(index) else node.end - 1, node.end, ids, mine[: len(ids)])
 
     def _legs(self, sources: Sequence[tuple[int, Node]], record: CopyRecord) -> tuple[CopyLeg, ...]:
-        """One leg a component, and one for each sidecar that shares its ids."""
+        """Returns one leg for each component, and one for each sidecar that shares its ids."""
         legs, config = list[CopyLeg](), self._forest.config
         for index in sorted({part.index for part in record.parts}):
             parts = [part for part in record.parts if part.index == index]
@@ -226,16 +231,16 @@ class CopyRecords:
         return tuple(legs)
 
     def _waits(self, record: CopyRecord) -> bool:
-        """Whether attention KV that this record's pages stand on is still on its way by another.
+        """Returns True if attention KV that this record's pages depend on is in flight by another record.
 
-        That is the page above for attention KV, and the node's own for other components. Waiting goes upwards only.
+        Pages of attention KV depend on the page above, other components on their own node's. Waiting goes upwards only.
         """
         at: dict[int, Node] = {node.end: node for node in record.anchor.path()}
         below = {part.first if part.index < 0 else part.stop for part in record.parts}
         return any(_marked(at[end], record.dst, -1) not in (0, record.op) for end in below if end in at)
 
     def _settle(self, record: CopyRecord, freed: dict[tuple[str, Tier], list[bytes]]) -> None:
-        """Give what landed to the nodes that are there now, and everything else back."""
+        """Give landed ids to the nodes that cover their pages now, put all other ids in `freed`, release the locks."""
         forest, name = self._forest, self._forest.config.name
         if record.dst is not Tier.STORAGE:
             assert record.landed is not None
@@ -260,12 +265,12 @@ class CopyRecords:
                 yield node, part.cut(node) if self._per_page(part.index) else part.dst
 
     def _may(self, node: Node, tier: Tier, index: int) -> bool:
-        """Attention KV stands under its parent's, and other components on their own node's."""
+        """Returns True if the node may hold the component: attention KV needs its parent's, others their node's."""
         above = node.parent if index < 0 else node
         return above is not None and self._forest.ids(above, tier, -1) is not None
 
     def _split_at(self, anchor: Node, page: int) -> None:
-        """Make `page` a boundary of the path. The path is locked, so that the order of eviction is not concerned."""
+        """Make `page` a boundary of the path. The path is locked, so the eviction order is unaffected."""
         node = anchor
         while node.start > page:
             assert node.parent is not None
@@ -290,7 +295,8 @@ def _marked(node: Node, dst: Tier, index: int) -> int:
 
 
 def _unlike(ids: bytes, others: bytes | None) -> bytes:
-    """Those of `ids` that the node does not own in the same place: an insert may have handed it the record's own."""
+    """Returns the `ids` that the node does not hold at the same position: an insert may have given it the record's own.
+    """
     if others is None or len(others) != len(ids):
         return ids
     row: PageArray = page_array(ids)
@@ -299,9 +305,9 @@ def _unlike(ids: bytes, others: bytes | None) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class FetchRecord:
-    """A read under way: `ids` are host pages for `key` from page `first` on, and belong to the record until its end.
+    """A read in flight: `ids` are host pages for `key` from page `first` on, owned by the record until its end.
 
-    `held`: of further components, by their index, ids of the last pages.
+    `held`: (component index, ids of the last pages).
     """
 
     key: RadixKey
@@ -312,7 +318,10 @@ class FetchRecord:
 
 
 def offered(forest: Forest, key: RadixKey, page_ids: PageIds, first_page: int) -> bytes:
-    """The ids, checked: one for each whole page of `key` from `first_page` on."""
+    """Returns `page_ids` as bytes, one id for each whole page of `key` from `first_page` on.
+
+    Raises PrefixError for another number of ids, or a tree without a host tier.
+    """
     pages, ids = len(key.data) // forest.page_bytes, words(page_ids)
     if not forest.hosted:
         raise PrefixError("this tree has no host tier")
@@ -323,9 +332,10 @@ def offered(forest: Forest, key: RadixKey, page_ids: PageIds, first_page: int) -
 
 
 def land(forest: Forest, key: RadixKey, first: int, ids: bytes) -> Inserted:
-    """Keep host pages of `key` from page `first` on. What is on the host already, or has no way there, comes back.
+    """Keep host pages of `key` from page `first` on. Ids of pages on the host already, or without a way there, are
+    freed.
 
-    Under write-through the pages before `first` must be on the host: where they are gone meanwhile, all ids come back
+    Under write-through the pages before `first` must be on the host: if they are gone meanwhile, all ids are freed
     (sglang#30106: a child was backed under a parent that was not).
     """
     page_bytes = forest.page_bytes
@@ -360,7 +370,7 @@ def land(forest: Forest, key: RadixKey, first: int, ids: bytes) -> Inserted:
 def land_held(forest: Forest, key: RadixKey, held: tuple[tuple[int, bytes], ...]) -> tuple[FreePages, ...]:
     """Keep ids of further components for the last pages of `key`, where its attention KV is on the host by now.
 
-    What a node has already comes back, as does what has no node.
+    Returns frees of ids that a node has already or that have no such node.
     """
     page_bytes, freed = forest.page_bytes, list[FreePages]()
     pages = len(key.data) // page_bytes
@@ -368,7 +378,7 @@ def land_held(forest: Forest, key: RadixKey, held: tuple[tuple[int, bytes], ...]
         per_page = forest.config.components[index].per_page
         first, spare = pages - len(ids) // ID_BYTES if per_page else pages - 1, list[bytes]()
         if per_page:
-            # A boundary there, so that no node is covered in part; its front was used as the path is.
+            # Split there, so that each node is covered whole; the front counts as used, as the path does.
             forest.touch(walk(forest, key, first * page_bytes)[::-1])
         path = walk(forest, key, pages * page_bytes)
         known = path[-1].end if path else 0

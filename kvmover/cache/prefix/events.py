@@ -1,7 +1,7 @@
-"""KV events tell a router what a cache has, in the encoding that vLLM, SGLang and Dynamo share.
+"""KV events tell a router the contents of a cache, in the encoding that vLLM, SGLang and Dynamo share.
 
 An event is a msgpack map with its class's name under `type`; a batch is an array `[ts, events, rank]`. Fields that vLLM
-0.33 demands are always present, others only when they say something, and consumers ignore what they do not know.
+0.33 requires are always present, others only if set; consumers ignore unknown fields.
 """
 
 from __future__ import annotations
@@ -30,31 +30,32 @@ if TYPE_CHECKING:
 
 
 class Medium(StrEnum):
-    """Where pages are, as SGLang spells it. vLLM 0.33 says CPU and STORAGE for the second and third."""
+    """A place of pages, as SGLang spells it. vLLM 0.33 says CPU and STORAGE for the second and third."""
 
     GPU = "GPU"
     CPU_PINNED = "CPU_PINNED"
     DISK = "DISK"
-    #: A pool that other machines share.
+    #: A pool shared with other machines.
     EXTERNAL = "EXTERNAL"
 
 
 class _Event(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """Values: equal events are equal, and none is changed after it was made."""
+    """An immutable event, compared by value."""
 
 
 class BlockStored(_Event, frozen=True, tag="BlockStored"):
-    """Pages that can now be read from `medium`, in order of position and each after the one before.
+    """The pages that can now be read from `medium`, in order of position, each after the one before.
 
     "Block" is the routers' word for a page. `block_hashes` are `hashes.as_int64` of page hashes, `token_ids` the tokens
-    of all these pages, `block_size` the tokens of one. The parent is the page before the first, none at the beginning.
+    of all these pages, `block_size` the tokens of one. `parent_block_hash` names the page before the first; None at the
+    beginning.
     """
 
     block_hashes: tuple[int, ...]
     parent_block_hash: int | None
     token_ids: tuple[int, ...]
     block_size: int
-    #: Superseded by `lora_name`, but a key that decoders ask for.
+    #: Superseded by `lora_name`, but required by decoders.
     lora_id: int | None
     medium: Medium | None
     lora_name: str | None
@@ -63,21 +64,21 @@ class BlockStored(_Event, frozen=True, tag="BlockStored"):
 
 
 class BlockRemoved(_Event, frozen=True, tag="BlockRemoved"):
-    """Pages that can no longer be read from `medium`; other media may still have them."""
+    """The pages that can no longer be read from `medium`; other media may still have them."""
 
     block_hashes: tuple[int, ...]
     medium: Medium | None
 
 
 class AllBlocksCleared(_Event, frozen=True, tag="AllBlocksCleared"):
-    """Nothing is cached any more, on any medium."""
+    """An event that empties the cache on every medium."""
 
 
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Events in the order in which they happened; `ts` in seconds since 1970. vLLM's name of the rank is another."""
+    """A batch of events in order of occurrence; `ts` in s since 1970. The rank's field has another name in vLLM."""
 
     ts: float
     events: tuple[KVEvent, ...]
@@ -85,9 +86,9 @@ class KVEventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def coalesce(events: Iterable[KVEvent]) -> list[KVEvent]:
-    """The same history in fewer events: a page stored right after its parent joins it, as do removals from one medium.
+    """Returns the same history in fewer events: a page stored right after its parent joins it, as do removals.
 
-    Order is kept, and only neighbours join: a page that is removed and stored again stays two events.
+    Order is kept, and only neighbours on one medium join: a page removed and stored again stays two events.
 
     >>> a = BlockStored((1,), None, (5, 6), 2, None, Medium.GPU, None)
     >>> coalesce([a, BlockStored((2,), 1, (7, 8), 2, None, Medium.GPU, None)])[0].block_hashes
@@ -97,7 +98,7 @@ def coalesce(events: Iterable[KVEvent]) -> list[KVEvent]:
 
 
 def _runs(events: Iterable[KVEvent]) -> Iterator[list[KVEvent]]:
-    """Neighbours that may join. Lists first, one tuple at the end: a long prefix costs its length, not its square."""
+    """Yield lists of neighbours that may join, to be made one tuple at the end: linear in the prefix's length."""
     run = list[KVEvent]()
     for event in events:
         if run and not _follows(run[-1], event):
@@ -147,9 +148,10 @@ def block_stored(
     tokens: Sequence[int] = (),
     namespace: PrefixNamespace | None = None,
 ) -> BlockStored:
-    """Pages in order of position, named by their hashes of 32 bytes; `parent` is the page before them, None at first.
+    """Returns the event of pages stored on a tier, in order of position, named by their hashes of 32 bytes.
 
-    A tree tells `tokens` and `namespace` too; storage, whose pages were in a tree before, does not.
+    `parent` is the hash of the page before them; None at the beginning. A tree passes `tokens` and `namespace` too;
+    storage, whose pages were in a tree before, does not. Raises PrefixError if `tier` is no Tier.
     """
     adapter, salt = (namespace.adapter, namespace.salt) if namespace is not None else ("", "")
     above, medium = None if parent is None else as_int64(parent), MEDIA[member(Tier, tier, "tier", PrefixError)]
@@ -159,7 +161,7 @@ def block_stored(
 
 
 def block_removed(hashes: Sequence[bytes], tier: Tier) -> BlockRemoved:
-    """Pages that are not on a tier any more."""
+    """Returns the event of pages removed from a tier. Raises PrefixError if `tier` is no Tier."""
     return BlockRemoved(as_int64s(hashes), MEDIA[member(Tier, tier, "tier", PrefixError)])
 
 
@@ -167,7 +169,7 @@ Given = TypeVar("Given", bound=ActionList)
 
 
 class Journal:
-    """A tree's events, to one sink. Splits say nothing: a page's hash is that of the tokens up to its end."""
+    """The events of a tree, for one sink. A split makes no event: it leaves page hashes unchanged."""
 
     def __init__(self, config: TreeConfig, sink: Sink) -> None:
         self._config = config
@@ -177,13 +179,14 @@ class Journal:
 
     @property
     def owes_copies(self) -> bool:
-        """Returns whether a copy was decided that nobody was told to carry out."""
+        """Returns True if a CopyOut was decided that the caller has not received."""
         return any(isinstance(action, CopyOut) for action in self._owed)
 
     def told(self, given: Given) -> Given:
-        """The sink has all events now; returned is `given`, behind what earlier calls could not return.
+        """Deliver all waiting events to the sink. Returns `given`, after the actions that earlier calls could not
+        return.
 
-        What the sink raises keeps the event that it was given, those behind it, and the actions for the next call.
+        If the sink raises, its event, the events behind it, and the actions are kept for the next call.
         """
         self._owed += given.actions
         while self._waiting:
@@ -197,21 +200,21 @@ class Journal:
         return given if len(owed) == len(given.actions) else structs.replace(given, actions=owed)
 
     def stored(self, node: Node, tier: Tier) -> None:
-        """All pages of a node, which have come to a tier."""
+        """Record that all pages of a node have come to a tier."""
         config, parent = self._config, node.parent
         above = page_hashes(parent, config.page_words) if parent is not None else ()
-        # Of a bigram the second token is the next one's first: the first of each are the tokens.
+        # A bigram's second token is the next one's first: the first of each are the tokens.
         tokens = tuple(memoryview(node.tokens).cast("I")[:: int(config.units)])
         hashes = page_hashes(node, config.page_words)
         last = above[-1] if above else None
         self._waiting.append(block_stored(hashes, last, tier, config.page_tokens, tokens, _namespace(node)))
 
     def removed(self, hashes: Sequence[bytes], tier: Tier) -> None:
-        """Pages that have left a tier."""
+        """Record that pages have left a tier."""
         self._waiting.append(block_removed(hashes, tier))
 
     def cleared(self) -> None:
-        """Everything, of all tiers."""
+        """Record that all tiers were cleared."""
         self._waiting.append(AllBlocksCleared())
 
 
@@ -224,12 +227,12 @@ def _namespace(node: Node) -> PrefixNamespace:
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _CLOSE_S = 1.0
-#: A batch of a snapshot holds whole events up to about here.
+#: The approximate size of a snapshot's batch, of whole events.
 _SNAPSHOT_BATCH_BYTES = 1 << 20
 
 
 class _Snapshot(NamedTuple):
-    """All that was cached when the batch of this number was next, an encoded event each."""
+    """A cache's contents, as encoded events, when batch `number` was next."""
 
     number: int
     taken_s: float
@@ -237,11 +240,12 @@ class _Snapshot(NamedTuple):
 
 
 class EventPublisher:
-    """Publishes from any one thread without waiting for anybody. Close it, or use it as a context.
+    """A publisher of event batches over ZMQ, called from any one thread; it never waits for subscribers.
 
-    A subscriber for whom `most_waiting` batches wait misses the next: it sees so by the numbers, and the last
-    `keep_batches` can be had again. A port of `*` lets the system choose: `endpoint` and `replay_endpoint` say which.
-    Raises MissingLibrary without pyzmq and TransportError when an endpoint cannot be bound.
+    A subscriber with `most_waiting` batches queued misses the next: it sees the gap in the numbers, and can request the
+    last `keep_batches` at `replay_endpoint`. With port `*` the system chooses one, which `endpoint` and
+    `replay_endpoint` then name. Close it, or use it as a context. Raises MissingLibrary without pyzmq, and
+    TransportError if an endpoint cannot be bound.
     """
 
     def __init__(
@@ -263,13 +267,13 @@ class EventPublisher:
         self._snapshot = _Snapshot(0, time.time(), ())
         self._keeping = threading.Lock()
         self._next = 0
-        #: Requests for a replay that could not be read, and were not answered.
+        #: The number of malformed replay requests, which get no reply.
         self.malformed_requests = 0
         self._encoder = msgspec.msgpack.Encoder()
         self._context = self._zmq.Context()
         try:
             self._subscribers, self.endpoint = self._bound(self._zmq.PUB, endpoint, most_waiting)
-            # Room for a snapshot and all that is kept: a socket drops what is too much for an asker that reads slowly.
+            # Room for a snapshot and all kept batches: a socket drops messages beyond it for a slow reader.
             self._askers, self.replay_endpoint = self._bound(
                 self._zmq.ROUTER, replay_endpoint or "inproc://replay", 2 * (keep_batches + 1)
             )
@@ -281,11 +285,11 @@ class EventPublisher:
         self._answers.start()
 
     def publish(self, events: Iterable[KVEvent]) -> int:
-        """Send `events` as one batch, neighbours joined. Returned is its number; the first one is 0."""
+        """Send `events` as one batch, neighbours joined. Returns its number, from 0."""
         number = self._next
         batch = KVEventBatch(time.time(), tuple(coalesce(events)), self._rank)
         payload = self._encoder.encode(batch)
-        # Kept before it is sent: who asks after missing it must find it.
+        # Kept before it is sent, so that a subscriber that missed it can request it.
         with self._keeping:
             self._kept.append((number, payload))
         self._next += 1
@@ -294,21 +298,21 @@ class EventPublisher:
 
     @property
     def snapshot_due(self) -> bool:
-        """Whether the next batch drops one that the last snapshot does not stand for."""
+        """Returns True if the next batch drops a batch that the last snapshot does not include."""
         return self._next - self._snapshot.number >= self._keep_batches
 
     def snapshot(self, events: Iterable[KVEvent]) -> None:
-        """Keep `events` for those who come late: all that is cached now, as after every batch so far.
+        """Keep `events`, all that is cached after every batch so far, for late subscribers.
 
-        They are `PrefixTree.resident()`, and what else routers were told of, such as pages in storage: who reads them
-        forgets what they leave out. Subscribers that miss nothing see nothing of it. It is held encoded.
+        They are `PrefixTree.resident()` and further pages announced to routers, such as those in storage: a reader
+        forgets the pages that they leave out. Subscribers without a gap do not receive it. It is held encoded.
         """
         encoded = tuple(map(self._encoder.encode, events))
         with self._keeping:
             self._snapshot = _Snapshot(self._next, time.time(), encoded)
 
     def close(self) -> None:
-        """What was published still goes out, for up to a second."""
+        """Close the sockets and end the replay thread. Published batches still go out, for up to 1 s."""
         if self._context.closed:
             return
         stop = self._context.socket(self._zmq.PAIR)
@@ -338,7 +342,7 @@ class EventPublisher:
         return socket, socket.getsockopt_string(self._zmq.LAST_ENDPOINT)
 
     def _answer(self) -> None:
-        """Runs in a thread of its own, which alone uses the replay socket: no batch waits for an answer."""
+        """Serve replays in a thread of its own, the replay socket's only user, so that no batch waits for one."""
         waiting = self._zmq.Poller()
         waiting.register(self._askers, self._zmq.POLLIN)
         waiting.register(self._stop, self._zmq.POLLIN)
@@ -366,7 +370,7 @@ class EventPublisher:
         self._askers.send_multipart((asker, b"", b"", END_OF_REPLAY, b""))
 
     def _payloads(self, snapshot: _Snapshot, most: int) -> list[bytes]:
-        """A snapshot in batches: at most so many, as there are numbers for."""
+        """Returns a snapshot in at most `most` encoded batches, as many as there are free numbers."""
         encoder = msgspec.msgpack.Encoder()  # the other one is the publishing thread's
         total = sum(map(len, snapshot.events))
         batch_bytes = max(_SNAPSHOT_BATCH_BYTES, -(-2 * total // most))

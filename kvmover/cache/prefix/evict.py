@@ -1,4 +1,5 @@
-"""Eviction gives up what is used least, by component and tier, with all that is of no use without it."""
+"""Eviction frees the first pages in eviction order, by component and tier, with all ids that are useless without them.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +17,10 @@ from kvmover.errors import PrefixError
 
 
 class Eviction:
-    """One call's victims. What they held is gathered, so that a caller frees each component and tier once.
+    """The victims of one call. Their ids are gathered, so that a caller frees each component and tier once.
 
-    `room` are free host pages that a tree that writes back may copy victims into; what is not used stays the caller's.
+    `room` are free host pages into which a write-back tree may copy victims; unused ones stay the caller's. Raises
+    PrefixError if another tree is given `room`, or an id of it is in use.
     """
 
     def __init__(self, forest: Forest, room: PageIds = ()) -> None:
@@ -27,15 +29,15 @@ class Eviction:
         if self._room and not isinstance(forest.config.tiers, WriteBack):
             raise PrefixError("only a tree that writes back evicts into host pages")
         forest.claim([(Tier.HOST, -1, self._room)])
-        # Of a tree with further components a leaf goes whole: without its window or state, what is left is of no use.
+        # With further components a leaf is evicted whole: without its window or state, the rest of it is useless.
         self._trims = forest.config.grain is EvictionGranularity.PAGE and not forest.config.components
         self._copies = list[CopyOut]()
         self._freed: dict[tuple[int, Tier], list[bytes]] = {}
 
     def pools(self, pages: Mapping[int, int]) -> ActionList:
-        """Give up as many device pages of each component, by its index, or all that can be.
+        """Evict so many device pages of each component, by its index, or all evictable.
 
-        Attention KV goes first, leaves from their ends; what goes with them counts.
+        Attention KV goes first, from the ends of leaves; ids freed with it count for the other components.
         """
         for index, count in sorted(pages.items()):
             count -= sum(map(len, self._freed.get((index, Tier.DEVICE), ()))) // ID_BYTES
@@ -46,8 +48,9 @@ class Eviction:
         return self._outcome()
 
     def path(self, end: Node) -> ActionList:
-        """Give up the device pages of a path from its end on, up to where others have their own below it, or it is
-        locked. What has no copy on the host, and finds no room for one, stays, and so does all above it.
+        """Evict a path's device pages from its end up to a node that is locked or has device pages below it.
+
+        A node without a host copy, and without room for one, stays with all its ancestors.
         """
         at = end
         while at.parent is not None and at.pages is not None and not (at.locks or at.device_children):
@@ -62,7 +65,7 @@ class Eviction:
         aim = account.evictable - pages
         while account.evictable > aim and (node := account.order.first()) is not None:
             if node.device_children:
-                # It comes back with the end of its last child; where that is spared, it keeps its place.
+                # Re-added when its last child goes; if that child is spared, it keeps its place.
                 account.order.discard(node)
                 if spared:
                     spared.append(node)
@@ -74,17 +77,18 @@ class Eviction:
             else:
                 self._give_up(self._trimmed(node, account.evictable - aim, account))
         for node in reversed(spared):
-            # One above others may have gone in this very call, after its last child.
+            # A spared ancestor may have been evicted in this call, after its last child.
             if node.pages is not None:
                 account.order.front(node)
 
     def _only_here(self, node: Node) -> bool:
-        """Whether a leaf would be deleted, and may be so page by page."""
+        """Returns True if evicting the leaf would delete it, and may do so page by page."""
         return self._trims and node.host is None and not self._room
 
     def _may_go(self, node: Node, need: int) -> bool:
-        """Whether a leaf, or `need` pages of its tail, can go. One to be deleted takes what hangs below it on the host,
-        if nobody needs that.
+        """Returns True if a leaf, or `need` pages of its tail, can be evicted.
+
+        A leaf to be deleted first takes along the nodes below it on the host, unless one is in use.
         """
         pages = node.end - node.start
         if node.host is not None or self._room_for(min(need, pages) if self._trims else pages):
@@ -92,7 +96,7 @@ class Eviction:
         return not node.host_locks and (not node.children or self._drop_below(node))
 
     def _held(self, index: int, pages: int) -> None:
-        """Give up ids of a further component on the device alone: a leaf that is backed goes to the host whole."""
+        """Evict device ids of a further component; a backed leaf is evicted from the device whole."""
         account = self._forest.held_device[index]
         aim = account.evictable - pages
         while account.evictable > aim:
@@ -105,9 +109,7 @@ class Eviction:
                 self._give_up(node)
 
     def host(self, pages: int) -> ActionList:
-        """Give up host pages of attention KV: second copies first where they are made on eviction, then childless
-        nodes.
-        """
+        """Evict host pages of attention KV: under write-back copies of device pages first, then childless nodes."""
         forest = self._forest
         while pages > 0 and (node := forest.doubles.first()) is not None:
             pages -= node.end - node.start
@@ -128,7 +130,7 @@ class Eviction:
         return self._outcome()
 
     def held_host(self, index: int, pages: int) -> ActionList:
-        """Give up ids of a further component that stand on the host alone."""
+        """Evict ids of a further component that are on the host alone."""
         account = self._forest.held_host[index]
         aim = account.evictable - pages
         while account.evictable > aim and (node := account.order.first()) is not None:
@@ -136,7 +138,7 @@ class Eviction:
         return self._outcome()
 
     def _trimmed(self, node: Node, need: int, account: EvictableSet) -> Node:
-        """The part of `node` that has to go: its tail. The front takes its place in the order, and is a new node."""
+        """Returns the part of `node` to evict: its tail. The front, a new node, takes its place in the order."""
         pages = node.end - node.start
         if self._trims and need < pages:
             front = self._forest.split(node, pages - need)
@@ -145,7 +147,7 @@ class Eviction:
         return node
 
     def _give_up(self, node: Node) -> None:
-        """A leaf on the device: it stays as a node of the host if it is backed, or can be now; else it is deleted."""
+        """Evict a leaf from the device: it stays on the host if backed, or if `room` suffices; else it is deleted."""
         if node.host is None and self._room_for(node.end - node.start):
             self._copy_out(node)
         if node.host is None:
@@ -172,7 +174,7 @@ class Eviction:
         self._forest.give(node, Tier.HOST, -1, ids)
 
     def _bury(self, node: Node, index: int) -> None:
-        """Make `node` a tombstone of one component, and of those that are of no use without it."""
+        """Make `node` a tombstone of one component, and of the components of lower rank."""
         components = self._forest.config.components
         for other, held in enumerate(node.held):
             lower = components[other].rank < components[index].rank
@@ -180,7 +182,7 @@ class Eviction:
                 self._take(node, Tier.DEVICE, other)
 
     def _drop_below(self, node: Node) -> bool:
-        """Delete the children of a node that cannot be copied out, all on the host alone. False if one is in use."""
+        """Delete the host-only descendants of a node that cannot be copied out. Returns False if one is in use."""
         below, waiting = list[Node](), list(node.children.values())
         while waiting:
             below.append(waiting.pop())
@@ -192,7 +194,7 @@ class Eviction:
         return True
 
     def _uproot(self, node: Node) -> None:
-        """Take out a childless node with all it holds. Nodes above it stay: each has attention KV of its own."""
+        """Delete a childless node with all its ids. Its ancestors stay: each has attention KV of its own."""
         if node.pages is not None:
             self._take(node, Tier.DEVICE, -1)
         if node.host is not None:
@@ -211,7 +213,7 @@ class Eviction:
         self._freed.setdefault((index, tier), []).append(ids)
 
     def _outcome(self) -> ActionList:
-        """Copies first, then one FreePages a component and tier, in their order. Room that is left is the caller's."""
+        """Returns the copies, then one FreePages for each component and tier, in order. Releases unused room."""
         self._forest.in_use[Tier.HOST, -1].release(self._room)
         name, freed = self._forest.config.name, list[FreePages]()
         for index, tier in sorted(self._freed):

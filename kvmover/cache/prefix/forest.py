@@ -1,4 +1,4 @@
-"""The Forest has the nodes of all namespaces, their sums and orders, and the steps that change all three together."""
+"""A Forest holds the nodes of all namespaces, their page counts and eviction orders, and the steps that change them."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from kvmover.errors import PrefixError, StaleHandle
 
 
 class PrefixEnd(NamedTuple):
-    """An end inside a node, where a prompt left it half way: page `page` of the path, from the root."""
+    """An end inside a node, where a prompt left it midway: after page `page` of the path, counted from the root."""
 
     node: Node
     page: int
 
 
-#: Places that are known at a time, 200 B each. A match that ended inside a node is stale after so many others.
+#: Most ids kept for ends inside nodes, 200 B each. A match that ends inside a node is stale after so many others.
 MOST_PLACES = 4096
 
 
 class Forest:
-    """State of a tree. It holds to the invariants between two calls, but for those about what only callers can do.
+    """The state of a tree. The invariants that do not depend on the caller hold between two calls.
 
-    `core` has the columns: that of the process, unless a caller brings one.
+    `core` provides the columns: C or Python by `chosen`, unless given.
     """
 
     def __init__(self, config: TreeConfig, core: TreeCore | None = None) -> None:
         self.config = config
         self.page_bytes = config.page_bytes
         self.hosted = not isinstance(config.tiers, DeviceOnly)
-        #: One tier and nothing but attention KV: most of what follows has nothing to do then.
+        #: One tier and attention KV alone: most steps below are then skipped.
         self.plain = not self.hosted and not config.components
         self.writes_back = isinstance(config.tiers, WriteBack)
-        #: LRU: nothing but the last use tells nodes apart.
+        #: LRU: nodes are ranked by their last use alone.
         self.by_recency = config.policy is LRU
-        #: Hits from which on a node is written through: more of them tell nothing.
+        #: Hits at which a node is due for write-through; a higher count has no effect.
         self.hits_due = config.tiers.after_hits if isinstance(config.tiers, WriteThrough) else 0
         self.journal: Journal | None = None
         self.locked_paths: dict[int, LockedPath] = {}
         core = core or chosen()
-        #: By tier and component: ids of nodes, and of operations until their end.
+        #: By tier and component index (-1: attention KV): ids of nodes, and of operations until their end.
         self.in_use = {
             (tier, index): core.PagesInUse()
             for tier in (Tier.DEVICE, Tier.HOST)
@@ -58,7 +58,7 @@ class Forest:
         columns.page_bytes, columns.per_page = config.page_bytes, tuple(each.per_page for each in config.components)
         columns.hosted, columns.writes_back = self.hosted, self.writes_back
         columns.next_id = ROOT + 1
-        #: Those of the columns.
+        #: The columns' own dicts.
         self.nodes, self.roots = columns.nodes, columns.roots
         self.clear()
 
@@ -66,12 +66,12 @@ class Forest:
         self._unlink()
 
     def _unlink(self) -> None:
-        """Nodes know their parents and children, and no collector takes such rings apart."""
+        """Break the cycles of parents and children, which no garbage collector takes apart."""
         for node in self.nodes.values():
             node.unlink()
 
     def clear(self) -> None:
-        """Forget all nodes. Ids go on counting, so that none is used twice."""
+        """Forget all nodes. Ids go on counting, so that each is used once."""
         self._unlink()
         self.nodes.clear()
         self.roots.clear()
@@ -89,23 +89,23 @@ class Forest:
         return None if self.by_recency else self.config.policy.order()
 
     def _root(self, namespace: PrefixNamespace | None) -> Node:
-        """A root: no pages, on every tier, and locked for ever, so that no walk upwards goes past it."""
+        """Returns a root: without pages, on every tier, and locked for ever, so that each upward walk stops at it."""
         root = self.columns.node(ROOT, None, b"", 0, 0)
         root.held = ()
         root.pages, root.host, root.locks, root.host_locks, root.namespace = b"", b"", 1, 1, namespace
         return root
 
     def root(self, namespace: PrefixNamespace) -> Node:
-        """The root of a namespace, made at its first use."""
+        """Returns the root of a namespace, created at its first use."""
         root = self.roots.get(namespace)
         if root is None:
             root = self.roots[namespace] = self._root(namespace)
         return root
 
     def node(self, node_id: int) -> Node:
-        """The node that ends where `node_id` says, cut there if it is a place inside one: its path is then used.
+        """Returns the node that ends where `node_id` says, after a split if that is inside a node.
 
-        Raises StaleHandle for an id that is gone or never was.
+        A split marks the path as used. Raises StaleHandle for an unknown id.
         """
         self.columns.whole()
         node = self.nodes.get(node_id)
@@ -118,7 +118,10 @@ class Forest:
         return node
 
     def view(self, node_id: int) -> Node:
-        """As `node`, to be read only: of a place it is a copy of the front, and nothing is cut or used."""
+        """Returns the node as `node` does, for reading only: for an end inside a node, a copy of its front.
+
+        Splits no node and marks no use. Raises StaleHandle for an unknown id.
+        """
         self.columns.whole()
         node = self.nodes.get(node_id)
         if node is None:
@@ -130,20 +133,23 @@ class Forest:
         return node
 
     def place(self, node: Node, page: int) -> int:
-        """A new id for the end of `page` inside `node`. It holds whatever is split or merged, until the page goes."""
+        """Returns a new id for the end of `page` inside `node`, valid across splits and joins until the page goes."""
         node_id = self.columns.next_id
         self.columns.next_id += 1
         self.keep_place(node_id, PrefixEnd(node, page))
         return node_id
 
     def keep_place(self, node_id: int, place: PrefixEnd) -> None:
-        """Let an id stand for an end inside a node, instead of the oldest where there are too many."""
+        """Let an id stand for an end inside a node; beyond `MOST_PLACES` the oldest id is dropped."""
         self._places[node_id] = place
         if len(self._places) > MOST_PLACES:
             del self._places[next(iter(self._places))]
 
     def _place(self, node_id: int) -> PrefixEnd:
-        """What covers the page of a place by now: a split leaves the end with the id, and puts fronts above."""
+        """Returns the node that now covers a place's page: a split keeps the id at the end and puts fronts above.
+
+        Raises StaleHandle if the page is gone.
+        """
         place = self._places.get(node_id)
         if place is not None:
             at, page = place
@@ -154,7 +160,7 @@ class Forest:
         raise StaleHandle(f"node {node_id} is gone, or never was")
 
     def __iter__(self) -> Iterator[Node]:
-        """Every node but the roots, parents first."""
+        """Iterate over every node except roots, parents first."""
         self.columns.whole()
         waiting = list(self.roots.values())
         while waiting:
@@ -164,13 +170,13 @@ class Forest:
             waiting.extend(node.children.values())
 
     def key(self, node: Node) -> bytes:
-        """What its parent finds it by: its first page."""
+        """Returns the bytes of the node's first page, its key among its parent's children."""
         return node.tokens[: self.page_bytes]
 
     # Ids
 
     def claim(self, rows: Sequence[tuple[Tier, int, bytes]]) -> None:
-        """Take the ids of components on tiers that a call brings: all of them, or none with a PrefixError."""
+        """Claim the ids of all `rows`, (tier, component index, ids). Raises PrefixError and claims no id otherwise."""
         for place, (tier, index, ids) in enumerate(rows):
             page = self.in_use[tier, index].claim(ids)
             if page >= 0:
@@ -186,7 +192,7 @@ class Forest:
     # Structure
 
     def attach(self, parent: Node, tokens: bytes) -> Node:
-        """A new child. It has no pages yet: set them, then `weigh` and `settle`."""
+        """Returns a new child of `parent` without pages: `give` it ids, or set them, then `weigh` and `settle`."""
         columns, end = self.columns, parent.end + len(tokens) // self.page_bytes
         node = columns.node(columns.next_id, parent, tokens, parent.end, end)
         columns.next_id += 1
@@ -196,21 +202,21 @@ class Forest:
         return node
 
     def front(self, node: Node, pages: int, node_id: int) -> Node:
-        """See Columns.front."""
+        """Returns a copy of a node's first `pages` pages with id `node_id`. See Columns.front."""
         return self.columns.front(node, pages, node_id)
 
     def split(self, node: Node, pages: int, front_id: int = 0) -> Node:
-        """See Columns.split."""
+        """Split a node after its first `pages` pages. Returns the front. See Columns.split."""
         return self.columns.split(node, pages, front_id)
 
     def remove(self, node: Node) -> None:
-        """Take a childless node out. What it holds must have been taken off it before."""
+        """Remove a childless node from the tree. Its ids must have been taken before."""
         parent = node.parent
         assert parent is not None
         assert not node.children
         del parent.children[self.key(node)]
         del self.nodes[node.id]
-        # A place may know the node for a while yet.
+        # A place may still refer to the node.
         node.tokens, node.hashes = b"", None
         if parent.parent is not None:
             if self.hosted:
@@ -218,10 +224,10 @@ class Forest:
         else:
             self.columns.forget_root(parent)
 
-    # What a node holds
+    # Ids of a node
 
     def give(self, node: Node, tier: Tier, index: int, ids: bytes) -> None:
-        """The node now has `ids` of a component on `tier`."""
+        """Set the `ids` of a component at a node on `tier`, and count, order and journal them."""
         if self.plain:
             node.pages = ids
             self.columns.weigh(node, 1)
@@ -239,7 +245,7 @@ class Forest:
                 self.journal.stored(node, tier)
 
     def take(self, node: Node, tier: Tier, index: int) -> bytes:
-        """The node has no ids of a component on `tier` any more; those it had are returned. The parent may go next."""
+        """Remove a node's ids of a component on `tier`. Returns them. The parent may become evictable."""
         if node is self.columns.trimmed:
             self.columns.whole()
         ids = self.ids(node, tier, index)
@@ -263,7 +269,10 @@ class Forest:
         return ids
 
     def trim(self, node: Node, pages: int) -> bytes:
-        """See Columns.trim. The node is on the device alone, and unlocked."""
+        """Cut the last `pages` pages off an unlocked node that is on the device alone. Returns their ids.
+
+        See Columns.trim.
+        """
         keep = node.end - node.start - pages
         assert not node.locks
         if self.journal is not None:
@@ -271,15 +280,17 @@ class Forest:
         return self.columns.trim(node, pages)
 
     def ids(self, node: Node, tier: Tier, index: int) -> bytes | None:
-        """Page ids of a component (-1: attention KV) at a node on a tier, int32 as bytes; None where it has none."""
+        """Returns a node's page ids of a component (-1: attention KV) on a tier, int32 as bytes, or None."""
         if index < 0:
             return node.pages if tier is Tier.DEVICE else node.host
         held = node.held[index]
         return held.pages if tier is Tier.DEVICE else held.host
 
     def touch(self, path: list[Node], used_pages: int | None = None) -> None:
-        """A use of `path`, deepest first. Of other components only what its end needs is used: the end of the path, or
-        of its first `used_pages` pages.
+        """Mark `path`, deepest node first, as used.
+
+        Of further components, only the part is used that the end of the path needs, or the end of its first
+        `used_pages` pages.
         """
         self.columns.touch(path)
         if self.config.components and used_pages is not None:
@@ -290,7 +301,7 @@ class Forest:
             self.held_host[i].order.touch(reached)
 
     def reach(self, path: Sequence[Node], tokens: int) -> int:
-        """How many nodes of `path`, from its deep end on, it takes to hold `tokens` tokens."""
+        """Returns the number of nodes, from the start of `path`, deepest first, that hold `tokens` tokens."""
         count = 0
         while count < len(path) and tokens > 0:
             tokens -= (path[count].end - path[count].start) * self.config.page_tokens
@@ -307,17 +318,17 @@ def _set(node: Node, tier: Tier, index: int, ids: bytes | None) -> None:
 
 
 class TreeCore(Protocol):
-    """A module that has columns: `columns`, or the one in C, whose objects have the same attributes and methods."""
+    """A module that defines the columns: `columns`, or its C counterpart with the same attributes and methods."""
 
     Columns: type[columns.Columns]
     PagesInUse: type[PagesInUse]
 
 
 PYTHON_CORE: TreeCore = columns
-#: None where it was not built, or must not be used.
+#: The C core; None if it was not built or is disabled.
 C_CORE: TreeCore | None = cast("TreeCore | None", NATIVE)
 
 
 def chosen() -> TreeCore:
-    """The core of trees that nobody brings one for."""
+    """Returns the core of trees created without one: in C if available."""
     return C_CORE or PYTHON_CORE

@@ -1,8 +1,8 @@
-"""A page's hash follows from its namespace and all tokens up to its end, so that no split changes it.
+"""Page hashes chain from the namespace over all tokens up to the page's end, so a split leaves them unchanged.
 
-As SGLang 0.5.23 computes them for its storage tiers (`mem_cache/cpp_utils/hash_binding.cpp`), and so comparable with
-its keys: SHA-256 over the previous page's hash and the page's tokens as unsigned 32-bit little-endian words. The first
-page starts from the namespace: what else must be equal, beside the tokens, for two prompts to share KV.
+In the default namespace they equal SGLang 0.5.23's storage keys (`mem_cache/cpp_utils/hash_binding.cpp`): SHA-256 over
+the previous page's hash and the page's tokens as unsigned 32-bit little-endian words. The first page's parent is the
+namespace's digest, which covers all that must be equal, beside the tokens, for two prompts to share KV.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _TAG = b"kvmover-namespace-v1"
 
 
 class PrefixNamespace(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
-    """Model, adapter, tenant salt and further keys (an image's digest, a session): what shares KV is equal in all.
+    """The model, adapter, tenant salt and extra keys (such as an image's digest) that prompts must share to share KV.
 
-    Fields are compared and hashed one by one, never joined: an adapter "ab" with salt "c" is not "a" with "bc". Engines
-    that append the adapter to another key cannot tell those apart (SGLang 0.5.23, `schedule_batch.py`).
+    Fields are compared and hashed separately, never joined: adapter "ab" with salt "c" differs from "a" with "bc".
+    SGLang 0.5.23 (`schedule_batch.py`) appends the adapter to another key and cannot tell the two apart.
     """
 
     model: str = ""
@@ -36,16 +36,13 @@ class PrefixNamespace(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
     extra: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        """The salt, which may be a secret, is told by a digest of it: namespaces that differ by it differ here too."""
+        """Show the salt, which may be a secret, as the first 8 hex digits of its SHA-256."""
         salt = f"#{sha256(self.salt.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}" if self.salt else ""
         return f"PrefixNamespace(model={self.model!r}, adapter={self.adapter!r}, salt={salt!r}, extra={self.extra!r})"
 
     @property
     def digest(self) -> bytes:
-        """32 bytes that page hashes start from; empty for the namespace of all defaults.
-
-        So hashes of requests without model, adapter and salt equal SGLang's, which start from nothing too.
-        """
+        """Returns the 32 bytes that page hashes chain from; empty in the default namespace, as in SGLang."""
         return _digest(self)
 
 
@@ -64,19 +61,20 @@ def _digest(namespace: PrefixNamespace) -> bytes:
 HASH_BYTES = 32
 WORD_BYTES = 4
 
-#: An array, array.array or memoryview of integers, which is not copied where it holds 32-bit words, or plain integers.
+#: An array, array.array or memoryview of integers, not copied if it holds 32-bit words, or a sequence of integers.
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer] | memoryview
 
 
 class HashError(KvmoverError, ValueError):
-    """Tokens or a parent that no page hash can be made of: the message names the value."""
+    """An error for tokens or a parent that cannot be hashed; the message names the value."""
 
 
 def chain(parent: bytes, tokens: TokenIds, page_tokens: int) -> list[bytes]:
-    """Hashes of the whole pages of `tokens`, each chained from the one before; a tail shorter than a page has none.
+    """Returns the hash of each whole page of `tokens`, each chained from the one before; a shorter tail is left out.
 
-    `parent` is the hash of the page before the first, or the namespace's digest (`b""` for none). One call over all
-    pages gives what a call for each part gives, when each starts from the last hash of the part before.
+    `parent` is the hash of the page before the first, or the namespace's digest (`b""` if empty). Hashing whole pages
+    in parts, each from the last hash of the part before, gives the same hashes. Raises HashError unless `tokens` are
+    one row of unsigned 32-bit integers, `page_tokens` is at least 1 and `parent` has 0 or 32 bytes.
 
     >>> [page.hex()[:16] for page in chain(b"", [1, 2, 3, 4, 5], 2)]
     ['34fb5c825de7ca4a', 'c57b445f90651b9a']
@@ -87,9 +85,9 @@ def chain(parent: bytes, tokens: TokenIds, page_tokens: int) -> list[bytes]:
 
 
 def chain_bigrams(parent: bytes, tokens: TokenIds, page_tokens: int) -> list[bytes]:
-    """`chain` where a unit is a pair of neighbouring tokens: N tokens make N - 1 units, as in caches of draft heads.
+    """Returns `chain` over pairs of neighbouring tokens: N tokens make N - 1 units, as in caches of draft heads.
 
-    Both tokens of every pair are hashed, so a page of `page_tokens` units is 8 bytes a unit.
+    A page of `page_tokens` units hashes 8 bytes a unit. Raises HashError as `chain`.
     """
     words = _words(tokens)
     _check(parent, page_tokens)
@@ -98,7 +96,7 @@ def chain_bigrams(parent: bytes, tokens: TokenIds, page_tokens: int) -> list[byt
 
 
 def as_int64(page_hash: bytes) -> int:
-    """The hash as routers are told it: its first eight bytes, big-endian and signed (SGLang's `hash_str_to_int64`).
+    """Returns the hash as KV events carry it: its first 8 bytes, big-endian, signed (SGLang's `hash_str_to_int64`).
 
     >>> as_int64(bytes.fromhex("ffffffffffffffff") + bytes(24))
     -1
@@ -107,12 +105,12 @@ def as_int64(page_hash: bytes) -> int:
 
 
 def as_int64s(page_hashes: Sequence[bytes]) -> tuple[int, ...]:
-    """`as_int64` of each, in half the time: a long prompt has thousands."""
+    """Returns `as_int64` of each hash, in half the time of separate calls: a long prompt has thousands."""
     return unpack(f">{len(page_hashes) * (HASH_BYTES // 8)}q", b"".join(page_hashes))[:: HASH_BYTES // 8]
 
 
 def chain_in_python(parent: bytes, data: bytes, page_bytes: int) -> list[bytes]:
-    """See `chain_bytes`."""
+    """Compute `chain_bytes` without the C core."""
     hashes = list[bytes]()
     for first in range(0, len(data) - page_bytes + 1, page_bytes):
         parent = sha256(parent + data[first : first + page_bytes]).digest()
@@ -120,7 +118,7 @@ def chain_in_python(parent: bytes, data: bytes, page_bytes: int) -> list[bytes]:
     return hashes
 
 
-#: `(parent, data, page_bytes)`: `chain` of bytes, unchecked. In C where the processor has SHA instructions.
+#: `(parent, data, page_bytes)`: `chain` over bytes, unchecked. Runs in C if the processor has SHA instructions.
 chain_bytes: Callable[[bytes, bytes, int], list[bytes]] = getattr(NATIVE, "chain", chain_in_python)
 
 
@@ -132,7 +130,7 @@ def _check(parent: bytes, page_tokens: int) -> None:
 
 
 def _words(tokens: TokenIds) -> npt.NDArray[np.uint32]:
-    """The tokens as contiguous little-endian words; without a copy where they are 32-bit integers already."""
+    """Returns the tokens as contiguous little-endian words; 32-bit integers are not copied."""
     given = np.asarray(tokens)
     if given.size == 0:
         return np.empty(0, "<u4")

@@ -1,4 +1,4 @@
-"""An insertion walks down the tree, adds what is new, and returns each id that is of no use to it, exactly once."""
+"""An insertion adds a prompt's new pages to the tree, and returns each id that it does not use exactly once."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from kvmover.errors import PrefixError
 
 @dataclass(slots=True)
 class Trailing:
-    """Ids that a request brings for a further component, those of the last pages from page `first` on, and which are
-    kept.
+    """The ids that a request brings of a further component, for its last pages from page `first` on.
+
+    `kept`: [id], True if the tree holds the id now.
     """
 
     index: int
@@ -32,12 +33,12 @@ class Trailing:
     kept: npt.NDArray[np.bool_]
 
     def rest(self) -> PageArray:
-        """What the tree did not keep, and does not own."""
+        """Returns the ids that the tree does not hold."""
         return page_array(self.ids)[~self.kept]
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """What one request wants kept: the whole pages of `key`, with the ids of those from `first_page` on.
+    """A request's whole pages of `key` to insert, with the ids of pages from `first_page` on.
 
     The key begins at page `start` of the path and ends at page `pages`.
     """
@@ -63,7 +64,7 @@ class Offer(msgspec.Struct, frozen=True):
         held: Mapping[str, PageIds] | None,
         priority: int,
     ) -> Offer:
-        """From the root. Checked before anything is touched: raises PrefixError with the numbers."""
+        """Returns the offer of a prompt from the root on. Raises PrefixError if the ids do not fit the pages."""
         pages = _checked_pages(forest, key, ids, 0, first_page)
         counted = counted_tokens // forest.config.page_tokens
         return cls(key, 0, pages, first_page, ids, counted, priority, _all_trailing(forest, held, 0, pages))
@@ -72,13 +73,16 @@ class Offer(msgspec.Struct, frozen=True):
     def below(
         cls, forest: Forest, key: RadixKey, ids: bytes, start: int, held: Mapping[str, PageIds] | None, priority: int
     ) -> Offer:
-        """What comes after `start` pages, all of it new. Raises as `of`."""
+        """Returns the offer of new pages below the first `start` pages of a path. Raises PrefixError as `of`."""
         pages = _checked_pages(forest, key, ids, start, start)
         return cls(key, start, pages, start, ids, 0, priority, _all_trailing(forest, held, start, pages))
 
 
 def _checked_pages(forest: Forest, key: RadixKey, ids: bytes, start: int, first_page: int) -> int:
-    """Where a key that begins at `start` ends, in pages; `ids` are those of its pages from `first_page` on."""
+    """Returns the page at which a key that begins at page `start` ends.
+
+    Raises PrefixError unless `ids` has one id for each page from `first_page` on.
+    """
     pages = start + len(key.data) // forest.page_bytes
     if not start <= first_page <= pages or len(ids) != (pages - first_page) * ID_BYTES:
         page_tokens = forest.config.page_tokens
@@ -105,14 +109,12 @@ def _trailing(forest: Forest, name: str, page_ids: PageIds, start: int, pages: i
     return Trailing(index, pages - count, ids, np.zeros(count, np.bool_))
 
 
-#: The ids that a load on its way will give a node, of a component (-1: attention KV); None where there is no such load.
+#: Returns the ids that a load in flight will give a node, of a component (-1: attention KV); None without a load.
 LoadingIds: TypeAlias = Callable[[Node, int], bytes | None]
 
 
 class Insertion:
-    """One insert: from the root, or from the node `above`, along the nodes that spell the key, and a new leaf for what
-    is left of it.
-    """
+    """An insert along the nodes that match the key, from the root or from node `above`, and a new leaf for the rest."""
 
     def __init__(self, forest: Forest, offer: Offer, loading: LoadingIds, above: Node | None = None) -> None:
         self._forest = forest
@@ -125,9 +127,9 @@ class Insertion:
         self._double = list[bytes]()
 
     def run(self) -> Inserted:
-        """Keep what is new, and say what came of it. The path becomes the most recently used.
+        """Insert the new pages. Returns the result. The path becomes the most recently used.
 
-        Raises PrefixError before anything is touched.
+        Raises PrefixError before any change if an id is in use, or a page before `first_page` is not on the device.
         """
         if self._offer.pages > self._offer.start:
             self._claim()
@@ -137,7 +139,10 @@ class Insertion:
         return self._result()
 
     def _claim(self) -> None:
-        """Have all ids that are brought but for those that the tree has in their very places."""
+        """Claim the ids brought, except those that the tree holds or awaits at the same position.
+
+        Raises PrefixError as `run`.
+        """
         forest, offer = self._forest, self._offer
         at, first = self._above or forest.roots.get(offer.key.namespace), offer.first_page
         known, path = offer.start, list[Node]()
@@ -159,7 +164,7 @@ class Insertion:
         forest.claim(rows)
 
     def _foreign(self, path: Sequence[Node], known: int, index: int, first: int, ids: bytes) -> bytes:
-        """Returns the `ids`, of a component's pages from `first` on, that nodes of `path` neither have nor await."""
+        """Returns those `ids`, of a component's pages from `first` on, that nodes of `path` neither hold nor await."""
         per_page, pages = index < 0 or self._forest.config.components[index].per_page, self._offer.pages
         rows = list[bytes]()
         for node in path:
@@ -202,7 +207,7 @@ class Insertion:
             self._grow(at)
 
     def _pass(self, node: Node) -> None:
-        """The tree knows these tokens: it takes fresh pages where it has none on the device, else they come back."""
+        """Give a known node the new ids if it is not on the device; else collect those that differ as duplicates."""
         first = self._offer.first_page
         if node.end > first:
             mine = self._offer.ids[max(0, node.start - first) * ID_BYTES : (node.end - first) * ID_BYTES]
@@ -214,7 +219,7 @@ class Insertion:
             self._pass_held(node)
 
     def _grow(self, at: Node) -> None:
-        """The rest is new: one node, or several where a component needs a boundary."""
+        """Add the rest as one new node, or several where a component needs a boundary."""
         forest, offer = self._forest, self._offer
         names = offer.key.known_hashes(forest.config.page_words) if not offer.start else None
         if not (forest.config.components or offer.start or offer.priority):
@@ -239,9 +244,9 @@ class Insertion:
             at = self._end = node
 
     def _boundaries(self, start: int) -> list[int]:
-        """Pages at which new nodes begin and end: where brought ids begin, and one window before the end.
+        """Returns the pages where new nodes begin and end: where brought ids begin, and one window before the end.
 
-        So a lock on the end of a long prompt pins one window of it, and not the node as far as it reaches.
+        So a lock on the end of a long prompt pins one window of it instead of the whole node.
         """
         forest, offer = self._forest, self._offer
         if not forest.config.components:
@@ -253,7 +258,7 @@ class Insertion:
         return sorted(cut for cut in cuts if start <= cut <= offer.pages)
 
     def _split_where_brought(self, node: Node) -> Node:
-        """Cut a node at the first place where ids begin that it lacks, so that its end can take them."""
+        """Split a node at the first page where ids begin that it lacks. Returns the front, or the whole node."""
         cuts = [
             each.first
             for each in self._offer.trailing
@@ -262,11 +267,11 @@ class Insertion:
         return self._forest.split(node, min(cuts) - node.start) if cuts else node
 
     def _per_page(self, trailing: Trailing) -> bool:
-        """A state stands at the end of a node: it begins nowhere inside one."""
+        """Returns False for a state, which lies at the end of a node and has no boundary inside one."""
         return self._forest.config.components[trailing.index].per_page
 
     def _pass_held(self, node: Node) -> None:
-        """As `_pass`, of the further components."""
+        """Give a node the ids of further components that it lacks, and mark those that it holds as kept."""
         for trailing in self._offer.trailing:
             if self._per_page(trailing):
                 low, high = max(0, node.start - trailing.first), node.end - trailing.first
@@ -295,8 +300,9 @@ class Insertion:
 
 
 def due_backup(forest: Forest, path: list[Node]) -> tuple[int, ...]:
-    """Of a tree that writes through, the deepest node of `path`, deepest first, that enough requests have inserted,
-    where no copy on the host is made of all it needs.
+    """Returns the deepest node of `path`, deepest first, that is due for write-through, unless its copies exist or run.
+
+    A node is due once `hits_due` requests have inserted it. Its copies include the windows and states that it needs.
     """
     for place, node in enumerate(path):
         if node.hits >= forest.hits_due:
@@ -306,7 +312,7 @@ def due_backup(forest: Forest, path: list[Node]) -> tuple[int, ...]:
 
 
 def _came_later(forest: Forest, path: list[Node]) -> bool:
-    """Whether a window or a state that the end of `path` needs, deepest node first, is on the device alone."""
+    """Returns True if a window or state that the end of `path`, deepest first, needs is on the device alone."""
     return any(
         held.pages is not None and held.host is None and not held.busy
         for index, component in enumerate(forest.config.components)

@@ -1,4 +1,4 @@
-"""A RadixKey is a request's tokens as the bytes that nodes are compared by, converted once."""
+"""RadixKey holds a prompt's tokens as the bytes that tree nodes are compared by, converted once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvmover.cache.prefix.hashes import WORD_BYTES, PrefixNamespace, TokenIds, c
 from kvmover.errors import PrefixError
 from kvmover.fields import member
 
-#: Page ids as they are handed in: a buffer of int32 is taken as it lies, anything else is converted.
+#: Page ids from the caller: a 1-D buffer of 32-bit words is copied unchanged, other integers are converted.
 PageIds: TypeAlias = TokenIds
 
 DEFAULT_NAMESPACE = PrefixNamespace()
@@ -29,10 +29,10 @@ _WORD_FORMATS = frozenset("iIlL") if sys.byteorder == "little" else frozenset[st
 
 
 class KeyUnits(IntEnum):
-    """What one position of the tree stands for; the value is how many 32-bit words it takes.
+    """The unit of one tree position; the value is its width in 32-bit words.
 
-    BIGRAM is for the caches of draft heads that see the next token too: N tokens make N - 1 units of two neighbours,
-    and every count of tokens that a tree of bigrams takes or gives is one of units.
+    BIGRAM is for caches of draft heads, which also see the next token: N tokens make N - 1 units, each a pair of
+    neighbours. Every token count that a BIGRAM tree takes or returns is a count of units.
     """
 
     PLAIN = 1
@@ -40,17 +40,20 @@ class KeyUnits(IntEnum):
 
 
 class RadixKey(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A prompt, ready to be compared: little-endian 32-bit words, one or two a unit, and their namespace."""
+    """A prompt ready for comparison: little-endian 32-bit words, one or two a unit, and its namespace."""
 
     data: bytes
     namespace: PrefixNamespace
     units: KeyUnits
-    #: Page hashes that somebody asked for, by words a page.
+    #: Page hashes computed so far, by words a page.
     _hashes: dict[int, list[bytes]] = {}
 
     @classmethod
     def of(cls, tokens: TokenIds, namespace: PrefixNamespace, units: KeyUnits) -> RadixKey:
-        """Returns the key of any row of integers from 0 to 2**32 - 1. 32-bit buffers are copied as they lie."""
+        """Returns the key of one row of integers. A 1-D buffer of 32-bit words is copied unchanged.
+
+        Raises PrefixError if an integer is outside 0 to 2**32 - 1, or `units` is no KeyUnits.
+        """
         if units.__class__ is not KeyUnits:
             units = member(KeyUnits, units, "units", PrefixError)
         data = words(tokens)
@@ -61,17 +64,17 @@ class RadixKey(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     @property
     def tokens(self) -> int:
-        """Units of the tree: tokens, or pairs of neighbours."""
+        """Returns the number of units: tokens, or pairs of neighbouring tokens."""
         return len(self.data) // (WORD_BYTES * self.units)
 
     def front(self, tokens: int) -> RadixKey:
-        """Of the first `tokens` units."""
+        """Returns the key of the first `tokens` units."""
         return RadixKey(self.data[: tokens * WORD_BYTES * self.units], self.namespace, self.units)
 
     def page_hashes(self, page_words: int) -> list[bytes]:
-        """Hash of each whole page of `page_words` 32-bit words, chained from the namespace, as the tree names it.
+        """Returns the hash of each whole page of `page_words` 32-bit words, chained from the namespace's digest.
 
-        Computed once: a tree that takes the key takes them for its nodes.
+        Computed once for each `page_words`; a tree that inserts the key stores the hashes in its nodes.
         """
         known = self._hashes.get(page_words)
         if known is None:
@@ -80,12 +83,15 @@ class RadixKey(msgspec.Struct, frozen=True, eq=False, gc=False):
         return known
 
     def known_hashes(self, page_words: int) -> list[bytes] | None:
-        """What `page_hashes` answered before; None where nobody asked."""
+        """Returns the hashes that `page_hashes` has computed already; None if it has not been called."""
         return self._hashes.get(page_words)
 
 
 def words(tokens: TokenIds) -> bytes:
-    """`tokens` as 32-bit little-endian words. Raises PrefixError for what 32 bits cannot hold."""
+    """Returns `tokens` as little-endian 32-bit words.
+
+    Raises PrefixError unless they are one row of integers from 0 to 2**32 - 1.
+    """
     if NATIVE is not None and _WORD_FORMATS:
         data = NATIVE.words(tokens)
         if data is not None:
@@ -94,9 +100,9 @@ def words(tokens: TokenIds) -> bytes:
 
 
 def words_in_python(tokens: TokenIds) -> bytes:
-    """See `words`.
+    """Convert tokens as `words` does, without the C core.
 
-    12,000 tokens take 1 us as 32-bit words, 6 us as 64-bit ones, 70 us as a list of numbers.
+    12,000 tokens take 1 us as 32-bit words, 6 us as 64-bit words, 70 us as a list.
     """
     if isinstance(tokens, list) and _WORD_FORMATS:
         try:
@@ -129,20 +135,20 @@ def _converted(tokens: TokenIds) -> bytes:
 
 
 def page_array(data: bytes) -> npt.NDArray[np.int32]:
-    """The page ids in `data`, read-only."""
+    """Returns the page ids in `data`, int32, [page], read-only and without a copy."""
     return np.frombuffer(data, _INT32) if data else NO_IDS
 
 
 def unlike(ids: bytes, others: bytes) -> bytes:
-    """Those of `ids` that are not at the same place in `others`."""
+    """Returns the `ids` that differ from `others`, of the same length, at their position."""
     row = page_array(ids)
     return row[row != page_array(others)].tobytes()
 
 
 def common_bytes(data: bytes, at: int, stop: int, other: bytes, step: int) -> int:
-    """How many leading bytes of `other`, in whole `step`s, stand in `data` at `at` and before `stop`.
+    """Returns the bytes, in whole `step`s, that the front of `other` shares with `data[at:stop]`.
 
-    By halves, each a comparison of memory without a copy: under 2 us for a node of 30 KB, which numpy takes 5 us for.
+    Halves the range by memory comparisons without a copy: under 2 us for a node of 30 KB, 5 us in numpy.
     """
     low, high = 0, min(len(other), stop - at) // step
     view = memoryview(other)

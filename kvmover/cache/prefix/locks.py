@@ -1,8 +1,8 @@
-"""Locks keep paths from eviction until their handles are given back, however nodes are split meanwhile.
+"""Locks protect paths from eviction until their handles are released, however nodes are split meanwhile.
 
-A node counts its own handles and its locked children, so that a lock costs what it newly locks and not the whole path:
-in a chat whose last turn is locked already it is one step. A split needs no care but for the new front, which has one
-locked child. Other components are locked by page positions of the path, which no split moves.
+A node counts its own handles and its locked children, so a lock costs only the nodes that it newly locks: one step in a
+chat whose last turn is locked already. At a split the new front gets one locked child. Further components are locked by
+page positions of the path, which a split does not move.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from kvmover.cache.prefix.node import LockedPath, LockedSegment, Node
 from kvmover.cache.prefix.results import LockHandle, Tier
 from kvmover.errors import PrefixError, StaleHandle
 
-#: Numbers of handles, of all trees of the process: one tree's handle opens nothing in another.
+#: Numbers of handles, over all trees of the process: a handle of one tree is unknown in another.
 NUMBERS = count(1)
 
 
 class Locks:
-    """Gives out and takes back handles. Their numbers are never used again."""
+    """The locks of a tree. Handle numbers are never reused."""
 
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
 
     def device(self, node: Node, segments: tuple[LockedSegment, ...] = ()) -> LockHandle:
-        """Keep `node` and all above it: their pages where they are, and the nodes themselves."""
+        """Lock `node` and its ancestors: the nodes themselves, and their pages where they are."""
         self._forest.columns.lock(node)
         return self._handle(node, Tier.DEVICE, segments)
 
     def host(self, node: Node, segments: tuple[LockedSegment, ...] = ()) -> LockHandle:
-        """Keep the pages on the host of `node` and all above it. Those on the device may go."""
+        """Lock the host pages of `node` and its ancestors. Their device pages may be evicted."""
         forest, at = self._forest, node
         while True:
             at.host_locks += 1
@@ -47,7 +47,7 @@ class Locks:
         return self._handle(node, Tier.HOST, segments)
 
     def release(self, handle: LockHandle) -> None:
-        """End a lock; what it kept was used until now. Raises StaleHandle for a handle that is not out."""
+        """Release a lock; its pages count as used until now. Raises StaleHandle if it was released before."""
         locked = self.locked(handle)
         del self._forest.locked_paths[handle.number]
         for segment in locked.segments:
@@ -58,7 +58,7 @@ class Locks:
             self._release_host(locked.node)
 
     def release_component(self, handle: LockHandle, index: int) -> None:
-        """End the part of a lock that covers one component. Raises PrefixError when it does not, or not any more."""
+        """Release the part of a lock that covers one component. Raises PrefixError if it is not covered (any more)."""
         locked = self.locked(handle)
         kept = tuple(segment for segment in locked.segments if segment.index != index)
         if len(kept) == len(locked.segments):
@@ -69,14 +69,14 @@ class Locks:
                 self._shift(locked.node, segment, locked.tier, -1)
 
     def locked(self, handle: LockHandle) -> LockedPath:
-        """What a handle covers. Raises StaleHandle for one that was given back."""
+        """Returns the path that a handle covers. Raises StaleHandle if it was released."""
         locked = self._forest.locked_paths.get(handle.number)
         if locked is None or locked.node.id != handle.node or locked.tier is not handle.tier:
             raise StaleHandle(f"handle {handle.number} for node {handle.node} is not out")
         return locked
 
     def segments(self, node: Node, skip: Sequence[str] = ()) -> tuple[LockedSegment, ...]:
-        """What the end of `node` needs of each other component: the window, or the one state."""
+        """Returns the segment that the end of `node` needs of each component not in `skip`: window, or one state."""
         forest = self._forest
         if not forest.config.components or node.parent is None:
             return ()
@@ -88,7 +88,7 @@ class Locks:
         return tuple(segments)
 
     def needs(self, node: Node, skip: Sequence[str] = ()) -> dict[str, int]:
-        """See PrefixTree.lock_needs."""
+        """Returns the pages that a lock would protect. See PrefixTree.lock_needs."""
         config, path = self._forest.config, node.path()
         free = [each for each in path if each.pages is not None and not each.locks]
         found = {FULL: sum(each.end - each.start for each in free)}
@@ -100,7 +100,7 @@ class Locks:
         return found
 
     def pages(self, handles: Iterable[LockHandle]) -> dict[str, int]:
-        """See PrefixTree.locked_pages."""
+        """Returns the pages that the handles protect. See PrefixTree.locked_pages."""
         config, forest = self._forest.config, self._forest
         found, seen = {FULL: 0, **{component.name: 0 for component in config.components}}, set[tuple[int, int]]()
         for locked in map(self.locked, handles):
@@ -153,7 +153,7 @@ class Locks:
         account.order.add(node)
 
     def _shift(self, node: Node, segment: LockedSegment, tier: Tier, by: int) -> None:
-        """Count one lock more or less on a segment of the path that ends at `node`."""
+        """Add `by` to the lock count of a segment of the path that ends at `node`."""
         forest, at = self._forest, node
         while at.end > segment.first:
             if at.end <= segment.stop:

@@ -1,6 +1,6 @@
-"""A match walks down the tree and says how far a prompt is known, and up to where it can be used.
+"""A match walks down the tree and finds how much of a prompt is cached, and how much of that is usable.
 
-Nodes of its path that nothing tells apart any more are joined, so that a hot prefix does not age into a long chain.
+Nodes of its path that no longer differ are joined, so that a hot prefix does not age into a long chain.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from kvmover.cache.prefix.results import ROOT, LoadBack, Match, PageArray, Tier
 
 
 def descend(forest: Forest, key: RadixKey, stop: int) -> Descent:
-    """As far as the first `stop` bytes of `key` are known. Nothing is changed."""
+    """Returns the nodes that match the first `stop` bytes of `key`. The tree is unchanged."""
     root = forest.roots.get(key.namespace)
     return forest.columns.descend(root, key.data, stop) if root is not None else ([], None, 0)
 
 
 def walk(forest: Forest, key: RadixKey, stop: int) -> list[Node]:
-    """The nodes that spell the first `stop` bytes of `key`, as far as they are known: the last one is split for it."""
+    """Returns the nodes that match the first `stop` bytes of `key`; the last one is split where the match ends."""
     path, inside, pages = descend(forest, key, stop)
     if inside is not None:
         path.append(forest.split(inside, pages))
@@ -34,7 +34,7 @@ def walk(forest: Forest, key: RadixKey, stop: int) -> list[Node]:
 
 
 def matched(forest: Forest, descent: Descent) -> Match:
-    """What the tree says of a prompt that came so far. An end inside a node gets an id that stands for it."""
+    """Returns the Match of a descent. An end inside a node gets a new id that stands for it."""
     path, inside, pages = descent
     if inside is not None:
         path = [*path, forest.front(inside, pages, forest.place(inside, inside.start + pages))]
@@ -49,7 +49,8 @@ def matched(forest: Forest, descent: Descent) -> Match:
 
 
 def backed(forest: Forest, path: list[Node]) -> int:
-    """Where a fetch can go on: the deepest node on the host, or any where holes are allowed there."""
+    """Returns the node id below which a fetch can continue: the deepest host node, or under write-back the path's end.
+    """
     if isinstance(forest.config.tiers, WriteBack):
         return path[-1].id if path else ROOT
     return next((node.id for node in reversed(path) if node.host is not None), ROOT)
@@ -59,7 +60,7 @@ MISS = Match(0, NO_IDS, ROOT, 0, ROOT, 0, ROOT)
 
 
 def _anchors(forest: Forest, path: list[Node]) -> Match:
-    """The deepest ends at which all components are of use: on the device, and on either tier."""
+    """Returns the Match of a path: its deepest ends usable from the device, and from device and host."""
     device, best = _usable(forest, path, (Tier.DEVICE,)), _usable(forest, path, (Tier.DEVICE, Tier.HOST))
     page_tokens = forest.config.page_tokens
     ends = [0, *(node.end * page_tokens for node in path)]
@@ -80,9 +81,9 @@ def _anchors(forest: Forest, path: list[Node]) -> Match:
 
 
 def _usable(forest: Forest, path: list[Node], tiers: tuple[Tier, ...]) -> int:
-    """How many nodes of `path` can be used from `tiers`.
+    """Returns how many nodes of `path`, from the root, are usable from `tiers`.
 
-    Every validator sees every node: a window counts as it goes.
+    Each validator is called for every node, since a window counts tokens along the path.
     """
     validators: list[MatchValidator] = [component.match_validator() for component in forest.config.components]
     usable = 0
@@ -100,7 +101,10 @@ def _usable(forest: Forest, path: list[Node], tiers: tuple[Tier, ...]) -> int:
 
 
 def loads(forest: Forest, path: list[Node]) -> tuple[LoadBack, ...]:
-    """What the end of `path`, from the root down, has on the host alone: attention KV, and of others what it needs."""
+    """Returns the loads that make the end of `path`, root first, usable on the device.
+
+    They cover host-only attention KV of the path and, of further components, the part that its end needs.
+    """
     found, deepest = list[LoadBack](), path[::-1]
     for i in range(-1, len(forest.config.components)):
         reach = len(path) if i < 0 else forest.reach(deepest, forest.config.components[i].reach_tokens)
@@ -118,14 +122,14 @@ def loads(forest: Forest, path: list[Node]) -> tuple[LoadBack, ...]:
 
 
 def positions(forest: Forest, nodes: Sequence[Node], index: int) -> PageArray:
-    """Page positions, from the root, of what a component keeps at `nodes`: all pages, or the last of each."""
+    """Returns page positions, from the root, of a component's ids at `nodes`: all pages, or the last of each node."""
     if index >= 0 and not forest.config.components[index].per_page:
         return np.array([node.end - 1 for node in nodes], np.int32)
     return np.concatenate([np.arange(node.start, node.end, dtype=np.int32) for node in nodes] or [NO_IDS])
 
 
 def _branches(forest: Forest, full_tokens: int, best_tokens: int) -> tuple[tuple[str, int], ...]:
-    """Where to keep each component next: the last point of its grid that attention KV reaches and it does not."""
+    """Returns (component, tokens) to keep next: the last grid point within attention KV, if beyond `best_tokens`."""
     points = [
         (component.name, full_tokens // component.grid_tokens * component.grid_tokens)
         for component in forest.config.components
@@ -134,14 +138,14 @@ def _branches(forest: Forest, full_tokens: int, best_tokens: int) -> tuple[tuple
 
 
 def waits(path: list[Node]) -> tuple[int, ...]:
-    """Operations that bring something to the device that is not there yet."""
+    """Returns the operations in flight that bring pages of `path` to the device."""
     loading = {node.loading for node in path}
     loading |= {held.busy for node in path for held in node.held if held.pages is None}
     return tuple(sorted(loading - {0}))
 
 
 def _held(forest: Forest, path: list[Node]) -> tuple[tuple[str, PageArray], ...]:
-    """Of each further component, the ids that a request starting at the end of `path` reads."""
+    """Returns, by further component, the ids that a request starting at the end of `path` reads."""
     found, deepest = list[tuple[str, PageArray]](), path[::-1]
     for i, component in enumerate(forest.config.components):
         reached = deepest[: forest.reach(deepest, component.reach_tokens)]
@@ -149,21 +153,20 @@ def _held(forest: Forest, path: list[Node]) -> tuple[tuple[str, PageArray], ...]
     return tuple(found)
 
 
-#: Nodes of a path, or of a run in it, from which on joining is looked at.
+#: The shortest path that is searched for runs, and the shortest run that is joined whatever its size.
 SHORTEST_RUN = 8
 
-#: Tokens of a shorter run that is joined all the same: copying 16 KiB takes less than the look-ups that it saves.
+#: Token bytes of a shorter run that is joined too: copying 16 KiB takes less time than the look-ups it saves.
 SMALL_RUN_BYTES = 16 << 10
 
 
 def join(forest: Forest, path: Sequence[Node]) -> list[Node]:
-    """Nodes of a path that has just been used, root first, where long runs that nothing tells apart are one node.
+    """Join long runs of indistinguishable nodes in a path just used, root first. Returns its nodes after that.
 
-    Splits outlive what they were for: where prompts left a hot prefix and their ends were evicted, nodes with a
-    single child are left, each of which costs every match a look-up. A run of `SHORTEST_RUN` or more is joined at
-    once, so that a node costs its bytes an eighth of a time; one of few bytes is joined whenever the path is long.
-    Where nodes are given up whole by choice, none is joined. Where they are for the sake of further components, a
-    node that was joined holds no more than `_most_pages`.
+    Splits outlive their cause: where prompts left a hot prefix and their ends were evicted, single-child nodes remain,
+    each of which costs every match a look-up. A run of `SHORTEST_RUN` or more is joined at once, so that few nodes are
+    copied often; a run of few bytes is joined whenever the path is long. Under EvictionGranularity.NODE no run is
+    joined. With further components a joined node holds at most `_most_pages`.
     """
     if len(path) < SHORTEST_RUN or forest.config.grain is not EvictionGranularity.PAGE:
         return list(path)
@@ -177,8 +180,10 @@ def join(forest: Forest, path: Sequence[Node]) -> list[Node]:
 
 
 def _most_pages(forest: Forest, node: Node) -> int:
-    """Of a joined node in a tree with further components, like `node`: few bytes, and of what goes whole no more
-    than an end needs. Else a lock would keep, and an eviction give up, windows far before the one that is meant.
+    """Returns the most pages of a joined node, like `node`, in a tree with further components.
+
+    Few bytes, and of a component evicted whole no more than an end needs: otherwise a lock would protect, and an
+    eviction free, windows far before the one meant.
     """
     reach = [
         component.reach_tokens
@@ -189,7 +194,7 @@ def _most_pages(forest: Forest, node: Node) -> int:
 
 
 def _alike(forest: Forest, above: Node, node: Node) -> bool:
-    """Whether no lock, copy, tier, child or rank tells `above` from its child `node`."""
+    """Returns True if no lock, copy, tier, child or rank distinguishes `above` from its child `node`."""
     return (
         len(above.children) == 1
         and above.locks == (node.locks > 0)
@@ -205,10 +210,10 @@ def _alike(forest: Forest, above: Node, node: Node) -> bool:
 
 
 def _held_alike(forest: Forest, index: int, above: ComponentPages, held: ComponentPages) -> bool:
-    """Whether ids of a component are one run. What stands at the end of `above` would stand inside it.
+    """Returns True if a component's ids at two neighbouring nodes can form one run.
 
-    No segment of a lock ends with `above`, which has no handle of its own, so where as many cover one as the other
-    none begins behind it either.
+    A state at the end of `above` would come to lie inside the joined node. A lock's segment ends only at a node with a
+    handle of its own, which `above` lacks; so if equal counts cover both, no segment begins between them.
     """
     if above.busy or held.busy or above.locks != held.locks or above.host_locks != held.host_locks:
         return False
@@ -218,7 +223,10 @@ def _held_alike(forest: Forest, index: int, above: ComponentPages, held: Compone
 
 
 def _joined(forest: Forest, run: list[Node]) -> list[Node]:
-    """The last node of a run takes what all of them have; ids of the others go on as places inside it."""
+    """Join a run into its last node, unless it is short and large. Returns the remaining nodes.
+
+    Ids of the other nodes become places inside the joined node.
+    """
     first, last, above = run[0], run[-1], run[:-1]
     small = (last.end - first.start) * forest.page_bytes <= SMALL_RUN_BYTES
     if not above or (len(run) < SHORTEST_RUN and not small):
@@ -247,7 +255,7 @@ def _joined(forest: Forest, run: list[Node]) -> list[Node]:
             account.order.discard(node)
         del forest.nodes[node.id]
         forest.keep_place(node.id, PrefixEnd(last, node.end))
-        # Places inside it are found in the node that has its pages now.
+        # Places inside this node are resolved through its parent, which has its pages now.
         node.parent, node.start, node.tokens, node.children = last, node.end, b"", {}
     return [last]
 

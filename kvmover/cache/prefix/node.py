@@ -1,6 +1,6 @@
-"""A Node is a run of pages that every prompt so far either passes whole or does not enter.
+"""A Node is a run of pages that every inserted prompt either contains whole or does not enter.
 
-Locks are noted by positions of the path, so that a split in between changes nothing.
+Locks are recorded by page positions of the path, so they stay valid across splits.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from kvmover.cache.prefix.results import Tier
 
 
 class ComponentPages(msgspec.Struct, eq=False, gc=False):
-    """What one further component keeps at a node: page ids on each tier, or none, and how many locks count on them."""
+    """The page ids of a further component at a node, on each tier, and the locks on them."""
 
     pages: bytes | None = None
     host: bytes | None = None
     locks: int = 0
     host_locks: int = 0
-    #: The operation that will give it ids on the other tier; 0 for none.
+    #: The operation that will add ids on the other tier; 0 without one.
     busy: int = 0
 
 
 class Node(msgspec.Struct, eq=False, gc=False):
-    """Tokens and their pages; only the tree changes it. Compared by identity, so that it can be put in order.
+    """A run of tokens and their pages, changed by the tree alone. Compared by identity, so it can be put in an order.
 
-    Python's cyclic collector does not look at nodes, which else stops an engine for 0.5 s at a million of them; so the
-    Forest cuts their links when they are forgotten.
+    Excluded from Python's cyclic collector, which would stop an engine for 0.5 s at a million nodes; the Forest
+    therefore cuts the links of forgotten nodes.
 
-    `tokens` are 32-bit words, `pages` and `host` int32 page ids of attention KV on the device and the host, as bytes:
-    comparing, slicing and joining them are single calls. A node's `id` stands for its *end*: a split gives the front to
-    a new node. `start` and `end` count pages from the root.
+    `tokens` are 32-bit words; `pages` and `host` are int32 page ids of attention KV on the device and the host, as
+    bytes, so that comparing, slicing and joining are single calls. `id` names the node's *end*: a split gives the front
+    to a new node. `start` and `end` count pages from the root.
     """
 
     id: int
@@ -41,7 +41,7 @@ class Node(msgspec.Struct, eq=False, gc=False):
     children: dict[bytes, Node] = {}
     pages: bytes | None = None
     host: bytes | None = None
-    #: Handles on this node, and one for each child that is locked.
+    #: Handles on this node, plus one for each locked child.
     locks: int = 0
     host_locks: int = 0
     #: Children with pages on the device.
@@ -50,25 +50,25 @@ class Node(msgspec.Struct, eq=False, gc=False):
     used: int = 0
     created: int = 0
     priority: int = 0
-    #: Of each page; None until somebody asks.
+    #: The hash of each page; None until computed.
     hashes: tuple[bytes, ...] | None = None
     held: tuple[ComponentPages, ...] = ()
-    #: Operations that will give this node pages on the host or the device; 0 for none.
+    #: Operations that will add pages on the host or the device; 0 without one.
     backing: int = 0
     loading: int = 0
-    #: Of a root; None elsewhere.
+    #: The namespace of a root; None in other nodes.
     namespace: PrefixNamespace | None = None
 
     def __repr__(self) -> str:
         return f"Node({self.id}, pages {self.start} to {self.end})"
 
     def unlink(self) -> None:
-        """Cut the links to the nodes around it: it is forgotten."""
+        """Cut the links of a forgotten node to its parent and children."""
         self.children.clear()
         self.parent = None
 
     def path(self) -> list[Node]:
-        """This node and those above it but for the root, deepest first."""
+        """Returns this node and its ancestors without the root, deepest first."""
         path = list[Node]()
         node = self
         while node.parent is not None:
@@ -78,9 +78,9 @@ class Node(msgspec.Struct, eq=False, gc=False):
 
 
 def page_hashes(node: Node, page_words: int) -> tuple[bytes, ...]:
-    """Hash of each page of a node, of `page_words` 32-bit words, chained from the namespace.
+    """Returns the hash of each page of a node, of `page_words` 32-bit words, chained from the namespace.
 
-    Computed when somebody asks, with those above that nobody asked for yet, and kept: no split changes them.
+    Missing hashes of the node and its ancestors are computed on demand and kept; splits do not change them.
     """
     missing = list[Node]()
     above = node
@@ -95,7 +95,7 @@ def page_hashes(node: Node, page_words: int) -> tuple[bytes, ...]:
 
 
 class LockedSegment(msgspec.Struct, frozen=True):
-    """Pages [first, stop) of a path, of the further component with this index."""
+    """The pages [first, stop) of a path, of the further component with this index."""
 
     index: int
     first: int
@@ -103,7 +103,7 @@ class LockedSegment(msgspec.Struct, frozen=True):
 
 
 class LockedPath(msgspec.Struct, frozen=True, gc=False):
-    """What one handle keeps: attention KV from the root to `node`, and segments of further components."""
+    """The pages that one handle locks: attention KV from the root to `node`, and segments of further components."""
 
     node: Node
     tier: Tier

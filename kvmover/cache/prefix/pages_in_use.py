@@ -1,6 +1,6 @@
-"""PagesInUse has the page ids of one component on one tier that a tree or an operation of it has: no id stands twice.
+"""PagesInUse tracks the page ids of one component on one tier that a tree and its operations hold, each once.
 
-This is the definition. The same class stands in C in `core/`, one bit a page.
+This class is the definition. `core/` has the same class in C, with one bit a page.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ _MOST_IDS = 1 << 31
 
 
 class PagesInUse:
-    """Ids are claimed where they come in and released where they go out, so that nobody is given one twice."""
+    """A set of page ids, claimed on entry and released on exit, so that an id has one holder at a time."""
 
     __slots__ = ("_ids",)
 
@@ -19,9 +19,9 @@ class PagesInUse:
         self._ids = set[int]()
 
     def claim(self, ids: bytes) -> int:
-        """Have these ids, 32-bit words, and return -1; or change nothing and return the first that cannot be had.
+        """Claim ids (32-bit words) and return -1; or change no id and return the first that cannot be claimed.
 
-        That is one in use already, one that stands twice in `ids`, or one of 2**31 or more.
+        That is an id already in use, repeated in `ids`, or of 2**31 or more.
         """
         row = np.frombuffer(ids, "<u4").tolist()
         new = set(row)
@@ -36,7 +36,7 @@ class PagesInUse:
         raise AssertionError("one of them was found before")
 
     def release(self, ids: bytes) -> None:
-        """Have these ids no more. Raises ValueError for one that is not in use."""
+        """Release ids. Raises ValueError at the first that is not in use."""
         for page in np.frombuffer(ids, "<u4").tolist():
             if page not in self._ids:
                 raise ValueError(f"page {page} is not in use")

@@ -1,9 +1,9 @@
-"""What a plain tree does most, each in one straight line: match, lock, unlock, insert and evict.
+"""PlainSteps runs the most frequent calls of a plain tree in straight lines: match, lock, unlock, insert, evict.
 
-A tree is plain where it keeps attention KV alone, by LRU and by pages, and tells nobody: nothing else then hangs on a
-node, and the steps are those of the Columns. All answers are those of the general way, which serves every other tree
-and defines them. Here nothing is refused: where a call does not fit, the answer is None before anything has changed,
-and the general way takes it or says what is wrong.
+A tree is plain if it keeps attention KV alone, evicts by LRU and by pages, and has no sink: a node then carries no
+further state, and the steps are those of the Columns. Results equal those of the general implementation, which serves
+every other tree and defines them. A call that does not fit returns None before any change (`unlock`: False), and the
+general implementation carries it out or raises.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ _NOTHING = ActionList()
 
 
 class PlainSteps:
-    """The steps of one plain tree, on the nodes and sums of its Forest."""
+    """The steps of one plain tree, on the nodes and counts of its Forest."""
 
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
         self._columns = forest.columns
         self._device_ids, self._host_ids = forest.in_use[Tier.DEVICE, -1], forest.in_use[Tier.HOST, -1]
         self._page_tokens = forest.config.page_tokens
-        #: All that stands and moves by the ids of attention KV.
+        #: All components that share the ids of attention KV.
         self._names = (FULL, *(sidecar.name for sidecar in forest.config.sidecars))
         self._writes_back = isinstance(forest.config.tiers, WriteBack)
 
     @classmethod
     def of(cls, forest: Forest) -> PlainSteps | None:
-        """None for a tree that is not plain."""
+        """Returns the steps of a plain tree, None for another tree."""
         by_pages = forest.config.grain is EvictionGranularity.PAGE and not forest.config.components
         return cls(forest) if by_pages and forest.by_recency and forest.journal is None else None
 
     def match(self, key: RadixKey, limit_tokens: int | None) -> Match:
-        """See PrefixTree.match."""
+        """Match a prompt, as PrefixTree.match."""
         forest, columns = self._forest, self._columns
         root = columns.roots.get(key.namespace)
         if root is None:
@@ -82,7 +82,7 @@ class PlainSteps:
         return Match(tokens, page_array(columns.gather(path, end)), node_id, tokens, node_id, tokens, node_id)
 
     def _on_tiers(self, path: list[Node], end: int, node_id: int) -> Match:
-        """Of a path that ends at page `end`, which `node_id` stands for. What is on the device is the front of it."""
+        """Returns the Match of a path that ends at page `end`, named `node_id`. Its device pages are the front."""
         tokens, ids_of = end * self._page_tokens, self._columns.gather
         host_node = node_id if self._writes_back else self._backed(path, end, node_id)
         device = next((at for at, node in enumerate(path) if node.pages is None), None)
@@ -107,7 +107,7 @@ class PlainSteps:
         return node_id if path[-1].host is not None and path[-1].end > end else backed(self._forest, path)
 
     def lock(self, node_id: int) -> LockHandle:
-        """See PrefixTree.lock."""
+        """Lock a prefix, as PrefixTree.lock."""
         forest = self._forest
         node = forest.nodes.get(node_id) or forest.node(node_id)
         self._columns.lock(node)
@@ -116,7 +116,7 @@ class PlainSteps:
         return LockHandle(number, node.id, _DEVICE)
 
     def unlock(self, handle: LockHandle) -> bool:
-        """See PrefixTree.unlock. False where the handle is not out, or not of the device."""
+        """Release a lock, as PrefixTree.unlock. Returns False if it was released, or is not a device lock."""
         locked_paths = self._forest.locked_paths
         locked = locked_paths.get(handle.number)
         if locked is None or locked.node.id != handle.node or not (locked.tier is handle.tier is _DEVICE):
@@ -126,10 +126,10 @@ class PlainSteps:
         return True
 
     def insert(self, key: RadixKey, ids: bytes, first_page: int, counted_tokens: int) -> Inserted | None:
-        """See PrefixTree.insert.
+        """Insert pages, as PrefixTree.insert.
 
-        None where the ids do not fit, pages below `first_page` are not the tree's, some are on the host alone, or an id
-        stands twice.
+        Returns None if the ids do not fit, pages below `first_page` are not the tree's, a page is on the host alone, or
+        an id is in use or repeated.
         """
         forest, columns, data = self._forest, self._columns, key.data
         page_bytes = forest.page_bytes
@@ -167,7 +167,7 @@ class PlainSteps:
         return Inserted(actions, path[-1].id, pages * self._page_tokens, known * self._page_tokens, backups)
 
     def evict(self, pages: int, room: PageIds) -> ActionList | None:
-        """See PrefixTree.evict. None where the core has no steps for it, or only the general way may refuse."""
+        """Evict pages, as PrefixTree.evict. Returns None if the core lacks the step, or the call may have to raise."""
         if self._forest.hosted:
             evict = self._columns.evict_device
             if evict is None or (len(room) and not self._writes_back):
@@ -188,12 +188,12 @@ class PlainSteps:
         return ActionList((FreePages(FULL, _DEVICE, page_array(freed)),))
 
     def evict_host(self, pages: int) -> ActionList | None:
-        """See PrefixTree.evict_host. None as of `evict`."""
+        """Evict host pages, as PrefixTree.evict_host. Returns None if the core lacks the step."""
         evict = self._columns.evict_host
         return self._outcome(evict(pages)) if evict is not None and self._forest.hosted else None
 
     def _outcome(self, given_up: TierEviction) -> ActionList:
-        """Copies first, then one FreePages a tier."""
+        """Returns the copies, then one FreePages for each tier."""
         device, host, copies = given_up
         actions = list[Action]()
         for first, src, dst in copies:
@@ -210,9 +210,9 @@ class PlainSteps:
 
 
 def _double(path: list[Node], inside: Node | None, inner: int, ids: bytes, first_page: int) -> bytes:
-    """Returns the ids that were brought for a path, from `first_page` on, in whose place the tree has others.
+    """Returns those `ids` of a path, from `first_page` on, at whose positions the tree has others.
 
-    The path ends after `inner` pages of `inside`, where there is one.
+    The path ends after `inner` pages of `inside`, if given.
     """
     parts = [(node.start, node.end, node.pages) for node in path if node.end > first_page]
     if inside is not None and inside.start + inner > first_page and inside.pages is not None:

@@ -1,4 +1,4 @@
-"""An EvictionPolicy says which page goes first, by an ordered structure that answers without looking at all of them."""
+"""An EvictionPolicy chooses the next victim, from an order that finds it without a scan of all nodes."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from kvmover.cache.prefix.node import Node
 
-#: The smaller, the sooner it goes.
+#: The node of the smallest rank is evicted first.
 EvictionRank: TypeAlias = tuple[int, ...]
 
-#: Of a node, and of how long ago what went last was used: about how long a node stays, in uses of the tree.
+#: Ranks a node, given the age of the last victim: about how long a node stays, in uses of the tree.
 EvictionRanking: TypeAlias = Callable[[Node, int], EvictionRank]
 
 
 class Order(Protocol):
-    """Nodes that may be given up, kept across calls. Ties go by node id or by time, never by a hash."""
+    """The evictable nodes in order, kept across calls. Ties are broken by node id or time, never by a hash."""
 
     def add(self, node: Node) -> None:
-        """Let it be given up. One that is there already keeps its place."""
+        """Add a node that has become evictable. A node already in the order keeps its place."""
         ...
 
     def discard(self, node: Node) -> None:
-        """The node may not be given up any more, or is gone. One that is not in order is no error."""
+        """Remove a node that is no longer evictable, or gone. A node outside the order is ignored."""
         ...
 
     def touch(self, path: Iterable[Node]) -> None:
-        """These were used now, deepest first. Those that are not in the order stay out."""
+        """Mark these nodes, deepest first, as used now. Nodes outside the order stay out."""
         ...
 
     def front(self, node: Node) -> None:
-        """Let it go before all others: what is left of a victim."""
+        """Put a node, the rest of a victim, before all others."""
         ...
 
     def first(self) -> Node | None:
-        """The node to give up next; None where there is none."""
+        """Returns the next victim; None if the order is empty."""
         ...
 
     def __contains__(self, node: Node) -> bool: ...
@@ -46,28 +46,28 @@ class Order(Protocol):
 
 
 class Recency:
-    """Least recently used first, in O(1).
+    """An order by least recent use, O(1) a step.
 
-    A path is touched deepest first, so that a node always stands before the nodes above it: the first one is a leaf,
-    and nothing is searched. With a strict order nothing is left to break ties.
+    A path is touched deepest first, so that a node always stands before its ancestors: the first node is a leaf, found
+    without a search. The order is strict, so there are no ties.
     """
 
     def __init__(self, slot: int = 0) -> None:
-        """`slot`: which of a node's orders this is. Only orders that keep their links in the nodes need to know."""
+        """Create an empty order. `slot` numbers it among a node's orders, for orders that are linked through nodes."""
         self.slot = slot
-        #: First what goes first.
+        #: The next victim first.
         self.nodes: OrderedDict[Node, None] = OrderedDict()
 
     def add(self, node: Node) -> None:
-        """Behind all others: it was used last. O(1)."""
+        """Add a node behind all others, as used last. O(1)."""
         self.nodes.setdefault(node)
 
     def discard(self, node: Node) -> None:
-        """See Order. O(1)."""
+        """Remove a node if it is in the order. O(1)."""
         self.nodes.pop(node, None)
 
     def touch(self, path: Iterable[Node]) -> None:
-        """Nodes of one path, deepest first, each behind all others."""
+        """Move nodes of one path, deepest first, each behind all others."""
         nodes = self.nodes
         move = nodes.move_to_end
         for node in path:
@@ -75,12 +75,12 @@ class Recency:
                 move(node)
 
     def front(self, node: Node) -> None:
-        """Before all others: it is given up next."""
+        """Put a node before all others, as the next victim."""
         self.nodes[node] = None
         self.nodes.move_to_end(node, last=False)
 
     def first(self) -> Node | None:
-        """The one used least recently."""
+        """Returns the least recently used node; None if empty."""
         return next(iter(self.nodes), None)
 
     def __iter__(self) -> Iterator[Node]:
@@ -94,8 +94,9 @@ class Recency:
 
 
 class RankedEntry(NamedTuple):
-    """A node as it was ranked at its last use. Equal ranks go by `tie`: the node's id at that time, or a
-    number below all for one put in front, so that no two are equal.
+    """A node as ranked at its last use. Equal ranks are ordered by `tie`, which is unique.
+
+    `tie` is the node's id at that time, or a negative number for a node put in front.
     """
 
     rank: EvictionRank
@@ -104,16 +105,16 @@ class RankedEntry(NamedTuple):
     node: Node
 
 
-#: Entries of a block of Ranked that has just been cut in two.
+#: The entries of a block of Ranked just split in two.
 _BLOCK = 256
 
 
 class Ranked:
-    """Smallest rank first. A use ranks the nodes it touches anew, and nothing is put off to the next eviction.
+    """An order by smallest rank. A use ranks the touched nodes anew, and leaves no work to the next eviction.
 
-    Entries lie in order in blocks of at most 512, so that a use costs two searches by halves and two moves within a
-    block: 3 us, whatever was used before. A heap whose outdated entries are put right when they come up takes the 0.3 s
-    of 50,000 uses in one call.
+    Entries lie in order in blocks of at most 512, so a use costs two binary searches and two moves within a block: 3
+    us, regardless of earlier uses. A heap that corrects outdated entries when they come up spends the 0.3 s of 50,000
+    uses in one call.
     """
 
     def __init__(self, rank: EvictionRanking) -> None:
@@ -122,18 +123,19 @@ class Ranked:
         self._blocks: list[list[RankedEntry]] = []
         #: The last entry of each block.
         self._lasts: list[RankedEntry] = []
-        #: The last use that was seen, and the use of the node that was first when somebody asked: what went last.
+        #: The last use seen, the number of nodes put in front, and the last use of the node that `first` returned last:
+        #: of the last victim.
         self._now = 0
         self._fronts = 0
         self._first_used = 0
 
     def add(self, node: Node) -> None:
-        """By its rank at this moment."""
+        """Add a node by its present rank."""
         if node not in self._entries:
             self._put(self._ranked(node))
 
     def discard(self, node: Node) -> None:
-        """See Order. O(log n)."""
+        """Remove a node if it is in the order. O(log n)."""
         entry = self._entries.pop(node, None)
         if entry is None:
             return
@@ -146,14 +148,14 @@ class Ranked:
             del self._blocks[at], self._lasts[at]
 
     def touch(self, path: Iterable[Node]) -> None:
-        """Each that is in order is ranked anew. O(log n) a node."""
+        """Rank each node that is in the order anew. O(log n) a node."""
         for node in path:
             if node in self._entries:
                 self.discard(node)
                 self._put(self._ranked(node))
 
     def front(self, node: Node) -> None:
-        """Ranked as the first is now, and before it."""
+        """Put a node before all others, with the rank of the first."""
         self.discard(node)
         if self._blocks:
             self._fronts += 1
@@ -162,7 +164,7 @@ class Ranked:
             self._put(self._ranked(node))
 
     def first(self) -> Node | None:
-        """The lowest rank."""
+        """Returns the node of the smallest rank; None if empty."""
         if not self._blocks:
             return None
         self._first_used = self._blocks[0][0].used
@@ -196,27 +198,27 @@ class Ranked:
 
 @dataclass(frozen=True, slots=True)
 class EvictionPolicy:
-    """A name, and how to make the order that it keeps."""
+    """A name, and a factory of the policy's order."""
 
     name: str
     order: Callable[[], Order]
 
     @classmethod
     def ranked(cls, name: str, rank: EvictionRanking) -> EvictionPolicy:
-        """A policy that gives up the lowest rank first: O(log nodes) a use."""
+        """Returns a policy that evicts the smallest rank first: O(log nodes) a use."""
         return cls(name, lambda: Ranked(rank))
 
 
 LRU = EvictionPolicy("lru", Recency)
 LFU = EvictionPolicy.ranked("lfu", lambda node, _age: (node.hits, node.used))
-#: Two classes, of which what was hit twice goes last; in each the least recently used.
+#: Two classes: nodes hit twice or more are evicted last; within each class, LRU.
 SLRU = EvictionPolicy.ranked("slru", lambda node, _age: (node.hits >= 2, node.used))
 FIFO = EvictionPolicy.ranked("fifo", lambda node, _age: (node.created,))
 PRIORITY = EvictionPolicy.ranked("priority", lambda node, _age: (node.priority, node.used))
-#: Least recently used, but what was used twice stays about twice as long: it may go when it would have gone, had it
-#: been used that much later. Unlike SLRU's second class it does go. On the Mooncake conversation trace at page 64 the
-#: hit rate is 0.0573 instead of LRU's 0.0553 at 1M tokens, 0.1525 instead of 0.1421 at 3M, 0.2990 instead of 0.2940 at
-#: 10M, and 0.3641 instead of 0.3660 at 30M, where nearly everything fits; SLRU's are 0.0606, 0.0994, 0.2118 and 0.3609.
+#: LRU, but a node used twice stays about twice as long, as if its last use had been that much later. Unlike a node in
+#: SLRU's second class it is evicted then. On the Mooncake conversation trace at page 64 the hit rate is 0.0573 (LRU
+#: 0.0553, SLRU 0.0606) at 1M tokens, 0.1525 (0.1421, 0.0994) at 3M, 0.2990 (0.2940, 0.2118) at 10M, and 0.3641 (0.3660,
+#: 0.3609) at 30M, where nearly everything fits.
 EARNED = EvictionPolicy.ranked("earned", lambda node, age: (node.used + age * (node.hits >= 2),))
 
 POLICIES = {policy.name: policy for policy in (LRU, LFU, SLRU, FIFO, PRIORITY, EARNED)}

@@ -1,4 +1,4 @@
-"""The tree answers with these frozen values, and with actions that the caller carries out in the order given."""
+"""Tree calls return these frozen values, some with actions that the caller carries out in the order given."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvmover.fields import member
 
 PageArray: TypeAlias = npt.NDArray[np.int32]
 
-#: The node of the empty prefix, in every namespace. It can be locked, to no effect.
+#: The node of the empty prefix in every namespace. Locking it has no effect.
 ROOT = 0
 
 
 class Tier(IntEnum):
-    """Where pages are, nearest first."""
+    """A place that holds pages, nearest first."""
 
     DEVICE = 0
     HOST = 1
@@ -29,7 +29,7 @@ class Tier(IntEnum):
 
 
 class FreePages(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """These page ids are the caller's again: nothing in the tree or in flight uses them."""
+    """An action that returns page ids to the caller: neither the tree nor an operation uses them any more."""
 
     component: str
     tier: Tier
@@ -37,9 +37,9 @@ class FreePages(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 class CopyLeg(msgspec.Struct, frozen=True, eq=False):
-    """One component's part of a copy: page `positions`, from the root, and the ids to copy from and to, in that order.
+    """One component's part of a copy: page `positions` from the root, then source and destination page ids.
 
-    A tier without page ids, storage, has none.
+    The ids on storage are an empty array.
     """
 
     component: str
@@ -49,7 +49,7 @@ class CopyLeg(msgspec.Struct, frozen=True, eq=False):
 
 
 class CopyOut(msgspec.Struct, frozen=True, eq=False):
-    """Copy from device to host before anything that follows: a victim that was not backed."""
+    """An action that copies a victim without a host copy to the host, before any action that follows."""
 
     legs: tuple[CopyLeg, ...]
 
@@ -58,12 +58,15 @@ Action: TypeAlias = FreePages | CopyOut
 
 
 class ActionList(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """What is to be done, in order; copies come before the frees of what they read."""
+    """The actions to carry out, in order; copies come before the frees of their source pages."""
 
     actions: tuple[Action, ...] = ()
 
     def page_ids(self, component: str = FULL, tier: Tier = Tier.DEVICE) -> PageArray:
-        """All that is freed of one component on one tier."""
+        """Returns all ids that are freed of one component on one tier, int32, [page].
+
+        Raises PrefixError if `tier` is no Tier.
+        """
         if tier.__class__ is not Tier:
             tier = member(Tier, tier, "tier", PrefixError)
         if not self.actions:
@@ -75,10 +78,10 @@ class ActionList(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 class Inserted(ActionList, frozen=True, gc=False, eq=False):
-    """An insert, or the landing of pages on the host: `tokens` are kept now, of which `known_tokens` were before.
+    """The result of an insert, or of pages landing on the host: `tokens` are cached, `known_tokens` were before.
 
-    `node` is the end of the path. `actions` free the duplicates. `backups` are nodes that are due to be written
-    through: call `begin_backup` for each.
+    `node` is the end of the path. `actions` free the duplicates. `backups` are nodes due for write-through: call
+    `begin_backup` for each.
     """
 
     node: int = ROOT
@@ -88,7 +91,7 @@ class Inserted(ActionList, frozen=True, gc=False, eq=False):
 
 
 class LockHandle(msgspec.Struct, frozen=True, gc=False):
-    """A lock. What it covers is noted in the tree, and follows splits."""
+    """A lock. The tree records the pages it covers, across splits."""
 
     number: int
     node: int
@@ -96,14 +99,15 @@ class LockHandle(msgspec.Struct, frozen=True, gc=False):
 
 
 class Extended(Inserted, frozen=True, gc=False, eq=False):
-    """Pages below a prefix that was locked; `handle` locks both now. `kept_page_ids` are the tree's, [page]."""
+    """The result of `extend`: `handle` locks the old prefix and the new pages; `kept_page_ids` are the tree's, [page].
+    """
 
     handle: LockHandle = LockHandle(0, ROOT, Tier.DEVICE)
     kept_page_ids: PageArray = NO_IDS
 
 
 class LoadBack(msgspec.Struct, frozen=True, eq=False):
-    """What one component must bring from the host for a match to be of use up to its best node."""
+    """The pages that one component must load from the host before a match is usable up to its best node."""
 
     component: str
     positions: PageArray
@@ -111,14 +115,14 @@ class LoadBack(msgspec.Struct, frozen=True, eq=False):
 
 
 class Match(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """Two prefixes of a prompt, and what lies between them. Nothing is locked and nothing is credited.
+    """The longest prefix of a prompt usable now, and the longest usable after loads. Locks no page, counts no hit.
 
-    `tokens`, `page_ids` and `device_node` are the prefix that can be used as it is: every component stands on the
-    device. `best_tokens` and `best_node` are what could be used after a load-back of `loads`; `host_node` is where a
-    prefetch goes on. `full_tokens` have attention KV on some tier, whatever other components say; `branches` are tokens
-    at which a component should be kept, so that the next prompt of this kind can start there. `held` are page ids of
-    other components at `device_node`: the window's, or the state to copy. `waits` are operations whose end will make
-    more of it usable.
+    `tokens`, `page_ids` and `device_node` describe the prefix usable now: every component is on the device.
+    `best_tokens` and `best_node` describe the prefix usable after loading `loads`; a prefetch continues at `host_node`.
+    `full_tokens` have attention KV on some tier, regardless of other components. `branches` are (component, tokens) at
+    which a component should be kept, so that the next prompt of this kind can start there. `held` are page ids of other
+    components at `device_node`: the window's, or the state to copy. `waits` are operations whose end makes more of the
+    prompt usable.
     """
 
     tokens: int
@@ -135,7 +139,7 @@ class Match(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """Pages of one component on one tier: free for eviction, and locked."""
+    """The pages of one component on one tier: evictable, and protected by a lock or, on the host, by a device copy."""
 
     evictable: int
     protected: int

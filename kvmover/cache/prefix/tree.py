@@ -1,8 +1,8 @@
-"""A PrefixTree knows which pages hold the KV of a prompt's first tokens, on which tier, and which go next.
+"""PrefixTree maps the first tokens of prompts to KV pages on each tier, and chooses which pages are evicted.
 
-The tree decides, the caller executes. Pages belong to the caller's pools; while the tree or a record in flight has an
-id, nobody else may use it, and every id comes back exactly once: in a FreePages action, or as the remainder of an
-operation.
+The tree decides, the caller executes. Pages belong to the caller's pools. While the tree or an operation in flight
+holds a page id, only it may use the page; each id comes back exactly once, in a FreePages action or as the remainder of
+an operation.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ from kvmover.cache.prefix.results import (
 from kvmover.errors import PrefixError
 from kvmover.fields import member, whole
 
-#: More pages than any pool has.
+#: More than the pages of any pool.
 _MOST_PAGES = 1 << 31
 
 
 def _count(pages: int) -> int:
-    """How many pages an eviction is asked for, of any number: below 0 is none, and more than there are is all."""
+    """Returns the pages to evict, clamped to 0 and `_MOST_PAGES`. Raises PrefixError unless it is a whole number."""
     if pages.__class__ is not int:
         pages = whole(pages, "pages to give up", PrefixError, -inf)
     return 0 if pages < 0 else pages if pages < _MOST_PAGES else _MOST_PAGES
 
 
 class PrefixTree:
-    """Pages by the tokens they hold, after the pages before them. Only whole pages are kept.
+    """A prefix tree of KV pages: each page is found by its tokens and all before them. Only whole pages are kept.
 
-    A tree is one thread's: threads that share it take turns by a lock of their own. Page ids are numbers below 2**31.
-    One that the tree or an operation has already, or that a call names twice, is refused with PrefixError before
-    anything is changed; in the place where it stands it may be given again.
+    Not thread-safe: threads that share a tree must take turns by a lock of their own. Page ids are below 2**31. An id
+    that the tree or an operation holds already, or that a call names twice, raises PrefixError before any change; at
+    the position where the tree holds it, it may be given again.
 
-    `sink` hears of each change once the call has made it. Its error ends the call and leaves the change: events that it
-    did not take, and the actions that the call could not return, come with the next call.
+    `sink` receives each event once the call has made the change. If it raises, the call ends and the change stays: the
+    undelivered events, and the actions that the call could not return, come with the next call.
 
     >>> tree = PrefixTree(page_tokens=2)
     >>> first = tree.insert([1, 2, 3, 4], [10, 11])
@@ -92,16 +92,16 @@ class PrefixTree:
         self._forest = Forest(self.config)
         if sink is not None:
             self._forest.journal = Journal(self.config, sink)
-        #: The shorter way to the same answers, where the tree is plain.
+        #: A faster implementation of the same calls; None unless the tree is plain.
         self._plain = PlainSteps.of(self._forest)
         self._locks = Locks(self._forest)
         self._copies = CopyRecords(self._forest, self._locks)
         self._fetches: dict[int, FetchRecord] = {}
 
-    # Asking
+    # Lookup
 
     def key(self, tokens: TokenIds, namespace: PrefixNamespace = DEFAULT_NAMESPACE) -> RadixKey:
-        """`tokens`, converted once for all calls about the same prompt."""
+        """Returns `tokens` as a key, converted once for all calls about the same prompt."""
         return RadixKey.of(tokens, namespace, self.config.units)
 
     def match(
@@ -111,12 +111,12 @@ class PrefixTree:
         namespace: PrefixNamespace | None = None,
         limit_tokens: int | None = None,
     ) -> Match:
-        """What is cached of the prompt, of its first `limit_tokens` tokens at most; the path becomes the most recently
-        used.
+        """Returns the cached prefix of the prompt's first `limit_tokens` tokens, and marks its path as used.
 
-        A request that must compute at least one token asks with a limit of one less than it has. A node that the prompt
-        leaves half way is neither split nor used before somebody locks the answer or inserts below it. Nothing is
-        locked: lock before the next call that may evict, or the answer is stale.
+        A request that must compute at least one token passes a limit of its length less one. A node that the prompt
+        leaves midway is split, and marked as used, only when the result is locked or an insert goes below it. The pages
+        are not locked: lock `device_node` before the next call that may evict, or the result goes stale. Raises
+        PrefixError if a key has another namespace or units than the call or the tree.
         """
         if self._plain is not None:
             return self._plain.match(self._key(tokens, namespace), limit_tokens)
@@ -138,7 +138,7 @@ class PrefixTree:
         namespace: PrefixNamespace | None = None,
         limit_tokens: int | None = None,
     ) -> Match:
-        """What `match` would answer, and nothing counts as used: for schedulers that ask for every waiting request.
+        """Returns the result of `match` without marking a page as used: for schedulers that poll every waiting request.
 
         >>> tree = PrefixTree(page_tokens=1)
         >>> first, second = tree.insert([1], [10]), tree.insert([2], [11])
@@ -148,9 +148,9 @@ class PrefixTree:
         return matched(self._forest, self._descend(tokens, namespace, limit_tokens))
 
     def page_ids(self, node_id: int, first_page: int = 0) -> PageArray:
-        """Device pages of attention KV from `first_page` of the path to the node's end, int32, [page], read-only.
+        """Returns device pages of attention KV from `first_page` of the path to the node's end, int32, [page].
 
-        Raises PrefixError where some of them are not on the device.
+        The array is read-only. Raises PrefixError if one of them is not on the device, StaleHandle for an unknown node.
         """
         path = [node for node in self._forest.view(node_id).path() if node.end > first_page]
         rows = [node.pages for node in reversed(path) if node.pages is not None]
@@ -159,21 +159,26 @@ class PrefixTree:
         return page_array(b"".join(rows)[max(0, first_page - path[-1].start) * ID_BYTES :]) if path else NO_IDS
 
     def lock_needs(self, node_id: int, *, skip: Sequence[str] = ()) -> dict[str, int]:
-        """Evictable device pages, by component, that a lock of the node would protect. Nothing is changed.
+        """Returns, by component, the evictable device pages that a lock of the node would protect.
 
-        So `free + sizes(c).evictable - lock_needs(node)[c]` pages of c are left for what is still to be computed.
+        After the lock, `free + sizes(c).evictable - lock_needs(node)[c]` pages of c are left for tokens still to be
+        computed.
         """
         return self._locks.needs(self._forest.view(node_id), skip)
 
     def page_hashes(self, node_id: int) -> list[bytes]:
-        """Hashes of all pages from the root to the node's end: SHA-256, chained, as in `hashes`. Computed on demand,
-        then kept.
+        """Returns the chained SHA-256 hash of each page from the root to the node's end, as in `hashes`.
+
+        Computed on demand, then kept. Raises StaleHandle for an unknown node.
         """
         path = self._forest.view(node_id).path()
         return [name for node in reversed(path) for name in page_hashes(node, self.config.page_words)]
 
     def sizes(self, component: str = FULL, tier: Tier = Tier.DEVICE) -> Sizes:
-        """Pages of a component on a tier. On the host, what is on the device too counts as protected."""
+        """Returns the pages of a component on a tier. A host page that is on the device too counts as protected.
+
+        Raises PrefixError for Tier.STORAGE or an unknown component.
+        """
         tier = member(Tier, tier, "tier", PrefixError)
         if tier is Tier.STORAGE:
             raise PrefixError("tier = storage; the tree holds no pages there, a page store does")
@@ -183,16 +188,16 @@ class PrefixTree:
         return Sizes(account.evictable, account.protected)
 
     def __len__(self) -> int:
-        """Nodes, of all namespaces."""
+        """Returns the number of nodes in all namespaces, without roots."""
         return len(self._forest.nodes) - 1
 
-    # Locking
+    # Locks
 
     def lock(self, node_id: int, *, skip: Sequence[str] = ()) -> LockHandle:
-        """Keep a prefix: its pages on the device, and of each component not skipped what its end needs (window or
-        state).
+        """Lock a prefix on the device, and of each component not in `skip` the window or state that its end needs.
 
-        Locks count. A handle stays right whatever is split. ROOT can be locked, to no effect.
+        Locks are counted, and handles stay valid across splits. Locking ROOT has no effect. Raises StaleHandle for an
+        unknown node.
         """
         if self._plain is not None:
             return self._plain.lock(node_id)
@@ -200,9 +205,9 @@ class PrefixTree:
         return self._locks.device(node, self._locks.segments(node, skip))
 
     def lock_host(self, node_id: int) -> LockHandle:
-        """Keep the host copies of a prefix, while something reads them; the device's may go.
+        """Lock the host copies of a prefix while they are read; its device pages may still be evicted.
 
-        Raises PrefixError for a node without one.
+        Raises PrefixError for a node without a host copy.
         """
         node = self._forest.node(node_id)
         if node.host is None:
@@ -210,19 +215,25 @@ class PrefixTree:
         return self._locks.host(node, self._locks.segments(node))
 
     def unlock(self, handle: LockHandle) -> None:
-        """Give a lock back, once. Raises StaleHandle otherwise."""
+        """Release a lock, once. Raises StaleHandle if it was released before."""
         if self._plain is None or not self._plain.unlock(handle):
             self._locks.release(handle)
 
     def unlock_component(self, handle: LockHandle, component: str) -> None:
-        """Give back the part that covers one component: decoding has left the window."""
+        """Release the part of a lock that covers one component, such as a window that decoding has left.
+
+        Raises PrefixError if the handle does not cover the component (any more).
+        """
         self._locks.release_component(handle, self.config.index(component))
 
     def locked_pages(self, handles: Iterable[LockHandle]) -> dict[str, int]:
-        """Device pages, by component, that these locks keep, each counted once. O(nodes). Raises StaleHandle."""
+        """Returns, by component, the device pages that these locks protect, each counted once. O(nodes).
+
+        Raises StaleHandle if a handle was released.
+        """
         return self._locks.pages(handles)
 
-    # Keeping
+    # Insertion
 
     def insert(
         self,
@@ -235,13 +246,14 @@ class PrefixTree:
         priority: int = 0,
         namespace: PrefixNamespace | None = None,
     ) -> Inserted:
-        """Keep the whole pages of `tokens`, those from `first_page` on by `page_ids`; those before are the tree's and
-        locked.
+        """Insert the whole pages of `tokens`: `page_ids` from `first_page` on, the tree's own locked pages before it.
 
-        Where the tree has a page already, its own stays and the one given comes back as a duplicate, unless it is the
-        same. Where it has it on the host alone, it takes the one given. `held` are ids of further components, of the
-        last pages (a state: of the very last), in the same way. Requests that insert in chunks say in `counted_tokens`
-        how far the last chunk went, so that each request counts once as a use. `priority` only raises.
+        If the tree has a page on the device, its own id stays and a different new id is returned as a duplicate to
+        free; if it has the page on the host alone, it takes the new id. `held` are ids of further components for the
+        last pages (a state: for the very last), treated alike. A request that inserts in chunks passes the end of its
+        previous chunk as `counted_tokens`, so that it counts as one use. `priority` can only raise a node's. Raises
+        PrefixError before any change if ids do not fit or are in use, or pages before `first_page` are not on the
+        device.
         """
         key, ids = self._key(tokens, namespace), words(page_ids)
         if self._plain is not None and not held:
@@ -270,13 +282,13 @@ class PrefixTree:
         skip: Sequence[str] = (),
         namespace: PrefixNamespace | None = None,
     ) -> Extended:
-        """Keep the whole pages of `tokens` below the prefix that `handle` locks, and lock them instead of it.
+        """Insert the whole pages of `tokens` below the prefix that `handle` locks, and move the lock to their end.
 
-        `tokens` begin where the locked prefix ends, so that a page filled while decoding costs that page and not the
-        prompt. The handle is over; `Extended.handle` keeps what it kept and these pages, of components not in `skip`.
-        `Extended.kept_page_ids` are the pages to use from now on: where the tree had one, its own, and the one given is
-        among the actions. Below ROOT the namespace is the call's, elsewhere the path's. Raises PrefixError, and leaves
-        the handle out, for a lock of the host, a prefix that is not on the device, or ids that do not fit.
+        `tokens` begin where the locked prefix ends, so a page filled during decode costs that page and not the prompt.
+        `handle` is released; `Extended.handle` locks the old prefix and the new pages, for components not in `skip`.
+        Use `Extended.kept_page_ids` from now on: where the tree had a page, its own id, and the new id is freed in the
+        actions. Below ROOT `namespace` applies, elsewhere the path's. Raises PrefixError, and keeps `handle` valid, for
+        a host lock, a prefix that is not on the device, or ids that do not fit.
 
         >>> tree = PrefixTree(page_tokens=2)
         >>> prompt = tree.extend(tree.lock(ROOT), [1, 2, 3, 4], [10, 11])
@@ -300,22 +312,21 @@ class PrefixTree:
             kept.actions, end.id, end.end * self.config.page_tokens, kept.known_tokens, kept.backups, longer, ids
         )
 
-    # Giving up
+    # Eviction
 
     def evict(self, pages: int, component: str = FULL, *, room: PageIds = ()) -> ActionList:
-        """Give up at least `pages` device pages of a component, or all that nobody locked. What is backed stays on the
-        host.
+        """Evict at least `pages` device pages of a component, or all that are unlocked. Backed pages stay on the host.
 
-        Pages of attention KV go from the ends of leaves, no more than asked for; with further components, or
-        EvictionGranularity.NODE, whole nodes. `room` are free host pages for a tree that writes back; those not named
-        in a CopyOut stay the caller's.
+        Attention KV is evicted from the ends of leaves, no more than requested; with further components, or
+        EvictionGranularity.NODE, in whole nodes. `room` are free host pages for a write-back tree; those not named in a
+        CopyOut stay the caller's. Raises PrefixError if another tree is given `room`.
         """
         return self.evict_pools({component: pages}, room=room)
 
     def evict_pools(self, pages: Mapping[str, int], *, room: PageIds = ()) -> ActionList:
-        """As `evict`, of several components at once: what goes with the first counts for the others.
+        """Evict from several components at once, as `evict`: pages freed with the first count for the others.
 
-        A leaf takes its window and its state along, so that two calls after each other give up more than both need.
+        A leaf takes its window and state along, so one call for each component would evict more than needed.
         """
         if self._plain is not None and len(pages) == 1 and FULL in pages:
             given_up = self._plain.evict(_count(pages[FULL]), room)
@@ -325,16 +336,19 @@ class PrefixTree:
         return self._outcome(Eviction(self._forest, room).pools(counts))
 
     def demote(self, node_id: int, *, room: PageIds = ()) -> ActionList:
-        """Give up the device pages at the end of a path that are on the host, or that `room` takes as in `evict`.
+        """Evict the device pages at the end of a path that have a host copy, or get one in `room` as in `evict`.
 
-        Nothing that is locked, that others have pages below, or that would be lost goes. Raises StaleHandle.
+        Stops before a page that is locked, has device pages below it, or would be lost. Raises StaleHandle for an
+        unknown node.
         """
         end = self._forest.node(node_id)
         return self._outcome(Eviction(self._forest, room).path(end))
 
     def evict_host(self, pages: int, component: str = FULL) -> ActionList:
-        """Give up at least `pages` host pages of a component, or all that may go: from childless nodes of the host
-        alone.
+        """Evict at least `pages` host pages of a component, or all evictable.
+
+        Attention KV goes from childless nodes on the host alone; a write-back tree first gives up copies of device
+        pages.
         """
         if self._plain is not None and component == FULL:
             given_up = self._plain.evict_host(_count(pages))
@@ -344,7 +358,7 @@ class PrefixTree:
         return self._outcome(eviction.host(count) if index < 0 else eviction.held_host(index, count))
 
     def reset(self) -> ActionList:
-        """Forget everything. Raises PrefixError while a lock or an operation is out, which would lose its pages."""
+        """Forget all nodes and free their pages. Raises PrefixError while a lock or an operation is outstanding."""
         if self._forest.locked_paths:
             raise PrefixError(
                 f"{len(self._forest.locked_paths)} locks and operations are out: a reset would free what they use"
@@ -366,39 +380,48 @@ class PrefixTree:
             )
         )
 
-    # Between tiers
+    # Copies between tiers
 
     def is_backed(self, node_id: int) -> bool:
-        """Whether the attention KV of the whole path is on the host by now, so that it can be stored or fetched below.
+        """Returns True if the attention KV of the whole path is on the host, so that it can be stored or fetched below.
 
-        Raises StaleHandle for a node that is gone.
+        Raises StaleHandle for an unknown node.
         """
         return all(node.host is not None for node in self._forest.view(node_id).path())
 
     def backup_needs(self, node_id: int) -> dict[str, int]:
-        """Host ids, by component, that `begin_backup` takes: of what the path has on the device alone and not on its
-        way.
-        """
+        """Returns the host ids, by component, that `begin_backup` takes: for device-only pages not in flight."""
         return self._copies.needs(self._forest.node(node_id), Tier.HOST)
 
     def load_needs(self, node_id: int) -> dict[str, int]:
-        """Device ids, by component, that `begin_load` takes. Raises PrefixError for what is on its way already."""
+        """Returns the device ids, by component, that `begin_load` takes. Raises PrefixError if a page is in flight."""
         return self._copies.needs(self._forest.node(node_id), Tier.DEVICE)
 
     def begin_backup(self, node_id: int, page_ids: Mapping[str, PageIds]) -> TierCopy:
-        """Copy the path's device pages to the host, root first. They are locked until `end`, and backed after it."""
+        """Begin a copy of the path's device pages to the host, root first. They are locked until `end`, then backed.
+
+        `page_ids` are free host ids, as many as `backup_needs` returns. Raises PrefixError for another count, or a tree
+        that writes back or has no host tier.
+        """
         self._needs_host()
         if isinstance(self.config.tiers, WriteBack):
             raise PrefixError("a tree that writes back copies on eviction only")
         return self._copies.begin(self._forest.node(node_id), Tier.HOST, page_ids)
 
     def begin_load(self, node_id: int, page_ids: Mapping[str, PageIds]) -> TierCopy:
-        """Bring what `load_needs` counts to the device. It can be matched there after `end`, and not before."""
+        """Begin a copy of the pages that `load_needs` counts to the device. They can be matched there only after `end`.
+
+        `page_ids` are free device ids. Raises PrefixError if they are not as many, a page is in flight, or there is no
+        host tier.
+        """
         self._needs_host()
         return self._copies.begin(self._forest.node(node_id), Tier.DEVICE, page_ids)
 
     def begin_store(self, node_id: int, first_page: int = 0) -> TierCopy:
-        """Copy the path's host pages from `first_page` on to storage, by hash. They are locked until `end`."""
+        """Begin a copy of the path's host pages from `first_page` on to storage, by hash. They are locked until `end`.
+
+        Raises PrefixError if a page is not on the host.
+        """
         self._needs_host()
         return self._copies.store(self._forest.node(node_id), first_page)
 
@@ -411,10 +434,12 @@ class PrefixTree:
         *,
         namespace: PrefixNamespace | None = None,
     ) -> int:
-        """Read pages of the prompt from storage into host pages, from `first_page` on. The path up to there is locked.
+        """Begin a read of the prompt's pages from `first_page` on from storage into host pages `page_ids`.
 
-        `held` are host ids of further components, of the last pages (a state: of the very last): kept if all is done.
-        Returns the operation for `end`. Raises PrefixError when the path is not on the host up to `first_page`.
+        The path before `first_page` is locked until `end`. `held` are host ids of further components for the last pages
+        (a state: for the very last), kept only if all pages are read. Returns the operation number for `end`. Raises
+        PrefixError if the ids do not fit, or the tree lacks the path up to `first_page` (under write-through: on the
+        host).
         """
         key = self._key(tokens, namespace)
         ids = offered(self._forest, key, page_ids, first_page)
@@ -432,10 +457,10 @@ class PrefixTree:
         return op
 
     def end(self, op: int, pages_done: int | None = None) -> ActionList:
-        """Report an operation: all of it done, or its first `pages_done` pages. What landed is kept, all other ids come
-        back.
+        """End an operation of which all pages, or the first `pages_done`, were copied. Returns frees of all other ids.
 
-        Pages whose way to the root is still in flight wait for that: their ids are kept, or come back, with its end.
+        A page whose ancestors are still in flight waits: its id is kept, or freed, when their operation ends. Raises
+        StaleHandle if the operation is not under way.
         """
         fetch = self._fetches.pop(op, None)
         if fetch is None:
@@ -451,12 +476,12 @@ class PrefixTree:
             held = tuple(FreePages(self.config.name(index), Tier.HOST, page_array(ids)) for index, ids in fetch.held)
         return self._outcome(ActionList((*landed.actions, *rest, *held)))
 
-    # Proof
+    # Checks
 
     def resident(self) -> Iterator[KVEvent]:
-        """What the device and the host hold now, as events that leave a router with what all so far have left it with.
+        """Yield the contents of device and host as events that bring a new router to the tree's current state.
 
-        Parents come first. Take them all before the tree is changed. O(tokens), and hashes that nobody asked for yet.
+        Parents come first. Consume all before the tree changes. O(tokens), and computes missing page hashes.
         """
         events = list[KVEvent]()
         journal = Journal(self.config, events.append)
@@ -469,7 +494,7 @@ class PrefixTree:
             events.clear()
 
     def ids(self, component: str = FULL, tier: Tier = Tier.DEVICE) -> set[int]:
-        """Every page id of a component that the tree or an operation under way has on a tier: O(pages), for checks."""
+        """Returns every page id of a component that the tree or an operation holds on a tier. O(pages), for checks."""
         tier = member(Tier, tier, "tier", PrefixError)
         index, forest = self.config.index(component), self._forest
         rows = [forest.ids(node, tier, index) or b"" for node in forest]
@@ -481,12 +506,12 @@ class PrefixTree:
         return {page for row in rows for page in page_array(row).tolist()}
 
     def check(self) -> None:
-        """Assert the invariants, by recomputing all that is kept incrementally: O(pages). Raises InvariantBroken."""
+        """Recompute all that is kept incrementally and assert the invariants. O(pages). Raises InvariantBroken."""
         fetched = [row for fetch in self._fetches.values() for row in ((-1, fetch.ids), *fetch.held)]
         check(self._forest, self._copies.records.values(), fetched)
 
     def _outcome(self, given: Given) -> Given:
-        """Returns the result of a call: the ids that it frees are the caller's, and the sink hears what came of it."""
+        """Release the ids that a result frees, and deliver events to the sink. Returns the result."""
         forest = self._forest
         for action in given.actions:
             if isinstance(action, FreePages):
@@ -511,7 +536,7 @@ class PrefixTree:
         return descend(self._forest, key, pages * page_bytes)
 
     def _key_below(self, node: Node, tokens: RadixKey | TokenIds, namespace: PrefixNamespace | None) -> RadixKey:
-        """A key of the namespace of `node`, or of the call's below the root of all."""
+        """Returns a key in the namespace of `node`, or below ROOT in the call's. Raises PrefixError if they differ."""
         if node.parent is None:
             return self._key(tokens, namespace)
         own = node.path()[-1].parent
@@ -522,7 +547,7 @@ class PrefixTree:
         return key
 
     def _key(self, tokens: RadixKey | TokenIds, namespace: PrefixNamespace | None) -> RadixKey:
-        """A key has its namespace; one that is given beside it must be the same."""
+        """Returns the key. Raises PrefixError if its namespace is not the call's, or its units not the tree's."""
         if not isinstance(tokens, RadixKey):
             return RadixKey.of(tokens, namespace or DEFAULT_NAMESPACE, self.config.units)
         if namespace is not None and namespace != tokens.namespace:
