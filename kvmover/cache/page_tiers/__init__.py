@@ -1,4 +1,4 @@
-"""Places that hold pages by name, behind one interface: the page store, and the host memory of other engines."""
+"""Page tiers hold pages by name behind one interface: the page store, and the host memory of other engines."""
 
 from kvmover.cache.page_tiers.page_tier import FinishedJob, PageJob, PageRequest, PageTier, PageVerb
 from kvmover.cache.page_tiers.remote_tier import LENT, RemoteTier

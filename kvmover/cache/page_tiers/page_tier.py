@@ -1,7 +1,7 @@
-"""PageTier: a place beside an engine's own memory that holds pages by name. Jobs are submitted, and polled for.
+"""PageTier is the interface of a place beside an engine's own memory that holds pages by name.
 
-An engine's adapter translates: its keys to names, its blocks or rows to places, and each FinishedJob to its own result.
-A place is the number of a page in memory that was registered when the tier was made.
+Jobs are submitted, and polled for. An engine's adapter maps its keys to names, its blocks or rows to places, and each
+FinishedJob to its own result. A place is the number of a page in memory that was registered when the tier was made.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class PageVerb(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PageRequest:
-    """A request of the engine that pages are looked up for.
+    """An engine's request, for which pages are looked up.
 
-    `name`: unlike that of every other request until it is released. `key`: the tokens of its prompt. A tier whose pages
-    have another size than the engine's needs them, since a page's name depends on its size.
+    `name` is unique until the request is released. `key` holds the prompt's tokens, for a tier with another page size
+    than the engine's: a page's name depends on its size.
     """
 
     name: str
@@ -37,10 +37,10 @@ class PageRequest:
 
 @dataclass(frozen=True, slots=True)
 class PageJob:
-    """Pages to look up, read or write: `names[i]`, 32 bytes, lies in or goes to place `places[i]`.
+    """The pages to look up, read or write: `names[i]`, 32 bytes, lies in or goes to place `places[i]`.
 
-    `number`: the engine's own, handed back in the FinishedJob; a tier does not read it. `places` is empty in a look-up.
-    `request`: the request that the pages belong to; None finds only pages that a tier has by their names alone.
+    `number`: the engine's own, unread by the tier. `places`: empty in a look-up. `request`: the request that the pages
+    belong to; None finds only pages that a tier has by name alone.
     """
 
     number: int
@@ -51,10 +51,10 @@ class PageJob:
 
 @dataclass(frozen=True, slots=True)
 class FinishedJob:
-    """The end of a job. `done[i]`: page i was found, is whole in its place, or need not be written again.
+    """The result of a job. `done[i]`: page i was found, is whole in its place, or need not be written again.
 
-    `outcomes`: pages by how they ended, in the words of the tier; empty for a look-up. `nbytes`: moved by this job.
-    `seconds`: under way, without the wait in a queue.
+    `outcomes`: pages by the tier's outcome words; empty for a look-up. `nbytes`: bytes moved. `seconds`: duration
+    without the wait in a queue.
     """
 
     verb: PageVerb
@@ -66,21 +66,21 @@ class FinishedJob:
 
     @property
     def ok(self) -> bool:
-        """Returns whether every page was done."""
+        """Returns True if every page was done."""
         return all(self.done)
 
 
 class PageTier(Protocol):
     """A place that holds pages by name. A failure is a miss: no method raises because a page cannot be had.
 
-    Methods are called from one thread at a time, and none but `settle` and `close` blocks. Each submitted job is
-    returned by `finished` exactly once, in any order. The tests of `kvmover.tools.tier_conformance` check all of this.
+    Methods are called from one thread at a time; only `settle` and `close` block. `finished` returns each submitted job
+    exactly once, in any order. `kvmover.tools.tier_conformance` tests all of this.
     """
 
     def lookup(self, job: PageJob) -> None:
-        """Submit a job that finds out which pages a read would bring now.
+        """Submit a job that finds the pages that a read would bring now.
 
-        Pages of one request are asked for from the first one that the engine lacks. A tier may offer no page behind the
+        A request's pages are looked up from the first that the engine lacks. A tier may leave out all pages behind the
         first that it lacks.
         """
         ...
@@ -89,7 +89,7 @@ class PageTier(Protocol):
         """Submit a job that copies pages from this tier into their places.
 
         Preconditions:
-          - the places belong to the job, and hold nothing that is needed, until the job is finished;
+          - the places belong to the job, and their bytes are not needed, until the job is finished;
           - a look-up of the same request found the pages, for a tier that needs a request.
 
         A place whose page was not done holds undefined bytes. A tier may bring pages of one request in one job only.
@@ -102,19 +102,19 @@ class PageTier(Protocol):
         Preconditions:
           - the bytes in the places are whole, and do not change until the job is finished.
 
-        A page that the tier has already is done, and is not copied again.
+        A page that the tier has already is done without a copy.
         """
         ...
 
     def touch(self, names: Iterable[bytes]) -> None:
-        """Mark pages as used in the engine's own memory, so that the tier evicts them last. Unknown ones are ignored.
+        """Mark pages as used in the engine's own memory, so that the tier evicts them last. Unknown names are ignored.
 
-        `names` may be read later, by another thread.
+        Another thread may read `names` later.
         """
         ...
 
     def release(self, request: PageRequest) -> None:
-        """Forget a request: no job for it will follow. A job of it that is under way ends as any other."""
+        """Forget a request, for which no job follows. Its jobs in flight end as usual."""
         ...
 
     def finished(self) -> list[FinishedJob]:
@@ -122,9 +122,9 @@ class PageTier(Protocol):
         ...
 
     def settle(self) -> None:
-        """Block until no read or write is under way: no place is touched then, and `finished` has all their ends."""
+        """Block until no read or write is in flight: then no place is accessed, and `finished` has all results."""
         ...
 
     def close(self) -> None:
-        """End what was submitted, and release threads and connections. Memory may be freed once this returns."""
+        """End submitted jobs, and release threads and connections. Registered memory may be freed afterwards."""
         ...

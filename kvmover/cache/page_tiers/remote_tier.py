@@ -1,6 +1,6 @@
-"""RemoteTier: the host memory of other engines as a PageTier. What this engine writes stays in its place and is lent.
+"""RemoteTier is a PageTier over other engines' host memory. Pages that this engine writes stay in place, lent to peers.
 
-One rank is enough, where its memory has the pages of all ranks.
+One rank suffices if its memory has the pages of all ranks.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from kvmover.repeats import Repeats, form_of
 
 log = logging.getLogger(__name__)
 
-#: The outcome of a page that other engines may read here from now on: it was written, or was read and is lent on.
+#: The outcome of a page that peers may read here from now on: written here, or read and lent on.
 LENT = "lent"
 
 _READ, _FAILED = "read", "failed"
 
-#: The longest name of a request that peers are told.
+#: The longest request name sent to peers, in characters.
 _MOST_NAME = 128
 
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """A question to all peers. `numbers`: of the pages of the prompt, by name; from page `first` on they were asked.
+    """A look-up sent to all peers, of pages from `first` on. `numbers`: pages of the prompt, by name.
 
-    `pages`: how many first pages `source` offers, None until all have answered. `used`: nothing more can be read.
+    `pages`: leading pages that `source` offers, None until all peers have replied. `used`: the offer was read or
+    declined.
     """
 
     name: str
@@ -42,13 +43,13 @@ class _Asked:
     waiting: list[PageJob] = field(default_factory=list[PageJob])
 
     def offers(self, name: bytes) -> bool:
-        """Returns whether a peer offers the page."""
+        """Returns True if a peer offers the page."""
         return not self.used and self.first <= self.numbers.get(name, -1) < (self.pages or 0)
 
 
 @dataclass(slots=True, eq=False)
 class _Reading:
-    """A read under way: one run of pages of the prompt, whose names are `run`."""
+    """A read in flight of consecutive pages of the prompt, named in `run`."""
 
     job: PageJob
     run: frozenset[bytes]
@@ -59,15 +60,15 @@ class _Reading:
 
     @property
     def over(self) -> bool:
-        """Returns whether its places belong to the engine alone."""
+        """Returns True once its places belong to the engine alone."""
         return self.outcome is not None and self.read is not None and self.read.over
 
 
 class RemoteTier(PageTier):
-    """Pages of a prompt in the host memory of other engines, of any TP and page size. Outcomes: read, failed, LENT.
+    """A PageTier of prompt pages in other engines' host memory, of any TP and page size. Outcomes: read, failed, LENT.
 
-    Peers are asked once for a request, from the first page of its first look-up to the end of the prompt, and what they
-    offer is read by one job: one run of pages. A write copies nothing. Call `freed` before the bytes of a place change.
+    Peers are asked once a request, from the first page of its first look-up to the prompt's end; one job reads the run
+    of pages that they offer. A write copies no bytes. Call `freed` before the bytes of a place change.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class RemoteTier(PageTier):
         closed: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`peers` has `page_tokens` tokens a page, and belongs to the tier. `closed` is called before it is closed."""
+        """Create a tier that owns `peers`, with `page_tokens` a page. `close` calls `closed`, then closes `peers`."""
         self.peers, self._page_tokens, self._closed, self._clock = peers, page_tokens, closed, clock
         self._asked: dict[str, _Asked] = {}
         self._reads: list[_Reading] = []
@@ -122,7 +123,7 @@ class RemoteTier(PageTier):
         self._ended.append(FinishedJob(PageVerb.WRITE, job, done, outcomes))
 
     def freed(self, places: Iterable[int]) -> None:
-        """Lend these places no more. Returns when no peer can take the bytes that it reads there for right."""
+        """Stop lending these places. On return no peer accepts bytes that it reads there as valid."""
         self.peers.freed(list(places))
 
     def touch(self, names: Iterable[bytes]) -> None:
@@ -154,7 +155,7 @@ class RemoteTier(PageTier):
         self.peers.close()
 
     def _ask(self, request: PageRequest, names: Sequence[bytes]) -> _Asked | None:
-        """Ask every peer, once for a request. Returns None where none of the pages belongs to the prompt."""
+        """Ask every peer, once a request. Returns None if no page in `names` belongs to the prompt."""
         hashes = request.key.page_hashes(self._page_tokens * request.key.units)
         numbers = {page_hash: number for number, page_hash in enumerate(hashes)}
         first = min((numbers[name] for name in names if name in numbers), default=None)
@@ -177,7 +178,7 @@ class RemoteTier(PageTier):
         return asked
 
     def _decline(self, asked: _Asked) -> None:
-        """Give back what was offered, unless a read has taken it, and end the look-ups that wait."""
+        """Decline the offer, unless it was read, and end the waiting look-ups."""
         if not asked.used:
             asked.used = True
             self.peers.decline(asked.name)
@@ -193,7 +194,7 @@ class RemoteTier(PageTier):
         self._ended.append(FinishedJob(PageVerb.LOOKUP, job, done, Counter()))
 
     def _end_read(self, job: PageJob, run: frozenset[bytes], nbytes: int, seconds: float) -> None:
-        """End a read that brought `run`, and lend it on."""
+        """End a read that brought the pages in `run`, and lend them on."""
         came = [(name, place) for name, place in zip(job.names, job.places, strict=True) if name in run]
         self.peers.came([name for name, _ in came], [place for _, place in came])
         outcomes = Counter({_READ: len(came), _FAILED: len(job.names) - len(came), LENT: len(came)})
@@ -201,6 +202,6 @@ class RemoteTier(PageTier):
         self._ended.append(FinishedJob(PageVerb.READ, job, done, +outcomes, nbytes, seconds))
 
     def _unread(self, pages: str, error: BaseException) -> None:
-        """Log why pages were not read, once a minute for the same reason."""
+        """Log a failed read, at most once a minute for the same reason."""
         if (more := self._repeats.more(form_of(str(error)), self._clock())) is not None:
             log.warning("%s were not read: %s%s", pages, error, more)

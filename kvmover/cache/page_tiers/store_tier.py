@@ -1,4 +1,4 @@
-"""StoreTier: the page store as a PageTier, with a thread for each verb, so that its engine waits for no disk."""
+"""StoreTier is a PageTier over the page store, with a thread for each verb, so that no submitted job blocks."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Job = TypeVar("Job")
 #: The outcome of a page that was not written because too many were waiting.
 DROPPED = "dropped"
 
-#: Batches of touched names that wait for the store: the oldest are forgotten beyond so many.
+#: The most batches of touched names that wait for the store; beyond it the oldest are dropped.
 _MOST_TOUCHED = 1024
 
 
 class StoreWorker(Generic[Job]):
-    """A thread beside the engine's own that moves pages to or from the store, one job after the other.
+    """A thread that moves pages to or from the store, one job after the other.
 
-    `work` does a job and raises nothing.
+    `work` runs a job and must not raise.
     """
 
     def __init__(self, name: str, work: Callable[[Job], None]) -> None:
@@ -40,15 +40,15 @@ class StoreWorker(Generic[Job]):
         self._thread.start()
 
     def put(self, job: Job) -> None:
-        """Queue a job for the thread; returns at once."""
+        """Queue a job; returns at once."""
         self._jobs.put(job)
 
     def settle(self) -> None:
-        """Wait until every job that was put has been done."""
+        """Block until every queued job is done."""
         self._jobs.join()
 
     def close(self) -> None:
-        """Do the jobs that are left and end the thread."""
+        """Finish the queued jobs, and end the thread. Blocks."""
         self._jobs.put(None)
         self._thread.join()
 
@@ -64,33 +64,33 @@ class StoreWorker(Generic[Job]):
 
 @dataclass(frozen=True, slots=True)
 class StoredPages:
-    """Pages in registered memory that lie there as in the store: page n begins at `address + n * stride`."""
+    """The pages in registered memory, laid out as in the store: page n begins at address `address + n * stride`."""
 
     view: PartView
     address: int
     stride: int
 
     def exists(self, names: Sequence[bytes]) -> list[bool]:
-        """Returns for each page whether a `get` would find it now."""
+        """Returns, for each page, True if a `get` would find it now."""
         return self.view.exists(names)
 
     def put(self, names: Sequence[bytes], places: Sequence[int]) -> list[PutResult]:
-        """Write pages that the store lacks. Blocks. Raises StoreError or DescriptorError before anything is written."""
+        """Write the pages that the store lacks. Blocks. Raises StoreError or DescriptorError before any write."""
         return self.view.put(names, [self.address + place * self.stride for place in places])
 
     def get(self, names: Sequence[bytes], places: Sequence[int]) -> list[GotResult]:
-        """Read pages into their places. Blocks. Raises StoreError or DescriptorError before anything is read."""
+        """Read pages into their places. Blocks. Raises StoreError or DescriptorError before any read."""
         return self.view.get(names, [self.address + place * self.stride for place in places])
 
     def moved(self, store: PageStore, space: Namespace) -> StoredPages:
-        """Returns the same memory for pages in `space`, which `store` has become."""
+        """Returns the same memory for pages in `space`, to which `store` has switched."""
         return replace(self, view=store.view(space, self.view.part, self.view.writes))
 
 
 def has_become(store: PageStore, space: Namespace | None) -> bool:
-    """Returns whether a store has become that of another namespace; None: of none.
+    """Switch a store to another namespace (None: leave it). Returns False, and logs, if it cannot be opened.
 
-    A namespace that cannot be opened is logged, and costs its hits, as a store that fails.
+    The store then misses, as a failing one does.
     """
     try:
         store.become(space)
@@ -101,9 +101,9 @@ def has_become(store: PageStore, space: Namespace | None) -> bool:
 
 
 class StoreTier(PageTier):
-    """Pages of one namespace of the store. Outcomes are those of `Put` and `Got`, and DROPPED.
+    """A PageTier over one namespace of the store. Outcomes: of `Put` and `Got`, and DROPPED.
 
-    A page is found by its name alone: requests have no meaning here.
+    A page is found by its name alone: requests are ignored.
     """
 
     def __init__(
@@ -115,11 +115,11 @@ class StoreTier(PageTier):
         closed: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pages` of `space`, for each verb its own, since each verb has a thread. The store belongs to the tier, which
-        calls `closed` before it closes it.
+        """Create a tier that owns `store`; `close` calls `closed` before it closes the store.
 
-        `most_waiting`: pages that may wait to be written, since the engine cannot use their places meanwhile. A job
-        beyond that ends at once with its pages DROPPED, unless no other job waits.
+        `pages`: the memory in `space`, once for each verb's thread. `most_waiting`: pages that may wait to be written,
+        during which the engine cannot use their places; a job beyond that ends at once with its pages DROPPED, unless
+        no other job waits.
         """
         self.store, self.space, self._pages = store, space, dict(pages)
         self._most_waiting, self._closed, self._clock = most_waiting, closed, clock
@@ -149,7 +149,7 @@ class StoreTier(PageTier):
 
     def touch(self, names: Iterable[bytes]) -> None:
         self._touched.append(names)
-        if len(self._touched) == 1:  # else the thread has been told, and takes these too
+        if len(self._touched) == 1:  # else the queued call takes these too
             self._workers[PageVerb.LOOKUP].put(self._tell_uses)
 
     def release(self, request: PageRequest) -> None:
@@ -165,7 +165,7 @@ class StoreTier(PageTier):
         self._workers[PageVerb.READ].settle()
 
     def become(self, space: Namespace | None) -> None:
-        """End what was submitted, and go on with pages of another namespace; None: with none."""
+        """Finish submitted reads and writes, then switch to another namespace; None closes the present one."""
         self.settle()
         if has_become(self.store, space) and space is not None:
             self._pages = {verb: pages.moved(self.store, space) for verb, pages in self._pages.items()}
@@ -181,7 +181,7 @@ class StoreTier(PageTier):
         self._workers[verb].put(partial(self._do, verb, job))
 
     def _do(self, verb: PageVerb, job: PageJob) -> None:
-        """Do a job in the thread of its verb. Where the store raised, all of its pages have failed."""
+        """Run a job in its verb's thread. If the store raises, all its pages have failed."""
         began, pages, count = self._clock(), self._pages[verb], len(job.names)
         done, outcomes = [False] * count, Counter[str]()
         try:
@@ -202,7 +202,7 @@ class StoreTier(PageTier):
             self._ended.append(ended)
 
     def _tell_uses(self) -> None:
-        """Tell the store of all pages that were touched, in the thread of look-ups."""
+        """Report all touched names to the store, in the look-up thread."""
         names = set[bytes]()
         while self._touched:
             names.update(self._touched.popleft())
