@@ -1,7 +1,7 @@
 """`check` recomputes a tree's invariants from its nodes, handles and records. Tests run it, production does not.
 
-The numbers are those of `INVARIANTS`. A snapshot cannot show 13, 17, 27, 28 and 29, which the tests hold against
-models; 13 also needs the caller's pools.
+The numbers are those of `INVARIANTS`. A snapshot cannot show 13, 17, 27, 28 and 29: tests compare them with models, and
+13 needs the caller's pools.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ INVARIANTS = {
 
 
 def check(forest: Forest, copies: Iterable[CopyRecord], fetches: Iterable[tuple[int, bytes]]) -> None:
-    """Raise InvariantBroken with number, sentence and place of the first invariant that does not hold.
+    """Raise InvariantBroken with number, sentence and place of the first invariant that fails.
 
-    `fetches`: (component index, host ids) of reads from storage in flight.
+    `fetches`: (component index, host ids) of storage reads in flight.
     """
     nodes, records, fetched = list(forest), list(copies), list(fetches)
     _roots(forest)
@@ -207,7 +207,7 @@ def _in_order(order: Iterable[Node]) -> None:
 
 
 def _listed(order: Order) -> Iterable[Node]:
-    """Returns the nodes of an order by recency, next victim first."""
+    """Returns the nodes of an order by recency."""
     return cast("Recency", order)
 
 
@@ -252,9 +252,9 @@ def _copies(forest: Forest, nodes: Sequence[Node], records: Sequence[CopyRecord]
 def _places(
     forest: Forest, nodes: Sequence[Node], records: Sequence[CopyRecord], fetched: Sequence[tuple[int, bytes]]
 ) -> None:
-    """Check that each id stands once: in the tree and, on the host, in the records.
+    """Check that each id stands once: in the tree and, on the host, in records.
 
-    Device ids of records are left out: an insert may have put one into the tree early.
+    An insert may have put a device id of a record into the tree early.
     """
     for index in range(-1, len(forest.config.components)):
         for tier in (Tier.DEVICE, Tier.HOST):
@@ -277,7 +277,7 @@ def _places(
 def _in_use(
     forest: Forest, nodes: Sequence[Node], records: Sequence[CopyRecord], fetched: Sequence[tuple[int, bytes]]
 ) -> None:
-    """Check that the ids noted as in use are those that the tree and its operations hold."""
+    """Check that the ids noted as in use are those that tree and operations hold."""
     for (tier, index), in_use in forest.in_use.items():
         rows = [forest.ids(node, tier, index) or b"" for node in nodes]
         rows += [part.dst for record in records if record.dst is tier for part in record.parts if part.index == index]

@@ -1,7 +1,6 @@
 """Columns holds a tree's nodes, page counts and orders, and the steps over them that requests take most.
 
-This class is the definition. `core/` has the same class in C; the rest of the tree works with either, chosen by
-`forest.chosen`.
+This class is the definition; `core/` has the same class in C. The rest of the tree works with either (`forest.chosen`).
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ __all__ = ("ID_BYTES", "Columns", "Descent", "EvictableSet", "PagesInUse", "Tier
 
 ID_BYTES = 4
 
-#: Nodes from the root down that match a prompt whole; the node that it leaves midway, or None; and the pages matched in
-#: that node.
+#: Nodes, root first, that match a prompt whole; the node it leaves midway, or None; the pages matched in that node.
 Descent: TypeAlias = tuple[list[Node], Node | None, int]
 
 #: The result of an eviction: freed device ids, freed host ids, and copies to the host to carry out first, each (first
@@ -40,11 +38,10 @@ class EvictableSet:
 
 
 class Columns:
-    """The nodes, counts and orders of a tree. The Forest sets the parameters, and new sets when it forgets all nodes.
-    """
+    """The nodes, counts and orders of a tree. The Forest sets the parameters, and clears the sets with the nodes."""
 
-    #: Evictions of attention KV alone on two tiers, by LRU and by pages, in C only; without them `Eviction`, their
-    #: definition, is used. `evict_device` takes the pages due and free host ids, `evict_host` the pages due.
+    #: Evictions of attention KV alone on two tiers, by LRU and by pages; in C only, else `Eviction`, the definition, is
+    #: used. Both take the pages due, `evict_device` also free host ids.
     evict_device: Callable[[int, bytes], TierEviction] | None = None
     evict_host: Callable[[int], TierEviction] | None = None
 
@@ -70,18 +67,18 @@ class Columns:
         self.held_host: list[EvictableSet] = []
 
     def node(self, node_id: int, parent: Node | None, tokens: bytes, start: int, end: int) -> Node:
-        """Returns a new node that is not yet linked into the tree."""
+        """Returns a new node, not yet linked into the tree."""
         node = Node(node_id, parent, tokens, start, end)
         if self.per_page:
             node.held = tuple(ComponentPages() for _ in self.per_page)
         return node
 
     def set_of(self, order: Order | None, slot: int) -> EvictableSet:
-        """Returns an empty set, by recency unless `order` is given. `slot` numbers the order among a node's orders."""
+        """Returns an empty set, by recency unless `order` is given. `slot`: see `recency`."""
         return EvictableSet(self.recency(slot) if order is None else order)
 
     def recency(self, slot: int) -> Recency:
-        """Returns an empty LRU order. `slot` is unique in the tree."""
+        """Returns an empty LRU order. `slot`, unique in the tree, numbers it among a node's orders."""
         return Recency(slot)
 
     # Paths
@@ -89,7 +86,7 @@ class Columns:
     def descend(self, root: Node, data: bytes, stop: int) -> Descent:
         """Returns the nodes below `root` that match the first `stop` bytes of `data`. The tree is unchanged.
 
-        O(bytes) + O(nodes): each node costs one look-up of its first page and one memory comparison.
+        O(bytes) + O(nodes): a node costs one look-up of its first page and one memory comparison.
         """
         path, at = list[Node](), root
         page_bytes, offset, trimmed = self.page_bytes, 0, self.trimmed
@@ -109,12 +106,12 @@ class Columns:
         return path, None, 0
 
     def gather(self, path: Sequence[Node], stop: int) -> bytes:
-        """Returns device page ids of the first `stop` pages of a path, root first, that is on the device."""
+        """Returns device page ids of the first `stop` pages of a path, root first, wholly on the device."""
         rows = [node.pages or b"" for node in path]
         return (rows[0] if len(rows) == 1 else b"".join(rows))[: stop * ID_BYTES]
 
     def touch(self, path: Sequence[Node]) -> None:
-        """Mark `path`, deepest node first, as used in the orders of attention KV."""
+        """Mark `path`, deepest first, as used in the orders of attention KV."""
         self.clock = clock = self.clock + 1
         for node in path:
             node.used = clock
@@ -138,7 +135,7 @@ class Columns:
             at = at.parent
 
     def unlock(self, node: Node) -> None:
-        """Remove a handle from `node`; the nodes that it alone protected count as used now."""
+        """Remove a handle from `node`. Nodes that it alone protected count as used now."""
         self.clock = clock = self.clock + 1
         at = node
         at.locks -= 1
@@ -158,7 +155,7 @@ class Columns:
     def front(self, node: Node, pages: int, node_id: int) -> Node:
         """Returns the node that a split of `node` after `pages` pages would put above it, without tokens.
 
-        The node is not linked into the tree, which is unchanged.
+        It is not linked into the tree.
         """
         front = self.node(node_id, node.parent, b"", node.start, node.start + pages)
         front.hits, front.used, front.created, front.priority = node.hits, node.used, node.created, node.priority
@@ -181,9 +178,9 @@ class Columns:
     def split(self, node: Node, pages: int, front_id: int) -> Node:
         """Split `node` after its first `pages` pages. Returns the front, a new node; `node` keeps its id and the end.
 
-        `front_id` is a place's id for the front, or 0 for a new id. Bytes are copied, so that a part does not retain
-        the memory of the whole. An unlocked front enters the order as used last: mark its path as used, or call `front`
-        of the order.
+        `front_id` is a place's id for the front, or 0 for a new one. Bytes are copied, so that a part does not retain
+        the whole's memory. An unlocked front enters the order as used last: mark its path as used, or call the order's
+        `front`.
         """
         assert node.parent is not None
         if node is self.trimmed:
@@ -262,9 +259,8 @@ class Columns:
     def trim(self, node: Node, pages: int) -> bytes:
         """Cut the last `pages` pages off an unlocked leaf that has device pages alone. Returns their ids.
 
-        The rest keeps its place in the order but gets a new id, since holders of the old id rely on more pages. Its
-        bytes are cut only when they are read, so that the next trim, usually of the same leaf, copies only the ids it
-        frees.
+        The rest keeps its place in the order but gets a new id, since the old one stood for more pages. Its bytes are
+        cut only when read, so that the next trim, usually of the same leaf, copies only the ids it frees.
         """
         keep = node.end - node.start - pages
         assert node.pages is not None
@@ -282,7 +278,7 @@ class Columns:
         return node.pages[keep * ID_BYTES : (keep + pages) * ID_BYTES]
 
     def whole(self) -> None:
-        """Cut the bytes of the leaf trimmed last to its pages. Call it before a node's bytes are read."""
+        """Cut the bytes of the leaf trimmed last to its pages. Call it before they are read."""
         node = self.trimmed
         if node is not None:
             self.trimmed, pages = None, node.end - node.start
@@ -299,7 +295,7 @@ class Columns:
     def weigh(self, node: Node, sign: int) -> None:
         """Add (`sign` 1) or subtract (-1) a node's pages in the counts.
 
-        Change a node in this order: subtract it, change it, add it, `settle` it.
+        To change a node, subtract it, change it, add it, and `settle` it.
         """
         pages = sign * (node.end - node.start)
         if node.pages is not None:
@@ -328,7 +324,7 @@ class Columns:
                     account.evictable += count
 
     def settle(self, node: Node) -> None:
-        """Add `node` to the orders of evictable nodes, or remove it. A node already in an order keeps its place."""
+        """Add `node` to the orders of evictable nodes, or remove it. A node already there keeps its place."""
         _place(self.device.order, node, node.pages is not None and not node.locks)
         if self.hosted:
             alone = node.pages is None and node.host is not None

@@ -1,7 +1,7 @@
-"""A component defines the pages that a prefix needs of it, when a match may use them, and the pages a lock covers.
+"""A component defines the pages that a prefix needs of it, when a match may use them, and which pages a lock covers.
 
-Attention KV is the tree itself: one page id for every page. A further component keeps page ids of its own pool at some
-nodes. A Rule states the same needs for pages in a row, as in storage, which has no nodes.
+Attention KV is the tree itself: one id for every page. A further component keeps ids of its own pool at some nodes. A
+Rule states the needs for pages in a row, as in storage, which has no nodes.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ FULL = "full"
 
 
 class MatchValidator(Protocol):
-    """A stateful test called for each node, root first, of its tokens and its component's presence there.
+    """A stateful test of nodes, root first: True if a match may end there. Call it for every node.
 
-    Returns True if a match may end at the node. Call it for every node.
+    It takes the node's tokens, and whether the component is present.
     """
 
     def __call__(self, tokens: int, present: bool, /) -> bool: ...
 
 
 class TreeComponent(Protocol):
-    """The properties of a further component. SlidingWindow and State have them; an engine may bring its own."""
+    """The properties of a further component, such as SlidingWindow or State; an engine may bring its own."""
 
     @property
     def name(self) -> str:
-        """Returns its name among the tree's components, and in page ids from the caller."""
+        """Returns its name in the tree and in the caller's page ids."""
         ...
 
     @property
     def per_page(self) -> bool:
-        """Returns True for one id a page, split with the node; False for one id that stays at the node's end."""
+        """Returns True for one id a page, split with the node; False for one id at the node's end."""
         ...
 
     @property
     def rank(self) -> int:
-        """Returns its rank: evicting it inside the tree also evicts components of lower rank there."""
+        """Returns its rank: evicting it inside the tree also evicts lower ranks there."""
         ...
 
     @property
     def reach_tokens(self) -> int:
-        """Returns the tokens before a prefix's end that need it: a lock covers them, a match refreshes them."""
+        """Returns the tokens before a prefix's end that it is needed for: locks cover and matches refresh them."""
         ...
 
     @property
     def grid_tokens(self) -> int:
-        """Returns the tokens of which a branching point is a multiple."""
+        """Returns the tokens between possible branching points."""
         ...
 
     def match_validator(self) -> MatchValidator:
@@ -63,7 +63,7 @@ class TreeComponent(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindow:
-    """The KV of layers that attend `window_tokens` back. A node whose window pages are evicted is a tombstone.
+    """The KV of layers that attend `window_tokens` back. A node without its window pages is a tombstone.
 
     A prefix is usable if its last `window_tokens` tokens, or all of a shorter one, have window pages. Raises
     PrefixError if `window_tokens` is below 1.
@@ -85,7 +85,7 @@ class SlidingWindow:
         return self.window_tokens
 
     def match_validator(self) -> MatchValidator:
-        """Returns a validator that counts tokens since the last node without window pages."""
+        """Returns a counter of tokens since the last node without window pages."""
         return _Window(self.window_tokens)
 
 
@@ -103,9 +103,9 @@ class _Window:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The state of recurrent layers: one id at the end of a node, usable there only.
+    """The state of recurrent layers: one id at a node's end, usable there only.
 
-    It is shared, and a request writes to its own copy: copy the state before the first step. `grid_tokens` is the
+    States are shared: a request copies one before its first step, and writes to the copy. `grid_tokens` is the
     recurrence's chunk: states and branching points lie at its multiples. Raises PrefixError if it is below 1.
     """
 
@@ -130,7 +130,7 @@ def _present(_tokens: int, present: bool, /) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Sidecar:
-    """A pool indexed by another component's page ids, such as index keys or draft KV; it moves and is freed with them.
+    """A pool indexed by another component's page ids, such as index keys or draft KV, moved and freed with them.
 
     The tree keeps no ids for it, so it cannot free them twice.
     """
@@ -161,7 +161,7 @@ class Rule:
         return range(max(0, pages - self.reach_pages(pages, page_tokens)), pages)
 
     def reach_pages(self, pages: int, page_tokens: int) -> int:
-        """Returns the pages, counted back from its end, that a prefix of `pages` or fewer needs."""
+        """Returns the pages before its end that a prefix of `pages` or fewer needs."""
         return pages if self.reach_tokens is None else -(-self.reach_tokens // page_tokens)
 
 
@@ -172,10 +172,10 @@ LAST_PAGE = Rule(reach_tokens=1)
 def restorable(
     rules: Mapping[str, Rule], present: Mapping[str, Sequence[bool]], page_tokens: int, first_page: int = 0
 ) -> npt.NDArray[np.bool_]:
-    """Returns bool [page count from 0]: True if a prefix of so many pages has all it needs. The empty one always has.
+    """Returns bool [page count from 0]: True if a prefix of so many pages has all it needs. 0 always has.
 
-    `present[component][page]` is True if storage has the prompt's page; of components that need all pages, the first
-    `first_page` count as present.
+    `present[component][page]`: storage has the page. Of components that need all pages, the first `first_page` count as
+    present.
 
     >>> rules = {"full": ALL_PAGES, "state": LAST_PAGE}
     >>> restorable(rules, {"full": [1, 1, 1, 0], "state": [0, 1, 0, 1]}, 16).nonzero()[0].tolist()

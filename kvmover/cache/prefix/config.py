@@ -30,7 +30,7 @@ class DeviceOnly:
 
 @dataclass(frozen=True, slots=True)
 class WriteThrough:
-    """A host tier that a page is copied to once `after_hits` requests inserted it; a victim without a copy is lost.
+    """A host tier that a page is copied to after `after_hits` inserts; a victim without a copy is lost.
 
     Backups start at the root, so a prefix on the host has no hole. Raises PrefixError if `after_hits` is below 1.
     """
@@ -44,7 +44,7 @@ class WriteThrough:
 
 @dataclass(frozen=True, slots=True)
 class WriteBack:
-    """A host tier filled on eviction, leaves first: the ancestors of a host page may not be backed yet."""
+    """A host tier filled on eviction, leaves first: ancestors of a host page may not be backed yet."""
 
 
 #: The tiers of a tree, and when pages are copied to the host.
@@ -53,10 +53,10 @@ Tiers: TypeAlias = DeviceOnly | WriteThrough | WriteBack
 
 @dataclass(frozen=True, slots=True)
 class TreeConfig:
-    """The fixed parameters of a tree. `components` are those with ids of their own, in the order of `Node.held`.
+    """The fixed parameters of a tree. `components` have ids of their own, in the order of `Node.held`.
 
-    Raises PrefixError for a value out of range, a repeated name, a sidecar of an unknown component, or a component
-    without an id a page in a BIGRAM tree.
+    Raises PrefixError for a value out of range, a repeated name, a sidecar of an unknown component, or a state in a
+    BIGRAM tree.
     """
 
     page_tokens: int
@@ -102,5 +102,5 @@ class TreeConfig:
         raise PrefixError(f"no component {component}: there are {[FULL, *(c.name for c in self.components)]}")
 
     def name(self, index: int) -> str:
-        """Returns the name of the component with this index; -1 is attention KV."""
+        """Returns the inverse of `index`."""
         return self.components[index].name if index >= 0 else FULL

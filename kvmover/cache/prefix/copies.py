@@ -1,9 +1,9 @@
 """CopyRecords tracks copies between tiers and reads from storage in flight, by positions, hashes and page ids.
 
-A record names the end of a path, which it locks, and pages [first, stop) of it; it owns its destination ids until its
-end. At its end, whatever was split, evicted or inserted meanwhile, each page is found again by position: its id goes to
-the node that then covers it, or is freed. (sglang#16946: a record that named a node lost the front of it.) Pages that
-storage brings to the host, below a path already there, are found again by their tokens.
+A record names the end of a path, which it locks, and pages [first, stop) of it; it owns its destination ids. At its
+end, whatever was split, evicted or inserted meanwhile, each page is found again by position: its id goes to the node
+that covers it, or is freed. (sglang#16946: a record that named a node lost the front of it.) Pages that storage brings
+to the host below an existing path are found again by tokens.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from kvmover.errors import PrefixError, StaleHandle
 class TierCopy(msgspec.Struct, frozen=True, eq=False):
     """A copy to carry out, and then to report to `end`. The record owns the destination ids until then.
 
-    `first_page` is the position of the first page of `hashes`, which name the pages in storage; empty for copies
-    between device and host.
+    `first_page` is the position of the first of `hashes`, the names of the pages in storage; empty for other copies.
     """
 
     op: int
@@ -42,7 +41,7 @@ class TierCopy(msgspec.Struct, frozen=True, eq=False):
 
 @dataclass(frozen=True, slots=True)
 class CopyPart:
-    """The ids of one component for pages [first, stop): one a page, or one for the last of them."""
+    """The ids of one component for pages [first, stop): one a page, or one for the last."""
 
     index: int
     first: int
@@ -51,13 +50,13 @@ class CopyPart:
     dst: bytes
 
     def cut(self, node: Node) -> bytes:
-        """Returns the destination ids, one a page, for `node`, which must lie within."""
+        """Returns the destination ids, one a page, of `node`, which must lie within."""
         return self.dst[(node.start - self.first) * ID_BYTES : (node.end - self.first) * ID_BYTES]
 
 
 @dataclass(slots=True)
 class CopyRecord:
-    """A copy in flight. `landed` is the page up to which it succeeded, or None until it is reported."""
+    """A copy in flight. `landed` is the page up to which it succeeded, None until reported."""
 
     op: int
     src: Tier
@@ -70,12 +69,12 @@ class CopyRecord:
 
     @property
     def stop(self) -> int:
-        """Returns the page behind the last one of the path."""
+        """Returns the page behind the path's end."""
         return self.anchor.end
 
 
 class CopyRecords:
-    """The records of all copies in flight, by operation number. Numbers are never reused."""
+    """The records of copies in flight, by operation number. Numbers are never reused."""
 
     def __init__(self, forest: Forest, locks: Locks) -> None:
         self._forest = forest
@@ -84,14 +83,14 @@ class CopyRecords:
         self.records: dict[int, CopyRecord] = {}
 
     def needs(self, node: Node, dst: Tier) -> dict[str, int]:
-        """Returns the ids, by component, that a copy of the path to `node` onto `dst` takes."""
+        """Returns the ids, by component, that a copy of the path onto `dst` takes."""
         return {self._forest.config.name(i): count for i, count in self._count(self._sources(node, dst)).items()}
 
     def begin(self, node: Node, dst: Tier, page_ids: Mapping[str, PageIds]) -> TierCopy:
-        """Begin a copy to `dst` of the pages that the path to `node` has on the other tier alone.
+        """Begin a copy to `dst` of the path's pages on the other tier alone.
 
-        A backup leaves out pages already in flight to `dst`, and pages below them wait for their end. Raises
-        PrefixError if `page_ids` are not as many as `needs`, or a load finds pages in flight.
+        A backup leaves out pages in flight to `dst`; pages below them wait for their end. Raises PrefixError if
+        `page_ids` are not as many as `needs`, or a load finds pages in flight.
         """
         forest = self._forest
         src = Tier.HOST if dst is Tier.DEVICE else Tier.DEVICE
@@ -120,7 +119,7 @@ class CopyRecords:
     def store(self, node: Node, first_page: int) -> TierCopy:
         """Begin a copy of the path's host pages from `first_page` on to storage, named by their hashes.
 
-        Raises PrefixError if one of them is not on the host.
+        Raises PrefixError if one is not on the host.
         """
         forest, path = self._forest, [each for each in reversed(node.path()) if each.end > first_page]
         if any(each.host is None for each in path):
@@ -142,13 +141,13 @@ class CopyRecords:
         return TierCopy(record.op, Tier.HOST, Tier.STORAGE, legs, first, tuple(hashes))
 
     def end(self, op: int, pages_done: int | None) -> ActionList:
-        """End an operation, as PrefixTree.end. Raises StaleHandle if it is not under way."""
+        """See PrefixTree.end."""
         record = self.records.get(op)
         if record is None or record.landed is not None:
             raise StaleHandle(f"operation {op} is not under way")
         record.landed = record.stop if pages_done is None else min(record.stop, record.first + max(0, pages_done))
         freed: dict[tuple[str, Tier], list[bytes]] = {}
-        # The end of a record may release others that wait below it on the same path.
+        # One record's end may release others below it on the same path.
         settled = True
         while settled:
             settled = False
@@ -162,9 +161,7 @@ class CopyRecords:
         )
 
     def loading(self, node: Node, index: int) -> bytes | None:
-        """Returns the ids of a component that a load in flight will give `node`, or a front of one; None without a
-        load.
-        """
+        """Returns a component's ids that a load in flight will give `node`, or a front of one; else None."""
         record = self.records.get(_marked(node, Tier.DEVICE, index))
         if record is None or record.dst is not Tier.DEVICE:
             return None
@@ -173,7 +170,7 @@ class CopyRecords:
         )
 
     def number(self) -> int:
-        """Returns an operation number not used before."""
+        """Returns an unused operation number."""
         self._next += 1
         return self._next - 1
 
@@ -213,14 +210,14 @@ class CopyRecords:
         return index < 0 or self._forest.config.components[index].per_page
 
     def _part(self, node: Node, index: int, src: Tier, brought: dict[int, bytes]) -> CopyPart:
-        """Returns a node's part of a copy, and takes the part's destination ids off `brought`."""
+        """Returns a node's part of a copy, taking its destination ids off `brought`."""
         ids = self._forest.ids(node, src, index) or b""
         mine = brought.get(index, b"")
         brought[index] = mine[len(ids) :]
         return CopyPart(index, node.start if self._per_page(index) else node.end - 1, node.end, ids, mine[: len(ids)])
 
     def _legs(self, sources: Sequence[tuple[int, Node]], record: CopyRecord) -> tuple[CopyLeg, ...]:
-        """Returns one leg for each component, and one for each sidecar that shares its ids."""
+        """Returns a leg for each component, and for each sidecar that shares its ids."""
         legs, config = list[CopyLeg](), self._forest.config
         for index in sorted({part.index for part in record.parts}):
             parts = [part for part in record.parts if part.index == index]
@@ -233,14 +230,14 @@ class CopyRecords:
     def _waits(self, record: CopyRecord) -> bool:
         """Returns True if attention KV that this record's pages depend on is in flight by another record.
 
-        Pages of attention KV depend on the page above, other components on their own node's. Waiting goes upwards only.
+        Attention KV depends on the page above, other components on their own node's. Waiting goes upwards only.
         """
         at: dict[int, Node] = {node.end: node for node in record.anchor.path()}
         below = {part.first if part.index < 0 else part.stop for part in record.parts}
         return any(_marked(at[end], record.dst, -1) not in (0, record.op) for end in below if end in at)
 
     def _settle(self, record: CopyRecord, freed: dict[tuple[str, Tier], list[bytes]]) -> None:
-        """Give landed ids to the nodes that cover their pages now, put all other ids in `freed`, release the locks."""
+        """Give landed ids to the nodes that cover their pages, put other ids in `freed`, release the locks."""
         forest, name = self._forest, self._forest.config.name
         if record.dst is not Tier.STORAGE:
             assert record.landed is not None
@@ -265,12 +262,12 @@ class CopyRecords:
                 yield node, part.cut(node) if self._per_page(part.index) else part.dst
 
     def _may(self, node: Node, tier: Tier, index: int) -> bool:
-        """Returns True if the node may hold the component: attention KV needs its parent's, others their node's."""
+        """Returns True if `node` may hold the component: attention KV needs its parent's, others their node's."""
         above = node.parent if index < 0 else node
         return above is not None and self._forest.ids(above, tier, -1) is not None
 
     def _split_at(self, anchor: Node, page: int) -> None:
-        """Make `page` a boundary of the path. The path is locked, so the eviction order is unaffected."""
+        """Make `page` a boundary of the path, whose lock keeps the eviction order unaffected."""
         node = anchor
         while node.start > page:
             assert node.parent is not None
@@ -295,8 +292,7 @@ def _marked(node: Node, dst: Tier, index: int) -> int:
 
 
 def _unlike(ids: bytes, others: bytes | None) -> bytes:
-    """Returns the `ids` that the node does not hold at the same position: an insert may have given it the record's own.
-    """
+    """Returns the `ids` that the node does not hold at their position: an insert may have brought the record's own."""
     if others is None or len(others) != len(ids):
         return ids
     row: PageArray = page_array(ids)
@@ -318,10 +314,7 @@ class FetchRecord:
 
 
 def offered(forest: Forest, key: RadixKey, page_ids: PageIds, first_page: int) -> bytes:
-    """Returns `page_ids` as bytes, one id for each whole page of `key` from `first_page` on.
-
-    Raises PrefixError for another number of ids, or a tree without a host tier.
-    """
+    """Returns `page_ids` as bytes. Raises PrefixError unless each whole page from `first_page` on has one."""
     pages, ids = len(key.data) // forest.page_bytes, words(page_ids)
     if not forest.hosted:
         raise PrefixError("this tree has no host tier")
@@ -332,11 +325,10 @@ def offered(forest: Forest, key: RadixKey, page_ids: PageIds, first_page: int) -
 
 
 def land(forest: Forest, key: RadixKey, first: int, ids: bytes) -> Inserted:
-    """Keep host pages of `key` from page `first` on. Ids of pages on the host already, or without a way there, are
-    freed.
+    """Keep host pages of `key` from page `first` on; ids of pages on the host already, or unreachable, are freed.
 
-    Under write-through the pages before `first` must be on the host: if they are gone meanwhile, all ids are freed
-    (sglang#30106: a child was backed under a parent that was not).
+    Under write-through the pages before `first` must be on the host: if they are gone, all ids are freed (sglang#30106:
+    a child was backed under a parent that was not).
     """
     page_bytes = forest.page_bytes
     stop = first * page_bytes + len(ids) // ID_BYTES * page_bytes
@@ -368,9 +360,9 @@ def land(forest: Forest, key: RadixKey, first: int, ids: bytes) -> Inserted:
 
 
 def land_held(forest: Forest, key: RadixKey, held: tuple[tuple[int, bytes], ...]) -> tuple[FreePages, ...]:
-    """Keep ids of further components for the last pages of `key`, where its attention KV is on the host by now.
+    """Keep ids of further components for the last pages of `key`, where its attention KV is on the host.
 
-    Returns frees of ids that a node has already or that have no such node.
+    Returns frees of the other ids.
     """
     page_bytes, freed = forest.page_bytes, list[FreePages]()
     pages = len(key.data) // page_bytes
@@ -378,7 +370,7 @@ def land_held(forest: Forest, key: RadixKey, held: tuple[tuple[int, bytes], ...]
         per_page = forest.config.components[index].per_page
         first, spare = pages - len(ids) // ID_BYTES if per_page else pages - 1, list[bytes]()
         if per_page:
-            # Split there, so that each node is covered whole; the front counts as used, as the path does.
+            # Split there, so that each node is covered whole; the front counts as used.
             forest.touch(walk(forest, key, first * page_bytes)[::-1])
         path = walk(forest, key, pages * page_bytes)
         known = path[-1].end if path else 0

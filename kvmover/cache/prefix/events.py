@@ -1,7 +1,7 @@
-"""KV events tell a router the contents of a cache, in the encoding that vLLM, SGLang and Dynamo share.
+"""KV events tell a router a cache's contents, in the encoding that vLLM, SGLang and Dynamo share.
 
 An event is a msgpack map with its class's name under `type`; a batch is an array `[ts, events, rank]`. Fields that vLLM
-0.33 requires are always present, others only if set; consumers ignore unknown fields.
+0.33 requires are always present, others if set; consumers ignore unknown fields.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class _Event(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class BlockStored(_Event, frozen=True, tag="BlockStored"):
-    """The pages that can now be read from `medium`, in order of position, each after the one before.
+    """The pages that can now be read from `medium`, by position, each after the one before.
 
     "Block" is the routers' word for a page. `block_hashes` are `hashes.as_int64` of page hashes, `token_ids` the tokens
-    of all these pages, `block_size` the tokens of one. `parent_block_hash` names the page before the first; None at the
+    of all pages, `block_size` the tokens a page. `parent_block_hash` names the page before the first, None at the
     beginning.
     """
 
@@ -78,7 +78,7 @@ KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A batch of events in order of occurrence; `ts` in s since 1970. The rank's field has another name in vLLM."""
+    """A batch of events in order of occurrence; `ts` in s since 1970. vLLM names the rank differently."""
 
     ts: float
     events: tuple[KVEvent, ...]
@@ -88,7 +88,7 @@ class KVEventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
 def coalesce(events: Iterable[KVEvent]) -> list[KVEvent]:
     """Returns the same history in fewer events: a page stored right after its parent joins it, as do removals.
 
-    Order is kept, and only neighbours on one medium join: a page removed and stored again stays two events.
+    Only neighbours on one medium join: a page removed and stored again stays two events.
 
     >>> a = BlockStored((1,), None, (5, 6), 2, None, Medium.GPU, None)
     >>> coalesce([a, BlockStored((2,), 1, (7, 8), 2, None, Medium.GPU, None)])[0].block_hashes
@@ -98,7 +98,7 @@ def coalesce(events: Iterable[KVEvent]) -> list[KVEvent]:
 
 
 def _runs(events: Iterable[KVEvent]) -> Iterator[list[KVEvent]]:
-    """Yield lists of neighbours that may join, to be made one tuple at the end: linear in the prefix's length."""
+    """Yield lists of neighbours that may join; linear in a prefix's length, as tuples are made at the end."""
     run = list[KVEvent]()
     for event in events:
         if run and not _follows(run[-1], event):
@@ -148,9 +148,9 @@ def block_stored(
     tokens: Sequence[int] = (),
     namespace: PrefixNamespace | None = None,
 ) -> BlockStored:
-    """Returns the event of pages stored on a tier, in order of position, named by their hashes of 32 bytes.
+    """Returns the event of pages stored on a tier, by position, named by their 32-byte hashes.
 
-    `parent` is the hash of the page before them; None at the beginning. A tree passes `tokens` and `namespace` too;
+    `parent` is the hash of the page before them, None at the beginning. A tree passes `tokens` and `namespace`;
     storage, whose pages were in a tree before, does not. Raises PrefixError if `tier` is no Tier.
     """
     adapter, salt = (namespace.adapter, namespace.salt) if namespace is not None else ("", "")
@@ -169,7 +169,7 @@ Given = TypeVar("Given", bound=ActionList)
 
 
 class Journal:
-    """The events of a tree, for one sink. A split makes no event: it leaves page hashes unchanged."""
+    """The events of a tree, for one sink. A split makes no event: page hashes stay the same."""
 
     def __init__(self, config: TreeConfig, sink: Sink) -> None:
         self._config = config
@@ -179,14 +179,13 @@ class Journal:
 
     @property
     def owes_copies(self) -> bool:
-        """Returns True if a CopyOut was decided that the caller has not received."""
+        """Returns True if the caller has not received a CopyOut that was decided."""
         return any(isinstance(action, CopyOut) for action in self._owed)
 
     def told(self, given: Given) -> Given:
-        """Deliver all waiting events to the sink. Returns `given`, after the actions that earlier calls could not
-        return.
+        """Deliver waiting events to the sink. Returns `given`, behind actions that earlier calls could not return.
 
-        If the sink raises, its event, the events behind it, and the actions are kept for the next call.
+        If the sink raises, undelivered events and the actions are kept for the next call.
         """
         self._owed += given.actions
         while self._waiting:
@@ -227,7 +226,7 @@ def _namespace(node: Node) -> PrefixNamespace:
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _CLOSE_S = 1.0
-#: The approximate size of a snapshot's batch, of whole events.
+#: The approximate size of a snapshot's batch of whole events.
 _SNAPSHOT_BATCH_BYTES = 1 << 20
 
 
@@ -240,12 +239,12 @@ class _Snapshot(NamedTuple):
 
 
 class EventPublisher:
-    """A publisher of event batches over ZMQ, called from any one thread; it never waits for subscribers.
+    """A publisher of event batches over ZMQ, for any one thread; it never waits for subscribers.
 
-    A subscriber with `most_waiting` batches queued misses the next: it sees the gap in the numbers, and can request the
-    last `keep_batches` at `replay_endpoint`. With port `*` the system chooses one, which `endpoint` and
-    `replay_endpoint` then name. Close it, or use it as a context. Raises MissingLibrary without pyzmq, and
-    TransportError if an endpoint cannot be bound.
+    A subscriber with `most_waiting` batches queued misses the next; it sees the gap in the numbers, and can request the
+    last `keep_batches` at `replay_endpoint`. For port `*` the system chooses, and `endpoint` and `replay_endpoint` name
+    the choice. Close it, or use it as a context. Raises MissingLibrary without pyzmq, TransportError if an endpoint
+    cannot be bound.
     """
 
     def __init__(
@@ -267,13 +266,13 @@ class EventPublisher:
         self._snapshot = _Snapshot(0, time.time(), ())
         self._keeping = threading.Lock()
         self._next = 0
-        #: The number of malformed replay requests, which get no reply.
+        #: Malformed replay requests, which get no reply.
         self.malformed_requests = 0
         self._encoder = msgspec.msgpack.Encoder()
         self._context = self._zmq.Context()
         try:
             self._subscribers, self.endpoint = self._bound(self._zmq.PUB, endpoint, most_waiting)
-            # Room for a snapshot and all kept batches: a socket drops messages beyond it for a slow reader.
+            # Room for a snapshot and all kept batches: beyond it a socket drops messages to a slow reader.
             self._askers, self.replay_endpoint = self._bound(
                 self._zmq.ROUTER, replay_endpoint or "inproc://replay", 2 * (keep_batches + 1)
             )
@@ -298,21 +297,21 @@ class EventPublisher:
 
     @property
     def snapshot_due(self) -> bool:
-        """Returns True if the next batch drops a batch that the last snapshot does not include."""
+        """Returns True if the next batch drops one that the last snapshot does not include."""
         return self._next - self._snapshot.number >= self._keep_batches
 
     def snapshot(self, events: Iterable[KVEvent]) -> None:
         """Keep `events`, all that is cached after every batch so far, for late subscribers.
 
-        They are `PrefixTree.resident()` and further pages announced to routers, such as those in storage: a reader
-        forgets the pages that they leave out. Subscribers without a gap do not receive it. It is held encoded.
+        They are `PrefixTree.resident()` and other pages announced to routers, such as those in storage: a reader
+        forgets pages that they leave out. Subscribers without a gap do not receive it. Held encoded.
         """
         encoded = tuple(map(self._encoder.encode, events))
         with self._keeping:
             self._snapshot = _Snapshot(self._next, time.time(), encoded)
 
     def close(self) -> None:
-        """Close the sockets and end the replay thread. Published batches still go out, for up to 1 s."""
+        """Close sockets and replay thread. Published batches still go out, for up to 1 s."""
         if self._context.closed:
             return
         stop = self._context.socket(self._zmq.PAIR)
@@ -342,7 +341,7 @@ class EventPublisher:
         return socket, socket.getsockopt_string(self._zmq.LAST_ENDPOINT)
 
     def _answer(self) -> None:
-        """Serve replays in a thread of its own, the replay socket's only user, so that no batch waits for one."""
+        """Serve replays in a thread of its own, sole user of the replay socket, so that no batch waits for it."""
         waiting = self._zmq.Poller()
         waiting.register(self._askers, self._zmq.POLLIN)
         waiting.register(self._stop, self._zmq.POLLIN)
@@ -370,7 +369,7 @@ class EventPublisher:
         self._askers.send_multipart((asker, b"", b"", END_OF_REPLAY, b""))
 
     def _payloads(self, snapshot: _Snapshot, most: int) -> list[bytes]:
-        """Returns a snapshot in at most `most` encoded batches, as many as there are free numbers."""
+        """Returns a snapshot in at most `most` encoded batches, since each needs a number."""
         encoder = msgspec.msgpack.Encoder()  # the other one is the publishing thread's
         total = sum(map(len, snapshot.events))
         batch_bytes = max(_SNAPSHOT_BATCH_BYTES, -(-2 * total // most))

@@ -1,5 +1,4 @@
-"""Eviction frees the first pages in eviction order, by component and tier, with all ids that are useless without them.
-"""
+"""Eviction frees the first pages in eviction order, by component and tier, with the ids useless without them."""
 
 from __future__ import annotations
 
@@ -17,10 +16,10 @@ from kvmover.errors import PrefixError
 
 
 class Eviction:
-    """The victims of one call. Their ids are gathered, so that a caller frees each component and tier once.
+    """The victims of one call. Ids are gathered, so that a caller frees each component and tier once.
 
-    `room` are free host pages into which a write-back tree may copy victims; unused ones stay the caller's. Raises
-    PrefixError if another tree is given `room`, or an id of it is in use.
+    `room` are free host pages for victims of a write-back tree; unused ones stay the caller's. Raises PrefixError for
+    `room` in another tree.
     """
 
     def __init__(self, forest: Forest, room: PageIds = ()) -> None:
@@ -29,15 +28,15 @@ class Eviction:
         if self._room and not isinstance(forest.config.tiers, WriteBack):
             raise PrefixError("only a tree that writes back evicts into host pages")
         forest.claim([(Tier.HOST, -1, self._room)])
-        # With further components a leaf is evicted whole: without its window or state, the rest of it is useless.
+        # With further components a leaf is evicted whole: without its window or state, the rest is useless.
         self._trims = forest.config.grain is EvictionGranularity.PAGE and not forest.config.components
         self._copies = list[CopyOut]()
         self._freed: dict[tuple[int, Tier], list[bytes]] = {}
 
     def pools(self, pages: Mapping[int, int]) -> ActionList:
-        """Evict so many device pages of each component, by its index, or all evictable.
+        """Evict so many device pages of each component, by index, or all evictable.
 
-        Attention KV goes first, from the ends of leaves; ids freed with it count for the other components.
+        Attention KV goes first, from the ends of leaves; ids freed with it count for the others.
         """
         for index, count in sorted(pages.items()):
             count -= sum(map(len, self._freed.get((index, Tier.DEVICE), ()))) // ID_BYTES
@@ -50,7 +49,7 @@ class Eviction:
     def path(self, end: Node) -> ActionList:
         """Evict a path's device pages from its end up to a node that is locked or has device pages below it.
 
-        A node without a host copy, and without room for one, stays with all its ancestors.
+        A node that has neither a host copy nor room for one stays, with its ancestors.
         """
         at = end
         while at.parent is not None and at.pages is not None and not (at.locks or at.device_children):
@@ -82,13 +81,13 @@ class Eviction:
                 account.order.front(node)
 
     def _only_here(self, node: Node) -> bool:
-        """Returns True if evicting the leaf would delete it, and may do so page by page."""
+        """Returns True if evicting the leaf deletes it, page by page."""
         return self._trims and node.host is None and not self._room
 
     def _may_go(self, node: Node, need: int) -> bool:
         """Returns True if a leaf, or `need` pages of its tail, can be evicted.
 
-        A leaf to be deleted first takes along the nodes below it on the host, unless one is in use.
+        A leaf to be deleted takes along the host nodes below it, unless one is in use.
         """
         pages = node.end - node.start
         if node.host is not None or self._room_for(min(need, pages) if self._trims else pages):
@@ -96,7 +95,7 @@ class Eviction:
         return not node.host_locks and (not node.children or self._drop_below(node))
 
     def _held(self, index: int, pages: int) -> None:
-        """Evict device ids of a further component; a backed leaf is evicted from the device whole."""
+        """Evict a further component's device ids; a backed leaf leaves the device whole."""
         account = self._forest.held_device[index]
         aim = account.evictable - pages
         while account.evictable > aim:
@@ -109,7 +108,7 @@ class Eviction:
                 self._give_up(node)
 
     def host(self, pages: int) -> ActionList:
-        """Evict host pages of attention KV: under write-back copies of device pages first, then childless nodes."""
+        """Evict host pages of attention KV: under write-back, copies of device pages first; then childless nodes."""
         forest = self._forest
         while pages > 0 and (node := forest.doubles.first()) is not None:
             pages -= node.end - node.start
@@ -130,7 +129,7 @@ class Eviction:
         return self._outcome()
 
     def held_host(self, index: int, pages: int) -> ActionList:
-        """Evict ids of a further component that are on the host alone."""
+        """Evict host-only ids of a further component."""
         account = self._forest.held_host[index]
         aim = account.evictable - pages
         while account.evictable > aim and (node := account.order.first()) is not None:
@@ -138,7 +137,7 @@ class Eviction:
         return self._outcome()
 
     def _trimmed(self, node: Node, need: int, account: EvictableSet) -> Node:
-        """Returns the part of `node` to evict: its tail. The front, a new node, takes its place in the order."""
+        """Returns the tail of `node` to evict. The front, a new node, takes its place in the order."""
         pages = node.end - node.start
         if self._trims and need < pages:
             front = self._forest.split(node, pages - need)
@@ -147,7 +146,7 @@ class Eviction:
         return node
 
     def _give_up(self, node: Node) -> None:
-        """Evict a leaf from the device: it stays on the host if backed, or if `room` suffices; else it is deleted."""
+        """Evict a leaf from the device: kept on the host if backed, or if `room` suffices; else deleted."""
         if node.host is None and self._room_for(node.end - node.start):
             self._copy_out(node)
         if node.host is None:
@@ -174,7 +173,7 @@ class Eviction:
         self._forest.give(node, Tier.HOST, -1, ids)
 
     def _bury(self, node: Node, index: int) -> None:
-        """Make `node` a tombstone of one component, and of the components of lower rank."""
+        """Make `node` a tombstone of a component, and of those of lower rank."""
         components = self._forest.config.components
         for other, held in enumerate(node.held):
             lower = components[other].rank < components[index].rank
@@ -194,7 +193,7 @@ class Eviction:
         return True
 
     def _uproot(self, node: Node) -> None:
-        """Delete a childless node with all its ids. Its ancestors stay: each has attention KV of its own."""
+        """Delete a childless node with all its ids. Its ancestors have attention KV of their own, and stay."""
         if node.pages is not None:
             self._take(node, Tier.DEVICE, -1)
         if node.host is not None:
@@ -213,7 +212,7 @@ class Eviction:
         self._freed.setdefault((index, tier), []).append(ids)
 
     def _outcome(self) -> ActionList:
-        """Returns the copies, then one FreePages for each component and tier, in order. Releases unused room."""
+        """Returns the copies, then a FreePages for each component and tier. Releases unused room."""
         self._forest.in_use[Tier.HOST, -1].release(self._room)
         name, freed = self._forest.config.name, list[FreePages]()
         for index, tier in sorted(self._freed):

@@ -18,20 +18,20 @@ from kvmover.errors import PrefixError, StaleHandle
 
 
 class PrefixEnd(NamedTuple):
-    """An end inside a node, where a prompt left it midway: after page `page` of the path, counted from the root."""
+    """An end inside a node that a prompt left midway, after `page` pages from the root."""
 
     node: Node
     page: int
 
 
-#: Most ids kept for ends inside nodes, 200 B each. A match that ends inside a node is stale after so many others.
+#: Most ids kept for ends inside nodes, 200 B each; older ones go stale.
 MOST_PLACES = 4096
 
 
 class Forest:
-    """The state of a tree. The invariants that do not depend on the caller hold between two calls.
+    """The state of a tree. Between calls it satisfies the invariants, except those that depend on the caller.
 
-    `core` provides the columns: C or Python by `chosen`, unless given.
+    `core` provides the columns; by default `chosen` does.
     """
 
     def __init__(self, config: TreeConfig, core: TreeCore | None = None) -> None:
@@ -66,7 +66,7 @@ class Forest:
         self._unlink()
 
     def _unlink(self) -> None:
-        """Break the cycles of parents and children, which no garbage collector takes apart."""
+        """Break the parent-child cycles, which no collector takes apart."""
         for node in self.nodes.values():
             node.unlink()
 
@@ -89,7 +89,7 @@ class Forest:
         return None if self.by_recency else self.config.policy.order()
 
     def _root(self, namespace: PrefixNamespace | None) -> Node:
-        """Returns a root: without pages, on every tier, and locked for ever, so that each upward walk stops at it."""
+        """Returns a root: without pages, on every tier, locked for ever, so that upward walks stop there."""
         root = self.columns.node(ROOT, None, b"", 0, 0)
         root.held = ()
         root.pages, root.host, root.locks, root.host_locks, root.namespace = b"", b"", 1, 1, namespace
@@ -103,9 +103,9 @@ class Forest:
         return root
 
     def node(self, node_id: int) -> Node:
-        """Returns the node that ends where `node_id` says, after a split if that is inside a node.
+        """Returns the node that ends at `node_id`. An end inside a node is split off, and its path marked as used.
 
-        A split marks the path as used. Raises StaleHandle for an unknown id.
+        Raises StaleHandle for an unknown id.
         """
         self.columns.whole()
         node = self.nodes.get(node_id)
@@ -118,9 +118,9 @@ class Forest:
         return node
 
     def view(self, node_id: int) -> Node:
-        """Returns the node as `node` does, for reading only: for an end inside a node, a copy of its front.
+        """Returns the node as `node` does, for reading: an end inside a node gives an unsplit copy of its front.
 
-        Splits no node and marks no use. Raises StaleHandle for an unknown id.
+        Raises StaleHandle for an unknown id.
         """
         self.columns.whole()
         node = self.nodes.get(node_id)
@@ -133,20 +133,20 @@ class Forest:
         return node
 
     def place(self, node: Node, page: int) -> int:
-        """Returns a new id for the end of `page` inside `node`, valid across splits and joins until the page goes."""
+        """Returns a new id for the end of `page` inside `node`, valid across splits and joins."""
         node_id = self.columns.next_id
         self.columns.next_id += 1
         self.keep_place(node_id, PrefixEnd(node, page))
         return node_id
 
     def keep_place(self, node_id: int, place: PrefixEnd) -> None:
-        """Let an id stand for an end inside a node; beyond `MOST_PLACES` the oldest id is dropped."""
+        """Register an id for an end inside a node, dropping the oldest beyond `MOST_PLACES`."""
         self._places[node_id] = place
         if len(self._places) > MOST_PLACES:
             del self._places[next(iter(self._places))]
 
     def _place(self, node_id: int) -> PrefixEnd:
-        """Returns the node that now covers a place's page: a split keeps the id at the end and puts fronts above.
+        """Returns the node that covers a place's page now: a split keeps ids at the end, and puts fronts above.
 
         Raises StaleHandle if the page is gone.
         """
@@ -176,7 +176,10 @@ class Forest:
     # Ids
 
     def claim(self, rows: Sequence[tuple[Tier, int, bytes]]) -> None:
-        """Claim the ids of all `rows`, (tier, component index, ids). Raises PrefixError and claims no id otherwise."""
+        """Claim the ids of all `rows`, (tier, component index, ids). Raises PrefixError if one is in use.
+
+        It then claims no id.
+        """
         for place, (tier, index, ids) in enumerate(rows):
             page = self.in_use[tier, index].claim(ids)
             if page >= 0:
@@ -192,7 +195,7 @@ class Forest:
     # Structure
 
     def attach(self, parent: Node, tokens: bytes) -> Node:
-        """Returns a new child of `parent` without pages: `give` it ids, or set them, then `weigh` and `settle`."""
+        """Returns a new child of `parent` without pages; `give` adds them."""
         columns, end = self.columns, parent.end + len(tokens) // self.page_bytes
         node = columns.node(columns.next_id, parent, tokens, parent.end, end)
         columns.next_id += 1
@@ -202,15 +205,15 @@ class Forest:
         return node
 
     def front(self, node: Node, pages: int, node_id: int) -> Node:
-        """Returns a copy of a node's first `pages` pages with id `node_id`. See Columns.front."""
+        """Returns a copy of a node's front. See Columns.front."""
         return self.columns.front(node, pages, node_id)
 
     def split(self, node: Node, pages: int, front_id: int = 0) -> Node:
-        """Split a node after its first `pages` pages. Returns the front. See Columns.split."""
+        """Split a node. Returns the front. See Columns.split."""
         return self.columns.split(node, pages, front_id)
 
     def remove(self, node: Node) -> None:
-        """Remove a childless node from the tree. Its ids must have been taken before."""
+        """Remove a childless node whose ids were taken."""
         parent = node.parent
         assert parent is not None
         assert not node.children
@@ -227,7 +230,7 @@ class Forest:
     # Ids of a node
 
     def give(self, node: Node, tier: Tier, index: int, ids: bytes) -> None:
-        """Set the `ids` of a component at a node on `tier`, and count, order and journal them."""
+        """Set a component's `ids` at a node on `tier`, in counts, orders and journal too."""
         if self.plain:
             node.pages = ids
             self.columns.weigh(node, 1)
@@ -245,7 +248,7 @@ class Forest:
                 self.journal.stored(node, tier)
 
     def take(self, node: Node, tier: Tier, index: int) -> bytes:
-        """Remove a node's ids of a component on `tier`. Returns them. The parent may become evictable."""
+        """Take a node's ids of a component off `tier`. Returns them. The parent may become evictable."""
         if node is self.columns.trimmed:
             self.columns.whole()
         ids = self.ids(node, tier, index)
@@ -269,10 +272,7 @@ class Forest:
         return ids
 
     def trim(self, node: Node, pages: int) -> bytes:
-        """Cut the last `pages` pages off an unlocked node that is on the device alone. Returns their ids.
-
-        See Columns.trim.
-        """
+        """Cut the last pages off an unlocked device-only node. Returns their ids. See Columns.trim."""
         keep = node.end - node.start - pages
         assert not node.locks
         if self.journal is not None:
@@ -287,10 +287,9 @@ class Forest:
         return held.pages if tier is Tier.DEVICE else held.host
 
     def touch(self, path: list[Node], used_pages: int | None = None) -> None:
-        """Mark `path`, deepest node first, as used.
+        """Mark `path`, deepest first, as used; of further components the part that its end needs.
 
-        Of further components, only the part is used that the end of the path needs, or the end of its first
-        `used_pages` pages.
+        With `used_pages`, the end for further components is that of the first `used_pages` pages.
         """
         self.columns.touch(path)
         if self.config.components and used_pages is not None:
@@ -318,7 +317,7 @@ def _set(node: Node, tier: Tier, index: int, ids: bytes | None) -> None:
 
 
 class TreeCore(Protocol):
-    """A module that defines the columns: `columns`, or its C counterpart with the same attributes and methods."""
+    """A module with the columns: `columns`, or its C counterpart with the same attributes and methods."""
 
     Columns: type[columns.Columns]
     PagesInUse: type[PagesInUse]
@@ -330,5 +329,5 @@ C_CORE: TreeCore | None = cast("TreeCore | None", NATIVE)
 
 
 def chosen() -> TreeCore:
-    """Returns the core of trees created without one: in C if available."""
+    """Returns the default core: C if available."""
     return C_CORE or PYTHON_CORE

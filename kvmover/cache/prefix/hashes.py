@@ -2,7 +2,7 @@
 
 In the default namespace they equal SGLang 0.5.23's storage keys (`mem_cache/cpp_utils/hash_binding.cpp`): SHA-256 over
 the previous page's hash and the page's tokens as unsigned 32-bit little-endian words. The first page's parent is the
-namespace's digest, which covers all that must be equal, beside the tokens, for two prompts to share KV.
+namespace's digest: all, beside tokens, that must be equal for prompts to share KV.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _TAG = b"kvmover-namespace-v1"
 
 
 class PrefixNamespace(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
-    """The model, adapter, tenant salt and extra keys (such as an image's digest) that prompts must share to share KV.
+    """The model, adapter, tenant salt and extra keys (such as an image's digest) that must be equal to share KV.
 
-    Fields are compared and hashed separately, never joined: adapter "ab" with salt "c" differs from "a" with "bc".
-    SGLang 0.5.23 (`schedule_batch.py`) appends the adapter to another key and cannot tell the two apart.
+    Fields are compared and hashed separately, never joined: adapter "ab" with salt "c" is not "a" with "bc". SGLang
+    0.5.23 (`schedule_batch.py`) appends the adapter to another key and cannot tell these apart.
     """
 
     model: str = ""
@@ -72,9 +72,9 @@ class HashError(KvmoverError, ValueError):
 def chain(parent: bytes, tokens: TokenIds, page_tokens: int) -> list[bytes]:
     """Returns the hash of each whole page of `tokens`, each chained from the one before; a shorter tail is left out.
 
-    `parent` is the hash of the page before the first, or the namespace's digest (`b""` if empty). Hashing whole pages
-    in parts, each from the last hash of the part before, gives the same hashes. Raises HashError unless `tokens` are
-    one row of unsigned 32-bit integers, `page_tokens` is at least 1 and `parent` has 0 or 32 bytes.
+    `parent` is the hash of the page before the first, or the namespace's digest. Hashing whole pages in parts, each
+    from the last hash of the part before, gives the same. Raises HashError unless `tokens` are one row of unsigned
+    32-bit integers, `page_tokens` is at least 1 and `parent` has 0 or 32 bytes.
 
     >>> [page.hex()[:16] for page in chain(b"", [1, 2, 3, 4, 5], 2)]
     ['34fb5c825de7ca4a', 'c57b445f90651b9a']
@@ -105,12 +105,12 @@ def as_int64(page_hash: bytes) -> int:
 
 
 def as_int64s(page_hashes: Sequence[bytes]) -> tuple[int, ...]:
-    """Returns `as_int64` of each hash, in half the time of separate calls: a long prompt has thousands."""
+    """Returns `as_int64` of each hash, in half the time of separate calls."""
     return unpack(f">{len(page_hashes) * (HASH_BYTES // 8)}q", b"".join(page_hashes))[:: HASH_BYTES // 8]
 
 
 def chain_in_python(parent: bytes, data: bytes, page_bytes: int) -> list[bytes]:
-    """Compute `chain_bytes` without the C core."""
+    """See `chain_bytes`."""
     hashes = list[bytes]()
     for first in range(0, len(data) - page_bytes + 1, page_bytes):
         parent = sha256(parent + data[first : first + page_bytes]).digest()

@@ -1,4 +1,4 @@
-"""An insertion adds a prompt's new pages to the tree, and returns each id that it does not use exactly once."""
+"""An insertion adds a prompt's new pages to the tree, and returns each unused id exactly once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvmover.errors import PrefixError
 
 @dataclass(slots=True)
 class Trailing:
-    """The ids that a request brings of a further component, for its last pages from page `first` on.
+    """The ids of a further component for a request's last pages, from page `first` on.
 
     `kept`: [id], True if the tree holds the id now.
     """
@@ -38,9 +38,9 @@ class Trailing:
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """A request's whole pages of `key` to insert, with the ids of pages from `first_page` on.
+    """A request's whole pages of `key` to insert, with ids from page `first_page` on.
 
-    The key begins at page `start` of the path and ends at page `pages`.
+    The key covers pages [start, pages) of the path.
     """
 
     key: RadixKey
@@ -64,7 +64,7 @@ class Offer(msgspec.Struct, frozen=True):
         held: Mapping[str, PageIds] | None,
         priority: int,
     ) -> Offer:
-        """Returns the offer of a prompt from the root on. Raises PrefixError if the ids do not fit the pages."""
+        """Returns the offer of a prompt from the root. Raises PrefixError if ids do not fit the pages."""
         pages = _checked_pages(forest, key, ids, 0, first_page)
         counted = counted_tokens // forest.config.page_tokens
         return cls(key, 0, pages, first_page, ids, counted, priority, _all_trailing(forest, held, 0, pages))
@@ -73,15 +73,15 @@ class Offer(msgspec.Struct, frozen=True):
     def below(
         cls, forest: Forest, key: RadixKey, ids: bytes, start: int, held: Mapping[str, PageIds] | None, priority: int
     ) -> Offer:
-        """Returns the offer of new pages below the first `start` pages of a path. Raises PrefixError as `of`."""
+        """Returns the offer of new pages below the first `start` pages. Raises PrefixError as `of`."""
         pages = _checked_pages(forest, key, ids, start, start)
         return cls(key, start, pages, start, ids, 0, priority, _all_trailing(forest, held, start, pages))
 
 
 def _checked_pages(forest: Forest, key: RadixKey, ids: bytes, start: int, first_page: int) -> int:
-    """Returns the page at which a key that begins at page `start` ends.
+    """Returns the end page of a key that begins at page `start`.
 
-    Raises PrefixError unless `ids` has one id for each page from `first_page` on.
+    Raises PrefixError unless `ids` has one id a page from `first_page` on.
     """
     pages = start + len(key.data) // forest.page_bytes
     if not start <= first_page <= pages or len(ids) != (pages - first_page) * ID_BYTES:
@@ -114,7 +114,7 @@ LoadingIds: TypeAlias = Callable[[Node, int], bytes | None]
 
 
 class Insertion:
-    """An insert along the nodes that match the key, from the root or from node `above`, and a new leaf for the rest."""
+    """An insert along the nodes that match the key, from the root or `above`, and a new leaf for the rest."""
 
     def __init__(self, forest: Forest, offer: Offer, loading: LoadingIds, above: Node | None = None) -> None:
         self._forest = forest
@@ -129,7 +129,7 @@ class Insertion:
     def run(self) -> Inserted:
         """Insert the new pages. Returns the result. The path becomes the most recently used.
 
-        Raises PrefixError before any change if an id is in use, or a page before `first_page` is not on the device.
+        Raises PrefixError before any change, as PrefixTree.insert.
         """
         if self._offer.pages > self._offer.start:
             self._claim()
@@ -139,10 +139,7 @@ class Insertion:
         return self._result()
 
     def _claim(self) -> None:
-        """Claim the ids brought, except those that the tree holds or awaits at the same position.
-
-        Raises PrefixError as `run`.
-        """
+        """Claim the ids that the tree neither holds nor awaits at their position. Raises PrefixError as `run`."""
         forest, offer = self._forest, self._offer
         at, first = self._above or forest.roots.get(offer.key.namespace), offer.first_page
         known, path = offer.start, list[Node]()
@@ -164,7 +161,7 @@ class Insertion:
         forest.claim(rows)
 
     def _foreign(self, path: Sequence[Node], known: int, index: int, first: int, ids: bytes) -> bytes:
-        """Returns those `ids`, of a component's pages from `first` on, that nodes of `path` neither hold nor await."""
+        """Returns those `ids` of a component, from page `first` on, that nodes of `path` neither hold nor await."""
         per_page, pages = index < 0 or self._forest.config.components[index].per_page, self._offer.pages
         rows = list[bytes]()
         for node in path:
@@ -207,7 +204,7 @@ class Insertion:
             self._grow(at)
 
     def _pass(self, node: Node) -> None:
-        """Give a known node the new ids if it is not on the device; else collect those that differ as duplicates."""
+        """Give a known node the new ids if it is not on the device; else note different ones as duplicates."""
         first = self._offer.first_page
         if node.end > first:
             mine = self._offer.ids[max(0, node.start - first) * ID_BYTES : (node.end - first) * ID_BYTES]
@@ -244,9 +241,9 @@ class Insertion:
             at = self._end = node
 
     def _boundaries(self, start: int) -> list[int]:
-        """Returns the pages where new nodes begin and end: where brought ids begin, and one window before the end.
+        """Returns the pages where new nodes begin and end: where brought ids begin, and a window before the end.
 
-        So a lock on the end of a long prompt pins one window of it instead of the whole node.
+        A lock on the end of a long prompt then pins one window, not the whole node.
         """
         forest, offer = self._forest, self._offer
         if not forest.config.components:
@@ -258,7 +255,7 @@ class Insertion:
         return sorted(cut for cut in cuts if start <= cut <= offer.pages)
 
     def _split_where_brought(self, node: Node) -> Node:
-        """Split a node at the first page where ids begin that it lacks. Returns the front, or the whole node."""
+        """Split a node where ids begin that it lacks. Returns the front, or the whole node."""
         cuts = [
             each.first
             for each in self._offer.trailing
@@ -267,11 +264,11 @@ class Insertion:
         return self._forest.split(node, min(cuts) - node.start) if cuts else node
 
     def _per_page(self, trailing: Trailing) -> bool:
-        """Returns False for a state, which lies at the end of a node and has no boundary inside one."""
+        """Returns False for a state, which has no boundary inside a node."""
         return self._forest.config.components[trailing.index].per_page
 
     def _pass_held(self, node: Node) -> None:
-        """Give a node the ids of further components that it lacks, and mark those that it holds as kept."""
+        """Give a node the further components' ids that it lacks, and mark the ids it holds as kept."""
         for trailing in self._offer.trailing:
             if self._per_page(trailing):
                 low, high = max(0, node.start - trailing.first), node.end - trailing.first
@@ -300,9 +297,9 @@ class Insertion:
 
 
 def due_backup(forest: Forest, path: list[Node]) -> tuple[int, ...]:
-    """Returns the deepest node of `path`, deepest first, that is due for write-through, unless its copies exist or run.
+    """Returns the deepest node of `path`, deepest first, with `hits_due` hits, unless it is copied or in flight.
 
-    A node is due once `hits_due` requests have inserted it. Its copies include the windows and states that it needs.
+    The windows and states that it needs must be copied too.
     """
     for place, node in enumerate(path):
         if node.hits >= forest.hits_due:

@@ -1,8 +1,8 @@
 """Locks protect paths from eviction until their handles are released, however nodes are split meanwhile.
 
 A node counts its own handles and its locked children, so a lock costs only the nodes that it newly locks: one step in a
-chat whose last turn is locked already. At a split the new front gets one locked child. Further components are locked by
-page positions of the path, which a split does not move.
+chat whose last turn is locked. At a split the new front gets one locked child. Further components are locked by page
+positions, which a split does not move.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvmover.cache.prefix.node import LockedPath, LockedSegment, Node
 from kvmover.cache.prefix.results import LockHandle, Tier
 from kvmover.errors import PrefixError, StaleHandle
 
-#: Numbers of handles, over all trees of the process: a handle of one tree is unknown in another.
+#: Numbers of handles over all trees of the process: a handle is unknown in another tree.
 NUMBERS = count(1)
 
 
@@ -27,7 +27,7 @@ class Locks:
         self._forest = forest
 
     def device(self, node: Node, segments: tuple[LockedSegment, ...] = ()) -> LockHandle:
-        """Lock `node` and its ancestors: the nodes themselves, and their pages where they are."""
+        """Lock `node` and its ancestors: the nodes, and their pages where they are."""
         self._forest.columns.lock(node)
         return self._handle(node, Tier.DEVICE, segments)
 
@@ -47,7 +47,7 @@ class Locks:
         return self._handle(node, Tier.HOST, segments)
 
     def release(self, handle: LockHandle) -> None:
-        """Release a lock; its pages count as used until now. Raises StaleHandle if it was released before."""
+        """Release a lock; its pages count as used now. Raises StaleHandle if it was released before."""
         locked = self.locked(handle)
         del self._forest.locked_paths[handle.number]
         for segment in locked.segments:
@@ -58,7 +58,7 @@ class Locks:
             self._release_host(locked.node)
 
     def release_component(self, handle: LockHandle, index: int) -> None:
-        """Release the part of a lock that covers one component. Raises PrefixError if it is not covered (any more)."""
+        """Release the part of a lock that covers one component. Raises PrefixError if it does not cover it."""
         locked = self.locked(handle)
         kept = tuple(segment for segment in locked.segments if segment.index != index)
         if len(kept) == len(locked.segments):
@@ -76,7 +76,7 @@ class Locks:
         return locked
 
     def segments(self, node: Node, skip: Sequence[str] = ()) -> tuple[LockedSegment, ...]:
-        """Returns the segment that the end of `node` needs of each component not in `skip`: window, or one state."""
+        """Returns the segments that the end of `node` needs of components not in `skip`: windows and states."""
         forest = self._forest
         if not forest.config.components or node.parent is None:
             return ()
@@ -88,7 +88,7 @@ class Locks:
         return tuple(segments)
 
     def needs(self, node: Node, skip: Sequence[str] = ()) -> dict[str, int]:
-        """Returns the pages that a lock would protect. See PrefixTree.lock_needs."""
+        """See PrefixTree.lock_needs."""
         config, path = self._forest.config, node.path()
         free = [each for each in path if each.pages is not None and not each.locks]
         found = {FULL: sum(each.end - each.start for each in free)}
@@ -100,7 +100,7 @@ class Locks:
         return found
 
     def pages(self, handles: Iterable[LockHandle]) -> dict[str, int]:
-        """Returns the pages that the handles protect. See PrefixTree.locked_pages."""
+        """See PrefixTree.locked_pages."""
         config, forest = self._forest.config, self._forest
         found, seen = {FULL: 0, **{component.name: 0 for component in config.components}}, set[tuple[int, int]]()
         for locked in map(self.locked, handles):

@@ -34,7 +34,7 @@ def walk(forest: Forest, key: RadixKey, stop: int) -> list[Node]:
 
 
 def matched(forest: Forest, descent: Descent) -> Match:
-    """Returns the Match of a descent. An end inside a node gets a new id that stands for it."""
+    """Returns the Match of a descent. An end inside a node gets an id of its own."""
     path, inside, pages = descent
     if inside is not None:
         path = [*path, forest.front(inside, pages, forest.place(inside, inside.start + pages))]
@@ -49,8 +49,7 @@ def matched(forest: Forest, descent: Descent) -> Match:
 
 
 def backed(forest: Forest, path: list[Node]) -> int:
-    """Returns the node id below which a fetch can continue: the deepest host node, or under write-back the path's end.
-    """
+    """Returns the node below which a fetch can continue: the deepest on the host, under write-back the last."""
     if isinstance(forest.config.tiers, WriteBack):
         return path[-1].id if path else ROOT
     return next((node.id for node in reversed(path) if node.host is not None), ROOT)
@@ -60,7 +59,7 @@ MISS = Match(0, NO_IDS, ROOT, 0, ROOT, 0, ROOT)
 
 
 def _anchors(forest: Forest, path: list[Node]) -> Match:
-    """Returns the Match of a path: its deepest ends usable from the device, and from device and host."""
+    """Returns the Match of a path, with its deepest ends usable from the device and from either tier."""
     device, best = _usable(forest, path, (Tier.DEVICE,)), _usable(forest, path, (Tier.DEVICE, Tier.HOST))
     page_tokens = forest.config.page_tokens
     ends = [0, *(node.end * page_tokens for node in path)]
@@ -83,7 +82,7 @@ def _anchors(forest: Forest, path: list[Node]) -> Match:
 def _usable(forest: Forest, path: list[Node], tiers: tuple[Tier, ...]) -> int:
     """Returns how many nodes of `path`, from the root, are usable from `tiers`.
 
-    Each validator is called for every node, since a window counts tokens along the path.
+    Validators see every node, since a window counts tokens along the path.
     """
     validators: list[MatchValidator] = [component.match_validator() for component in forest.config.components]
     usable = 0
@@ -103,7 +102,7 @@ def _usable(forest: Forest, path: list[Node], tiers: tuple[Tier, ...]) -> int:
 def loads(forest: Forest, path: list[Node]) -> tuple[LoadBack, ...]:
     """Returns the loads that make the end of `path`, root first, usable on the device.
 
-    They cover host-only attention KV of the path and, of further components, the part that its end needs.
+    They cover host-only attention KV and the parts of further components that the end needs.
     """
     found, deepest = list[LoadBack](), path[::-1]
     for i in range(-1, len(forest.config.components)):
@@ -122,14 +121,14 @@ def loads(forest: Forest, path: list[Node]) -> tuple[LoadBack, ...]:
 
 
 def positions(forest: Forest, nodes: Sequence[Node], index: int) -> PageArray:
-    """Returns page positions, from the root, of a component's ids at `nodes`: all pages, or the last of each node."""
+    """Returns positions, from the root, of a component's ids at `nodes`: all pages, or each node's last."""
     if index >= 0 and not forest.config.components[index].per_page:
         return np.array([node.end - 1 for node in nodes], np.int32)
     return np.concatenate([np.arange(node.start, node.end, dtype=np.int32) for node in nodes] or [NO_IDS])
 
 
 def _branches(forest: Forest, full_tokens: int, best_tokens: int) -> tuple[tuple[str, int], ...]:
-    """Returns (component, tokens) to keep next: the last grid point within attention KV, if beyond `best_tokens`."""
+    """Returns (component, tokens) to keep next: the last grid point in attention KV, if beyond `best_tokens`."""
     points = [
         (component.name, full_tokens // component.grid_tokens * component.grid_tokens)
         for component in forest.config.components
@@ -145,7 +144,7 @@ def waits(path: list[Node]) -> tuple[int, ...]:
 
 
 def _held(forest: Forest, path: list[Node]) -> tuple[tuple[str, PageArray], ...]:
-    """Returns, by further component, the ids that a request starting at the end of `path` reads."""
+    """Returns, by further component, the ids that a request reads at the end of `path`."""
     found, deepest = list[tuple[str, PageArray]](), path[::-1]
     for i, component in enumerate(forest.config.components):
         reached = deepest[: forest.reach(deepest, component.reach_tokens)]
@@ -161,12 +160,12 @@ SMALL_RUN_BYTES = 16 << 10
 
 
 def join(forest: Forest, path: Sequence[Node]) -> list[Node]:
-    """Join long runs of indistinguishable nodes in a path just used, root first. Returns its nodes after that.
+    """Join long runs of indistinguishable nodes in a path just used, root first. Returns its remaining nodes.
 
     Splits outlive their cause: where prompts left a hot prefix and their ends were evicted, single-child nodes remain,
-    each of which costs every match a look-up. A run of `SHORTEST_RUN` or more is joined at once, so that few nodes are
-    copied often; a run of few bytes is joined whenever the path is long. Under EvictionGranularity.NODE no run is
-    joined. With further components a joined node holds at most `_most_pages`.
+    each costing every match a look-up. Runs of `SHORTEST_RUN` are joined at once, so that few bytes are copied often;
+    runs of few bytes whenever the path is long; under EvictionGranularity.NODE, no run. With further components a
+    joined node holds at most `_most_pages`.
     """
     if len(path) < SHORTEST_RUN or forest.config.grain is not EvictionGranularity.PAGE:
         return list(path)
@@ -182,8 +181,8 @@ def join(forest: Forest, path: Sequence[Node]) -> list[Node]:
 def _most_pages(forest: Forest, node: Node) -> int:
     """Returns the most pages of a joined node, like `node`, in a tree with further components.
 
-    Few bytes, and of a component evicted whole no more than an end needs: otherwise a lock would protect, and an
-    eviction free, windows far before the one meant.
+    Few bytes, and no more than an end needs: otherwise a lock would protect, and an eviction free, windows far before
+    it.
     """
     reach = [
         component.reach_tokens
@@ -212,8 +211,8 @@ def _alike(forest: Forest, above: Node, node: Node) -> bool:
 def _held_alike(forest: Forest, index: int, above: ComponentPages, held: ComponentPages) -> bool:
     """Returns True if a component's ids at two neighbouring nodes can form one run.
 
-    A state at the end of `above` would come to lie inside the joined node. A lock's segment ends only at a node with a
-    handle of its own, which `above` lacks; so if equal counts cover both, no segment begins between them.
+    A state of `above` would end up inside the joined node. A lock's segment ends only at a node with a handle, which
+    `above` lacks; so with equal counts no segment begins between the two.
     """
     if above.busy or held.busy or above.locks != held.locks or above.host_locks != held.host_locks:
         return False
@@ -225,7 +224,7 @@ def _held_alike(forest: Forest, index: int, above: ComponentPages, held: Compone
 def _joined(forest: Forest, run: list[Node]) -> list[Node]:
     """Join a run into its last node, unless it is short and large. Returns the remaining nodes.
 
-    Ids of the other nodes become places inside the joined node.
+    Other nodes' ids become places in it.
     """
     first, last, above = run[0], run[-1], run[:-1]
     small = (last.end - first.start) * forest.page_bytes <= SMALL_RUN_BYTES

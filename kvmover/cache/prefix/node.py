@@ -23,14 +23,14 @@ class ComponentPages(msgspec.Struct, eq=False, gc=False):
 
 
 class Node(msgspec.Struct, eq=False, gc=False):
-    """A run of tokens and their pages, changed by the tree alone. Compared by identity, so it can be put in an order.
+    """A run of tokens and their pages, changed by the tree alone. Compared by identity, so it can be put in order.
 
-    Excluded from Python's cyclic collector, which would stop an engine for 0.5 s at a million nodes; the Forest
-    therefore cuts the links of forgotten nodes.
+    Excluded from Python's cyclic collector, which would stop an engine for 0.5 s at a million nodes: the Forest cuts
+    the links of forgotten nodes.
 
-    `tokens` are 32-bit words; `pages` and `host` are int32 page ids of attention KV on the device and the host, as
-    bytes, so that comparing, slicing and joining are single calls. `id` names the node's *end*: a split gives the front
-    to a new node. `start` and `end` count pages from the root.
+    `tokens` are 32-bit words, `pages` and `host` int32 page ids of attention KV on device and host, as bytes:
+    comparing, slicing and joining are single calls. `id` names the node's *end*: a split gives the front to a new node.
+    `start` and `end` count pages from the root.
     """
 
     id: int
@@ -80,7 +80,7 @@ class Node(msgspec.Struct, eq=False, gc=False):
 def page_hashes(node: Node, page_words: int) -> tuple[bytes, ...]:
     """Returns the hash of each page of a node, of `page_words` 32-bit words, chained from the namespace.
 
-    Missing hashes of the node and its ancestors are computed on demand and kept; splits do not change them.
+    Hashes missing on the path are computed on demand and kept.
     """
     missing = list[Node]()
     above = node

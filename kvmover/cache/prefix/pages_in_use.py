@@ -1,6 +1,6 @@
 """PagesInUse tracks the page ids of one component on one tier that a tree and its operations hold, each once.
 
-This class is the definition. `core/` has the same class in C, with one bit a page.
+This class is the definition; `core/` has it in C, with one bit a page.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ _MOST_IDS = 1 << 31
 
 
 class PagesInUse:
-    """A set of page ids, claimed on entry and released on exit, so that an id has one holder at a time."""
+    """A set of page ids, claimed on entry and released on exit, so that each has one holder."""
 
     __slots__ = ("_ids",)
 
@@ -21,7 +21,7 @@ class PagesInUse:
     def claim(self, ids: bytes) -> int:
         """Claim ids (32-bit words) and return -1; or change no id and return the first that cannot be claimed.
 
-        That is an id already in use, repeated in `ids`, or of 2**31 or more.
+        That is an id in use, repeated in `ids`, or of 2**31 or more.
         """
         row = np.frombuffer(ids, "<u4").tolist()
         new = set(row)

@@ -1,9 +1,8 @@
 """PlainSteps runs the most frequent calls of a plain tree in straight lines: match, lock, unlock, insert, evict.
 
-A tree is plain if it keeps attention KV alone, evicts by LRU and by pages, and has no sink: a node then carries no
-further state, and the steps are those of the Columns. Results equal those of the general implementation, which serves
-every other tree and defines them. A call that does not fit returns None before any change (`unlock`: False), and the
-general implementation carries it out or raises.
+A tree is plain if it keeps attention KV alone, evicts by LRU and by pages, and has no sink; its steps are those of the
+Columns. Results equal those of the general implementation, the definition. A call that does not fit returns None
+(`unlock`: False) before any change, and the general implementation runs it or raises.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ _NOTHING = ActionList()
 
 
 class PlainSteps:
-    """The steps of one plain tree, on the nodes and counts of its Forest."""
+    """The steps of one plain tree, on its Forest."""
 
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
         self._columns = forest.columns
         self._device_ids, self._host_ids = forest.in_use[Tier.DEVICE, -1], forest.in_use[Tier.HOST, -1]
         self._page_tokens = forest.config.page_tokens
-        #: All components that share the ids of attention KV.
+        #: Components with the ids of attention KV.
         self._names = (FULL, *(sidecar.name for sidecar in forest.config.sidecars))
         self._writes_back = isinstance(forest.config.tiers, WriteBack)
 
@@ -55,7 +54,7 @@ class PlainSteps:
         return cls(forest) if by_pages and forest.by_recency and forest.journal is None else None
 
     def match(self, key: RadixKey, limit_tokens: int | None) -> Match:
-        """Match a prompt, as PrefixTree.match."""
+        """See PrefixTree.match."""
         forest, columns = self._forest, self._columns
         root = columns.roots.get(key.namespace)
         if root is None:
@@ -82,7 +81,7 @@ class PlainSteps:
         return Match(tokens, page_array(columns.gather(path, end)), node_id, tokens, node_id, tokens, node_id)
 
     def _on_tiers(self, path: list[Node], end: int, node_id: int) -> Match:
-        """Returns the Match of a path that ends at page `end`, named `node_id`. Its device pages are the front."""
+        """Returns the Match of a path that ends at page `end` with id `node_id`. Its front is on the device."""
         tokens, ids_of = end * self._page_tokens, self._columns.gather
         host_node = node_id if self._writes_back else self._backed(path, end, node_id)
         device = next((at for at, node in enumerate(path) if node.pages is None), None)
@@ -107,7 +106,7 @@ class PlainSteps:
         return node_id if path[-1].host is not None and path[-1].end > end else backed(self._forest, path)
 
     def lock(self, node_id: int) -> LockHandle:
-        """Lock a prefix, as PrefixTree.lock."""
+        """See PrefixTree.lock."""
         forest = self._forest
         node = forest.nodes.get(node_id) or forest.node(node_id)
         self._columns.lock(node)
@@ -116,7 +115,7 @@ class PlainSteps:
         return LockHandle(number, node.id, _DEVICE)
 
     def unlock(self, handle: LockHandle) -> bool:
-        """Release a lock, as PrefixTree.unlock. Returns False if it was released, or is not a device lock."""
+        """See PrefixTree.unlock. Returns False if the lock was released, or is not a device lock."""
         locked_paths = self._forest.locked_paths
         locked = locked_paths.get(handle.number)
         if locked is None or locked.node.id != handle.node or not (locked.tier is handle.tier is _DEVICE):
@@ -126,10 +125,10 @@ class PlainSteps:
         return True
 
     def insert(self, key: RadixKey, ids: bytes, first_page: int, counted_tokens: int) -> Inserted | None:
-        """Insert pages, as PrefixTree.insert.
+        """See PrefixTree.insert.
 
-        Returns None if the ids do not fit, pages below `first_page` are not the tree's, a page is on the host alone, or
-        an id is in use or repeated.
+        Returns None if ids do not fit, pages below `first_page` are not the tree's, a page is on the host alone, or an
+        id is in use or repeated.
         """
         forest, columns, data = self._forest, self._columns, key.data
         page_bytes = forest.page_bytes
@@ -167,7 +166,7 @@ class PlainSteps:
         return Inserted(actions, path[-1].id, pages * self._page_tokens, known * self._page_tokens, backups)
 
     def evict(self, pages: int, room: PageIds) -> ActionList | None:
-        """Evict pages, as PrefixTree.evict. Returns None if the core lacks the step, or the call may have to raise."""
+        """See PrefixTree.evict. Returns None if the core lacks the step, or the call may have to raise."""
         if self._forest.hosted:
             evict = self._columns.evict_device
             if evict is None or (len(room) and not self._writes_back):
@@ -188,12 +187,12 @@ class PlainSteps:
         return ActionList((FreePages(FULL, _DEVICE, page_array(freed)),))
 
     def evict_host(self, pages: int) -> ActionList | None:
-        """Evict host pages, as PrefixTree.evict_host. Returns None if the core lacks the step."""
+        """See PrefixTree.evict_host. Returns None if the core lacks the step."""
         evict = self._columns.evict_host
         return self._outcome(evict(pages)) if evict is not None and self._forest.hosted else None
 
     def _outcome(self, given_up: TierEviction) -> ActionList:
-        """Returns the copies, then one FreePages for each tier."""
+        """Returns the copies, then a FreePages for each tier."""
         device, host, copies = given_up
         actions = list[Action]()
         for first, src, dst in copies:
@@ -210,7 +209,7 @@ class PlainSteps:
 
 
 def _double(path: list[Node], inside: Node | None, inner: int, ids: bytes, first_page: int) -> bytes:
-    """Returns those `ids` of a path, from `first_page` on, at whose positions the tree has others.
+    """Returns those `ids`, of a path from `first_page` on, that differ from the tree's at their position.
 
     The path ends after `inner` pages of `inside`, if given.
     """

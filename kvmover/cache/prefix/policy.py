@@ -1,4 +1,4 @@
-"""An EvictionPolicy chooses the next victim, from an order that finds it without a scan of all nodes."""
+"""An EvictionPolicy chooses the next victim, from an order that finds it without a scan."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from kvmover.cache.prefix.node import Node
 
-#: The node of the smallest rank is evicted first.
+#: The smallest rank is evicted first.
 EvictionRank: TypeAlias = tuple[int, ...]
 
-#: Ranks a node, given the age of the last victim: about how long a node stays, in uses of the tree.
+#: Ranks a node, given the age of the last victim in uses of the tree: about how long a node stays.
 EvictionRanking: TypeAlias = Callable[[Node, int], EvictionRank]
 
 
@@ -21,11 +21,11 @@ class Order(Protocol):
     """The evictable nodes in order, kept across calls. Ties are broken by node id or time, never by a hash."""
 
     def add(self, node: Node) -> None:
-        """Add a node that has become evictable. A node already in the order keeps its place."""
+        """Add an evictable node. A node already in the order keeps its place."""
         ...
 
     def discard(self, node: Node) -> None:
-        """Remove a node that is no longer evictable, or gone. A node outside the order is ignored."""
+        """Remove a node that is no longer evictable. A node outside the order is ignored."""
         ...
 
     def touch(self, path: Iterable[Node]) -> None:
@@ -33,11 +33,11 @@ class Order(Protocol):
         ...
 
     def front(self, node: Node) -> None:
-        """Put a node, the rest of a victim, before all others."""
+        """Put a node, the rest of a victim, first."""
         ...
 
     def first(self) -> Node | None:
-        """Returns the next victim; None if the order is empty."""
+        """Returns the next victim; None if empty."""
         ...
 
     def __contains__(self, node: Node) -> bool: ...
@@ -48,26 +48,26 @@ class Order(Protocol):
 class Recency:
     """An order by least recent use, O(1) a step.
 
-    A path is touched deepest first, so that a node always stands before its ancestors: the first node is a leaf, found
-    without a search. The order is strict, so there are no ties.
+    A path is touched deepest first, so a node always stands before its ancestors: the first is a leaf, found without a
+    search. The order is strict, without ties.
     """
 
     def __init__(self, slot: int = 0) -> None:
-        """Create an empty order. `slot` numbers it among a node's orders, for orders that are linked through nodes."""
+        """Create an empty order. `slot` numbers it among a node's orders, for orders linked through nodes."""
         self.slot = slot
         #: The next victim first.
         self.nodes: OrderedDict[Node, None] = OrderedDict()
 
     def add(self, node: Node) -> None:
-        """Add a node behind all others, as used last. O(1)."""
+        """Add a node last, as used last. O(1)."""
         self.nodes.setdefault(node)
 
     def discard(self, node: Node) -> None:
-        """Remove a node if it is in the order. O(1)."""
+        """See Order. O(1)."""
         self.nodes.pop(node, None)
 
     def touch(self, path: Iterable[Node]) -> None:
-        """Move nodes of one path, deepest first, each behind all others."""
+        """Move nodes of a path, deepest first, each to the end."""
         nodes = self.nodes
         move = nodes.move_to_end
         for node in path:
@@ -75,7 +75,7 @@ class Recency:
                 move(node)
 
     def front(self, node: Node) -> None:
-        """Put a node before all others, as the next victim."""
+        """Put a node first, as the next victim."""
         self.nodes[node] = None
         self.nodes.move_to_end(node, last=False)
 
@@ -110,11 +110,11 @@ _BLOCK = 256
 
 
 class Ranked:
-    """An order by smallest rank. A use ranks the touched nodes anew, and leaves no work to the next eviction.
+    """An order by smallest rank. A use ranks the touched nodes anew, leaving no work to the next eviction.
 
-    Entries lie in order in blocks of at most 512, so a use costs two binary searches and two moves within a block: 3
-    us, regardless of earlier uses. A heap that corrects outdated entries when they come up spends the 0.3 s of 50,000
-    uses in one call.
+    Entries lie in order in blocks of at most 512, so a use costs two binary searches and two moves in a block: 3 us,
+    regardless of earlier uses. A heap that corrects outdated entries as they come up spends the 0.3 s of 50,000 uses in
+    one call.
     """
 
     def __init__(self, rank: EvictionRanking) -> None:
@@ -123,8 +123,8 @@ class Ranked:
         self._blocks: list[list[RankedEntry]] = []
         #: The last entry of each block.
         self._lasts: list[RankedEntry] = []
-        #: The last use seen, the number of nodes put in front, and the last use of the node that `first` returned last:
-        #: of the last victim.
+        #: The last use seen, the count of nodes put first, and the last use of the node last returned by `first`: of
+        #: the last victim.
         self._now = 0
         self._fronts = 0
         self._first_used = 0
@@ -135,7 +135,7 @@ class Ranked:
             self._put(self._ranked(node))
 
     def discard(self, node: Node) -> None:
-        """Remove a node if it is in the order. O(log n)."""
+        """See Order. O(log n)."""
         entry = self._entries.pop(node, None)
         if entry is None:
             return
@@ -148,14 +148,14 @@ class Ranked:
             del self._blocks[at], self._lasts[at]
 
     def touch(self, path: Iterable[Node]) -> None:
-        """Rank each node that is in the order anew. O(log n) a node."""
+        """Rank anew each node in the order. O(log n) a node."""
         for node in path:
             if node in self._entries:
                 self.discard(node)
                 self._put(self._ranked(node))
 
     def front(self, node: Node) -> None:
-        """Put a node before all others, with the rank of the first."""
+        """Put a node first, with the rank of the first."""
         self.discard(node)
         if self._blocks:
             self._fronts += 1
@@ -198,7 +198,7 @@ class Ranked:
 
 @dataclass(frozen=True, slots=True)
 class EvictionPolicy:
-    """A name, and a factory of the policy's order."""
+    """A name, and a factory of the order."""
 
     name: str
     order: Callable[[], Order]
@@ -211,14 +211,14 @@ class EvictionPolicy:
 
 LRU = EvictionPolicy("lru", Recency)
 LFU = EvictionPolicy.ranked("lfu", lambda node, _age: (node.hits, node.used))
-#: Two classes: nodes hit twice or more are evicted last; within each class, LRU.
+#: Two classes, LRU within each: nodes hit twice or more are evicted last.
 SLRU = EvictionPolicy.ranked("slru", lambda node, _age: (node.hits >= 2, node.used))
 FIFO = EvictionPolicy.ranked("fifo", lambda node, _age: (node.created,))
 PRIORITY = EvictionPolicy.ranked("priority", lambda node, _age: (node.priority, node.used))
-#: LRU, but a node used twice stays about twice as long, as if its last use had been that much later. Unlike a node in
-#: SLRU's second class it is evicted then. On the Mooncake conversation trace at page 64 the hit rate is 0.0573 (LRU
-#: 0.0553, SLRU 0.0606) at 1M tokens, 0.1525 (0.1421, 0.0994) at 3M, 0.2990 (0.2940, 0.2118) at 10M, and 0.3641 (0.3660,
-#: 0.3609) at 30M, where nearly everything fits.
+#: LRU, but a node used twice stays about twice as long, as if last used that much later; then it is evicted, unlike
+#: SLRU's second class. On the Mooncake conversation trace at page 64 the hit rate is 0.0573 (LRU 0.0553, SLRU 0.0606)
+#: at 1M tokens, 0.1525 (0.1421, 0.0994) at 3M, 0.2990 (0.2940, 0.2118) at 10M, and 0.3641 (0.3660, 0.3609) at 30M,
+#: where nearly everything fits.
 EARNED = EvictionPolicy.ranked("earned", lambda node, age: (node.used + age * (node.hits >= 2),))
 
 POLICIES = {policy.name: policy for policy in (LRU, LFU, SLRU, FIFO, PRIORITY, EARNED)}

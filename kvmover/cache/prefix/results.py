@@ -29,7 +29,7 @@ class Tier(IntEnum):
 
 
 class FreePages(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """An action that returns page ids to the caller: neither the tree nor an operation uses them any more."""
+    """An action that returns page ids to the caller: neither tree nor operations use them."""
 
     component: str
     tier: Tier
@@ -37,9 +37,9 @@ class FreePages(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 class CopyLeg(msgspec.Struct, frozen=True, eq=False):
-    """One component's part of a copy: page `positions` from the root, then source and destination page ids.
+    """One component's part of a copy: page `positions` from the root, source ids, destination ids.
 
-    The ids on storage are an empty array.
+    Storage has no ids: the array is empty.
     """
 
     component: str
@@ -49,7 +49,7 @@ class CopyLeg(msgspec.Struct, frozen=True, eq=False):
 
 
 class CopyOut(msgspec.Struct, frozen=True, eq=False):
-    """An action that copies a victim without a host copy to the host, before any action that follows."""
+    """An action that copies a victim to the host, before any action that follows."""
 
     legs: tuple[CopyLeg, ...]
 
@@ -63,10 +63,7 @@ class ActionList(msgspec.Struct, frozen=True, gc=False, eq=False):
     actions: tuple[Action, ...] = ()
 
     def page_ids(self, component: str = FULL, tier: Tier = Tier.DEVICE) -> PageArray:
-        """Returns all ids that are freed of one component on one tier, int32, [page].
-
-        Raises PrefixError if `tier` is no Tier.
-        """
+        """Returns all ids freed of a component on a tier, int32, [page]. Raises PrefixError if `tier` is no Tier."""
         if tier.__class__ is not Tier:
             tier = member(Tier, tier, "tier", PrefixError)
         if not self.actions:
@@ -80,8 +77,8 @@ class ActionList(msgspec.Struct, frozen=True, gc=False, eq=False):
 class Inserted(ActionList, frozen=True, gc=False, eq=False):
     """The result of an insert, or of pages landing on the host: `tokens` are cached, `known_tokens` were before.
 
-    `node` is the end of the path. `actions` free the duplicates. `backups` are nodes due for write-through: call
-    `begin_backup` for each.
+    `node` is the path's end. `actions` free duplicates. `backups` are nodes due for write-through: call `begin_backup`
+    for each.
     """
 
     node: int = ROOT
@@ -107,7 +104,7 @@ class Extended(Inserted, frozen=True, gc=False, eq=False):
 
 
 class LoadBack(msgspec.Struct, frozen=True, eq=False):
-    """The pages that one component must load from the host before a match is usable up to its best node."""
+    """The pages of one component to load from the host before a match is usable up to its best node."""
 
     component: str
     positions: PageArray
@@ -115,14 +112,13 @@ class LoadBack(msgspec.Struct, frozen=True, eq=False):
 
 
 class Match(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """The longest prefix of a prompt usable now, and the longest usable after loads. Locks no page, counts no hit.
+    """The prefix of a prompt usable now, and the longest usable after loads. It locks no page and counts no hit.
 
-    `tokens`, `page_ids` and `device_node` describe the prefix usable now: every component is on the device.
-    `best_tokens` and `best_node` describe the prefix usable after loading `loads`; a prefetch continues at `host_node`.
-    `full_tokens` have attention KV on some tier, regardless of other components. `branches` are (component, tokens) at
-    which a component should be kept, so that the next prompt of this kind can start there. `held` are page ids of other
-    components at `device_node`: the window's, or the state to copy. `waits` are operations whose end makes more of the
-    prompt usable.
+    `tokens`, `page_ids` and `device_node` describe the prefix with every component on the device; `best_tokens` and
+    `best_node` the prefix usable after loading `loads`. A prefetch continues at `host_node`. `full_tokens` have
+    attention KV on some tier, regardless of other components. `branches` are (component, tokens) to keep, so that the
+    next prompt of this kind can start there. `held` are other components' page ids at `device_node`: the window's, or
+    the state to copy. `waits` are operations whose end makes more usable.
     """
 
     tokens: int
@@ -139,7 +135,7 @@ class Match(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """The pages of one component on one tier: evictable, and protected by a lock or, on the host, by a device copy."""
+    """The pages of one component on one tier: evictable; locked or, on the host, also on the device."""
 
     evictable: int
     protected: int

@@ -1,8 +1,7 @@
-"""PrefixTree maps the first tokens of prompts to KV pages on each tier, and chooses which pages are evicted.
+"""PrefixTree maps prompt prefixes to KV pages on each tier, and chooses which pages are evicted.
 
-The tree decides, the caller executes. Pages belong to the caller's pools. While the tree or an operation in flight
-holds a page id, only it may use the page; each id comes back exactly once, in a FreePages action or as the remainder of
-an operation.
+The tree decides, the caller executes. Pages belong to the caller's pools. A page id held by the tree or an operation is
+used by it alone, and comes back exactly once: in a FreePages action, or as an operation's remainder.
 """
 
 from __future__ import annotations
@@ -53,14 +52,14 @@ def _count(pages: int) -> int:
 
 
 class PrefixTree:
-    """A prefix tree of KV pages: each page is found by its tokens and all before them. Only whole pages are kept.
+    """A prefix tree of KV pages, each found by its tokens and all tokens before it. Only whole pages are kept.
 
-    Not thread-safe: threads that share a tree must take turns by a lock of their own. Page ids are below 2**31. An id
-    that the tree or an operation holds already, or that a call names twice, raises PrefixError before any change; at
-    the position where the tree holds it, it may be given again.
+    Not thread-safe: threads that share a tree need a lock of their own. Page ids are below 2**31. An id in use, or
+    named twice in a call, raises PrefixError before any change, unless the tree holds it at the same position. An
+    unknown node id raises StaleHandle.
 
-    `sink` receives each event once the call has made the change. If it raises, the call ends and the change stays: the
-    undelivered events, and the actions that the call could not return, come with the next call.
+    `sink` receives each event after the change. If it raises, the change stays; undelivered events and actions come
+    with the next call.
 
     >>> tree = PrefixTree(page_tokens=2)
     >>> first = tree.insert([1, 2, 3, 4], [10, 11])
@@ -101,7 +100,7 @@ class PrefixTree:
     # Lookup
 
     def key(self, tokens: TokenIds, namespace: PrefixNamespace = DEFAULT_NAMESPACE) -> RadixKey:
-        """Returns `tokens` as a key, converted once for all calls about the same prompt."""
+        """Returns `tokens` as a key, converted once for all calls about a prompt."""
         return RadixKey.of(tokens, namespace, self.config.units)
 
     def match(
@@ -113,10 +112,9 @@ class PrefixTree:
     ) -> Match:
         """Returns the cached prefix of the prompt's first `limit_tokens` tokens, and marks its path as used.
 
-        A request that must compute at least one token passes a limit of its length less one. A node that the prompt
-        leaves midway is split, and marked as used, only when the result is locked or an insert goes below it. The pages
-        are not locked: lock `device_node` before the next call that may evict, or the result goes stale. Raises
-        PrefixError if a key has another namespace or units than the call or the tree.
+        A request that must compute a token passes its length less one. A node that the prompt leaves midway is split
+        and marked only when the result is locked or inserted below. Lock the result before the next call that may
+        evict, or it goes stale. Raises PrefixError if a key's namespace or units differ.
         """
         if self._plain is not None:
             return self._plain.match(self._key(tokens, namespace), limit_tokens)
@@ -138,7 +136,7 @@ class PrefixTree:
         namespace: PrefixNamespace | None = None,
         limit_tokens: int | None = None,
     ) -> Match:
-        """Returns the result of `match` without marking a page as used: for schedulers that poll every waiting request.
+        """Returns the result of `match` without marking use, for schedulers that poll every waiting request.
 
         >>> tree = PrefixTree(page_tokens=1)
         >>> first, second = tree.insert([1], [10]), tree.insert([2], [11])
@@ -148,9 +146,9 @@ class PrefixTree:
         return matched(self._forest, self._descend(tokens, namespace, limit_tokens))
 
     def page_ids(self, node_id: int, first_page: int = 0) -> PageArray:
-        """Returns device pages of attention KV from `first_page` of the path to the node's end, int32, [page].
+        """Returns device pages of attention KV from `first_page` to the node's end, int32, [page], read-only.
 
-        The array is read-only. Raises PrefixError if one of them is not on the device, StaleHandle for an unknown node.
+        Raises PrefixError if one is not on the device.
         """
         path = [node for node in self._forest.view(node_id).path() if node.end > first_page]
         rows = [node.pages for node in reversed(path) if node.pages is not None]
@@ -161,21 +159,17 @@ class PrefixTree:
     def lock_needs(self, node_id: int, *, skip: Sequence[str] = ()) -> dict[str, int]:
         """Returns, by component, the evictable device pages that a lock of the node would protect.
 
-        After the lock, `free + sizes(c).evictable - lock_needs(node)[c]` pages of c are left for tokens still to be
-        computed.
+        The lock leaves `free + sizes(c).evictable - lock_needs(node)[c]` pages of c for tokens still to be computed.
         """
         return self._locks.needs(self._forest.view(node_id), skip)
 
     def page_hashes(self, node_id: int) -> list[bytes]:
-        """Returns the chained SHA-256 hash of each page from the root to the node's end, as in `hashes`.
-
-        Computed on demand, then kept. Raises StaleHandle for an unknown node.
-        """
+        """Returns the chained SHA-256 of each page from the root to the node's end; computed once."""
         path = self._forest.view(node_id).path()
         return [name for node in reversed(path) for name in page_hashes(node, self.config.page_words)]
 
     def sizes(self, component: str = FULL, tier: Tier = Tier.DEVICE) -> Sizes:
-        """Returns the pages of a component on a tier. A host page that is on the device too counts as protected.
+        """Returns a component's pages on a tier. A host page also on the device counts as protected.
 
         Raises PrefixError for Tier.STORAGE or an unknown component.
         """
@@ -188,16 +182,15 @@ class PrefixTree:
         return Sizes(account.evictable, account.protected)
 
     def __len__(self) -> int:
-        """Returns the number of nodes in all namespaces, without roots."""
+        """Returns the number of nodes without roots."""
         return len(self._forest.nodes) - 1
 
     # Locks
 
     def lock(self, node_id: int, *, skip: Sequence[str] = ()) -> LockHandle:
-        """Lock a prefix on the device, and of each component not in `skip` the window or state that its end needs.
+        """Lock a prefix on the device and, of components not in `skip`, the window or state that its end needs.
 
-        Locks are counted, and handles stay valid across splits. Locking ROOT has no effect. Raises StaleHandle for an
-        unknown node.
+        Locks count, and handles survive splits. Locking ROOT has no effect.
         """
         if self._plain is not None:
             return self._plain.lock(node_id)
@@ -205,9 +198,9 @@ class PrefixTree:
         return self._locks.device(node, self._locks.segments(node, skip))
 
     def lock_host(self, node_id: int) -> LockHandle:
-        """Lock the host copies of a prefix while they are read; its device pages may still be evicted.
+        """Lock a prefix's host copies while they are read; its device pages may be evicted.
 
-        Raises PrefixError for a node without a host copy.
+        Raises PrefixError if the node has no host copy.
         """
         node = self._forest.node(node_id)
         if node.host is None:
@@ -215,21 +208,21 @@ class PrefixTree:
         return self._locks.host(node, self._locks.segments(node))
 
     def unlock(self, handle: LockHandle) -> None:
-        """Release a lock, once. Raises StaleHandle if it was released before."""
+        """Release a lock. Raises StaleHandle if it was released before."""
         if self._plain is None or not self._plain.unlock(handle):
             self._locks.release(handle)
 
     def unlock_component(self, handle: LockHandle, component: str) -> None:
         """Release the part of a lock that covers one component, such as a window that decoding has left.
 
-        Raises PrefixError if the handle does not cover the component (any more).
+        Raises PrefixError if the handle does not cover it.
         """
         self._locks.release_component(handle, self.config.index(component))
 
     def locked_pages(self, handles: Iterable[LockHandle]) -> dict[str, int]:
-        """Returns, by component, the device pages that these locks protect, each counted once. O(nodes).
+        """Returns, by component, the device pages under these locks, each counted once. O(nodes).
 
-        Raises StaleHandle if a handle was released.
+        Raises StaleHandle if a lock was released.
         """
         return self._locks.pages(handles)
 
@@ -248,12 +241,11 @@ class PrefixTree:
     ) -> Inserted:
         """Insert the whole pages of `tokens`: `page_ids` from `first_page` on, the tree's own locked pages before it.
 
-        If the tree has a page on the device, its own id stays and a different new id is returned as a duplicate to
-        free; if it has the page on the host alone, it takes the new id. `held` are ids of further components for the
-        last pages (a state: for the very last), treated alike. A request that inserts in chunks passes the end of its
-        previous chunk as `counted_tokens`, so that it counts as one use. `priority` can only raise a node's. Raises
-        PrefixError before any change if ids do not fit or are in use, or pages before `first_page` are not on the
-        device.
+        A page that the tree has on the device keeps its id, and a different new id is freed in the actions; a page on
+        the host alone takes the new id. `held` are further components' ids for the last pages (a state: the very last),
+        treated alike. A request that inserts in chunks passes the previous chunk's end as `counted_tokens`, to count as
+        one use. `priority` only raises. Raises PrefixError before any change if ids do not fit, or a page before
+        `first_page` is not on the device.
         """
         key, ids = self._key(tokens, namespace), words(page_ids)
         if self._plain is not None and not held:
@@ -284,11 +276,11 @@ class PrefixTree:
     ) -> Extended:
         """Insert the whole pages of `tokens` below the prefix that `handle` locks, and move the lock to their end.
 
-        `tokens` begin where the locked prefix ends, so a page filled during decode costs that page and not the prompt.
-        `handle` is released; `Extended.handle` locks the old prefix and the new pages, for components not in `skip`.
-        Use `Extended.kept_page_ids` from now on: where the tree had a page, its own id, and the new id is freed in the
-        actions. Below ROOT `namespace` applies, elsewhere the path's. Raises PrefixError, and keeps `handle` valid, for
-        a host lock, a prefix that is not on the device, or ids that do not fit.
+        `tokens` begin at the locked prefix's end, so a page filled in decode costs one page, not the prompt. `handle`
+        is released; `Extended.handle` locks old and new pages, without components in `skip`. Use
+        `Extended.kept_page_ids` from now on: the tree's own id where it had the page. `namespace` applies below ROOT
+        only. Raises PrefixError, and leaves `handle` locked, for a host lock, a prefix not on the device, or ids that
+        do not fit.
 
         >>> tree = PrefixTree(page_tokens=2)
         >>> prompt = tree.extend(tree.lock(ROOT), [1, 2, 3, 4], [10, 11])
@@ -315,18 +307,18 @@ class PrefixTree:
     # Eviction
 
     def evict(self, pages: int, component: str = FULL, *, room: PageIds = ()) -> ActionList:
-        """Evict at least `pages` device pages of a component, or all that are unlocked. Backed pages stay on the host.
+        """Evict at least `pages` device pages of a component, or all unlocked. Backed pages stay on the host.
 
-        Attention KV is evicted from the ends of leaves, no more than requested; with further components, or
-        EvictionGranularity.NODE, in whole nodes. `room` are free host pages for a write-back tree; those not named in a
-        CopyOut stay the caller's. Raises PrefixError if another tree is given `room`.
+        Attention KV goes from the ends of leaves, no more than requested; with further components, or
+        EvictionGranularity.NODE, by whole nodes. `room` are free host pages of a write-back tree (PrefixError in
+        others); those not in a CopyOut stay the caller's.
         """
         return self.evict_pools({component: pages}, room=room)
 
     def evict_pools(self, pages: Mapping[str, int], *, room: PageIds = ()) -> ActionList:
-        """Evict from several components at once, as `evict`: pages freed with the first count for the others.
+        """Evict from several components as `evict`: pages freed with the first count for the others.
 
-        A leaf takes its window and state along, so one call for each component would evict more than needed.
+        A leaf takes its window and state along, so separate calls would evict more than needed.
         """
         if self._plain is not None and len(pages) == 1 and FULL in pages:
             given_up = self._plain.evict(_count(pages[FULL]), room)
@@ -338,8 +330,7 @@ class PrefixTree:
     def demote(self, node_id: int, *, room: PageIds = ()) -> ActionList:
         """Evict the device pages at the end of a path that have a host copy, or get one in `room` as in `evict`.
 
-        Stops before a page that is locked, has device pages below it, or would be lost. Raises StaleHandle for an
-        unknown node.
+        Stops at a page that is locked, has device pages below it, or would be lost.
         """
         end = self._forest.node(node_id)
         return self._outcome(Eviction(self._forest, room).path(end))
@@ -347,8 +338,7 @@ class PrefixTree:
     def evict_host(self, pages: int, component: str = FULL) -> ActionList:
         """Evict at least `pages` host pages of a component, or all evictable.
 
-        Attention KV goes from childless nodes on the host alone; a write-back tree first gives up copies of device
-        pages.
+        Attention KV goes from childless host-only nodes; a write-back tree evicts copies of device pages first.
         """
         if self._plain is not None and component == FULL:
             given_up = self._plain.evict_host(_count(pages))
@@ -358,7 +348,7 @@ class PrefixTree:
         return self._outcome(eviction.host(count) if index < 0 else eviction.held_host(index, count))
 
     def reset(self) -> ActionList:
-        """Forget all nodes and free their pages. Raises PrefixError while a lock or an operation is outstanding."""
+        """Forget all nodes and free their pages. Raises PrefixError while a lock or operation is outstanding."""
         if self._forest.locked_paths:
             raise PrefixError(
                 f"{len(self._forest.locked_paths)} locks and operations are out: a reset would free what they use"
@@ -383,10 +373,7 @@ class PrefixTree:
     # Copies between tiers
 
     def is_backed(self, node_id: int) -> bool:
-        """Returns True if the attention KV of the whole path is on the host, so that it can be stored or fetched below.
-
-        Raises StaleHandle for an unknown node.
-        """
+        """Returns True if the whole path's attention KV is on the host, ready to be stored or fetched below."""
         return all(node.host is not None for node in self._forest.view(node_id).path())
 
     def backup_needs(self, node_id: int) -> dict[str, int]:
@@ -400,8 +387,7 @@ class PrefixTree:
     def begin_backup(self, node_id: int, page_ids: Mapping[str, PageIds]) -> TierCopy:
         """Begin a copy of the path's device pages to the host, root first. They are locked until `end`, then backed.
 
-        `page_ids` are free host ids, as many as `backup_needs` returns. Raises PrefixError for another count, or a tree
-        that writes back or has no host tier.
+        Raises PrefixError unless `page_ids` number as `backup_needs` returns, or in a tree without WriteThrough.
         """
         self._needs_host()
         if isinstance(self.config.tiers, WriteBack):
@@ -409,10 +395,9 @@ class PrefixTree:
         return self._copies.begin(self._forest.node(node_id), Tier.HOST, page_ids)
 
     def begin_load(self, node_id: int, page_ids: Mapping[str, PageIds]) -> TierCopy:
-        """Begin a copy of the pages that `load_needs` counts to the device. They can be matched there only after `end`.
+        """Begin a copy of the pages that `load_needs` counts to the device. They match there after `end`.
 
-        `page_ids` are free device ids. Raises PrefixError if they are not as many, a page is in flight, or there is no
-        host tier.
+        Raises PrefixError unless `page_ids` number as `load_needs` returns, or without a host tier.
         """
         self._needs_host()
         return self._copies.begin(self._forest.node(node_id), Tier.DEVICE, page_ids)
@@ -420,7 +405,7 @@ class PrefixTree:
     def begin_store(self, node_id: int, first_page: int = 0) -> TierCopy:
         """Begin a copy of the path's host pages from `first_page` on to storage, by hash. They are locked until `end`.
 
-        Raises PrefixError if a page is not on the host.
+        Raises PrefixError if one is not on the host.
         """
         self._needs_host()
         return self._copies.store(self._forest.node(node_id), first_page)
@@ -436,10 +421,9 @@ class PrefixTree:
     ) -> int:
         """Begin a read of the prompt's pages from `first_page` on from storage into host pages `page_ids`.
 
-        The path before `first_page` is locked until `end`. `held` are host ids of further components for the last pages
-        (a state: for the very last), kept only if all pages are read. Returns the operation number for `end`. Raises
-        PrefixError if the ids do not fit, or the tree lacks the path up to `first_page` (under write-through: on the
-        host).
+        The path before it is locked until `end`. `held` are further components' host ids for the last pages (a state:
+        the very last), kept only if all pages are read. Returns the operation for `end`. Raises PrefixError if ids do
+        not fit, or the path before `first_page` is missing (under write-through: on the host).
         """
         key = self._key(tokens, namespace)
         ids = offered(self._forest, key, page_ids, first_page)
@@ -457,10 +441,10 @@ class PrefixTree:
         return op
 
     def end(self, op: int, pages_done: int | None = None) -> ActionList:
-        """End an operation of which all pages, or the first `pages_done`, were copied. Returns frees of all other ids.
+        """End an operation of which all pages, or the first `pages_done`, were copied. Frees all other ids.
 
-        A page whose ancestors are still in flight waits: its id is kept, or freed, when their operation ends. Raises
-        StaleHandle if the operation is not under way.
+        Pages whose ancestors are in flight wait for that end, and are kept or freed then. Raises StaleHandle if the
+        operation is not under way.
         """
         fetch = self._fetches.pop(op, None)
         if fetch is None:
@@ -479,9 +463,9 @@ class PrefixTree:
     # Checks
 
     def resident(self) -> Iterator[KVEvent]:
-        """Yield the contents of device and host as events that bring a new router to the tree's current state.
+        """Yield device and host contents as events that bring a new router to the tree's state, parents first.
 
-        Parents come first. Consume all before the tree changes. O(tokens), and computes missing page hashes.
+        Consume all before the tree changes. O(tokens), and computes missing page hashes.
         """
         events = list[KVEvent]()
         journal = Journal(self.config, events.append)
@@ -494,7 +478,7 @@ class PrefixTree:
             events.clear()
 
     def ids(self, component: str = FULL, tier: Tier = Tier.DEVICE) -> set[int]:
-        """Returns every page id of a component that the tree or an operation holds on a tier. O(pages), for checks."""
+        """Returns every page id of a component held on a tier, operations included. O(pages), for checks."""
         tier = member(Tier, tier, "tier", PrefixError)
         index, forest = self.config.index(component), self._forest
         rows = [forest.ids(node, tier, index) or b"" for node in forest]
@@ -506,12 +490,12 @@ class PrefixTree:
         return {page for row in rows for page in page_array(row).tolist()}
 
     def check(self) -> None:
-        """Recompute all that is kept incrementally and assert the invariants. O(pages). Raises InvariantBroken."""
+        """Recompute and assert the invariants. O(pages). Raises InvariantBroken."""
         fetched = [row for fetch in self._fetches.values() for row in ((-1, fetch.ids), *fetch.held)]
         check(self._forest, self._copies.records.values(), fetched)
 
     def _outcome(self, given: Given) -> Given:
-        """Release the ids that a result frees, and deliver events to the sink. Returns the result."""
+        """Release the ids that a result frees, and deliver events. Returns the result."""
         forest = self._forest
         for action in given.actions:
             if isinstance(action, FreePages):
@@ -536,7 +520,7 @@ class PrefixTree:
         return descend(self._forest, key, pages * page_bytes)
 
     def _key_below(self, node: Node, tokens: RadixKey | TokenIds, namespace: PrefixNamespace | None) -> RadixKey:
-        """Returns a key in the namespace of `node`, or below ROOT in the call's. Raises PrefixError if they differ."""
+        """Returns the key in the path's namespace, or below ROOT the call's. Raises PrefixError if they differ."""
         if node.parent is None:
             return self._key(tokens, namespace)
         own = node.path()[-1].parent
@@ -547,7 +531,7 @@ class PrefixTree:
         return key
 
     def _key(self, tokens: RadixKey | TokenIds, namespace: PrefixNamespace | None) -> RadixKey:
-        """Returns the key. Raises PrefixError if its namespace is not the call's, or its units not the tree's."""
+        """Returns the key. Raises PrefixError if its namespace or units differ."""
         if not isinstance(tokens, RadixKey):
             return RadixKey.of(tokens, namespace or DEFAULT_NAMESPACE, self.config.units)
         if namespace is not None and namespace != tokens.namespace:
