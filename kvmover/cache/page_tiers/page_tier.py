@@ -114,7 +114,7 @@ class PageTier(Protocol):
         ...
 
     def release(self, request: PageRequest) -> None:
-        """Forget a request, for which no job follows. Its jobs in flight end as usual."""
+        """Forget a request; the engine submits no further job for it. Its jobs in flight end as usual."""
         ...
 
     def finished(self) -> list[FinishedJob]:

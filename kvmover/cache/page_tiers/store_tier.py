@@ -1,4 +1,4 @@
-"""StoreTier is a PageTier over the page store, with a thread for each verb, so that no submitted job blocks."""
+"""StoreTier is a PageTier over the page store, with a thread for each verb, so that submitting a job never blocks."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class StoredPages:
 
 
 def has_become(store: PageStore, space: Namespace | None) -> bool:
-    """Switch a store to another namespace (None: leave it). Returns False, and logs, if it cannot be opened.
+    """Switch a store to another namespace (None: only leave its own). Returns False, and logs, if it cannot be opened.
 
     The store then misses, as a failing one does.
     """
@@ -165,7 +165,7 @@ class StoreTier(PageTier):
         self._workers[PageVerb.READ].settle()
 
     def become(self, space: Namespace | None) -> None:
-        """Finish submitted reads and writes, then switch to another namespace; None closes the present one."""
+        """Finish submitted reads and writes, then switch to another namespace; None: only leave the present one."""
         self.settle()
         if has_become(self.store, space) and space is not None:
             self._pages = {verb: pages.moved(self.store, space) for verb, pages in self._pages.items()}

@@ -38,7 +38,7 @@ class EvictableSet:
 
 
 class Columns:
-    """The nodes, counts and orders of a tree. The Forest sets the parameters, and clears the sets with the nodes."""
+    """The nodes, counts and orders of a tree. The Forest sets the parameters, and renews the sets with the nodes."""
 
     #: Evictions of attention KV alone on two tiers, by LRU and by pages; in C only, else `Eviction`, the definition, is
     #: used. Both take the pages due, `evict_device` also free host ids.

@@ -172,7 +172,7 @@ LAST_PAGE = Rule(reach_tokens=1)
 def restorable(
     rules: Mapping[str, Rule], present: Mapping[str, Sequence[bool]], page_tokens: int, first_page: int = 0
 ) -> npt.NDArray[np.bool_]:
-    """Returns bool [page count from 0]: True if a prefix of so many pages has all it needs. 0 always has.
+    """Returns bool [page count from 0]: True if a prefix of so many pages has all it needs. The empty one always has.
 
     `present[component][page]`: storage has the page. Of components that need all pages, the first `first_page` count as
     present.

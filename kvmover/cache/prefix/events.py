@@ -183,7 +183,7 @@ class Journal:
         return any(isinstance(action, CopyOut) for action in self._owed)
 
     def told(self, given: Given) -> Given:
-        """Deliver waiting events to the sink. Returns `given`, behind actions that earlier calls could not return.
+        """Deliver waiting events to the sink. Returns `given`, after any actions that earlier calls could not return.
 
         If the sink raises, undelivered events and the actions are kept for the next call.
         """

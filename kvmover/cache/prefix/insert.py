@@ -297,9 +297,9 @@ class Insertion:
 
 
 def due_backup(forest: Forest, path: list[Node]) -> tuple[int, ...]:
-    """Returns the deepest node of `path`, deepest first, with `hits_due` hits, unless it is copied or in flight.
+    """Returns the deepest node in `path`, deepest first, with `hits_due` hits if it has yet to be backed up, else ().
 
-    The windows and states that it needs must be copied too.
+    Windows and states that its end needs count too; a copy in flight counts as made.
     """
     for place, node in enumerate(path):
         if node.hits >= forest.hits_due:

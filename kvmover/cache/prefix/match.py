@@ -163,9 +163,9 @@ def join(forest: Forest, path: Sequence[Node]) -> list[Node]:
     """Join long runs of indistinguishable nodes in a path just used, root first. Returns its remaining nodes.
 
     Splits outlive their cause: where prompts left a hot prefix and their ends were evicted, single-child nodes remain,
-    each costing every match a look-up. Runs of `SHORTEST_RUN` are joined at once, so that few bytes are copied often;
-    runs of few bytes whenever the path is long; under EvictionGranularity.NODE, no run. With further components a
-    joined node holds at most `_most_pages`.
+    each costing every match a look-up. Runs of `SHORTEST_RUN` or more are joined at once, which spreads the copy over
+    as many nodes; runs of few bytes whenever the path is long; under EvictionGranularity.NODE, no run. With further
+    components a joined node holds at most `_most_pages`.
     """
     if len(path) < SHORTEST_RUN or forest.config.grain is not EvictionGranularity.PAGE:
         return list(path)
@@ -182,7 +182,7 @@ def _most_pages(forest: Forest, node: Node) -> int:
     """Returns the most pages of a joined node, like `node`, in a tree with further components.
 
     Few bytes, and no more than an end needs: otherwise a lock would protect, and an eviction free, windows far before
-    it.
+    the end.
     """
     reach = [
         component.reach_tokens

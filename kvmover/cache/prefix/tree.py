@@ -54,9 +54,8 @@ def _count(pages: int) -> int:
 class PrefixTree:
     """A prefix tree of KV pages, each found by its tokens and all tokens before it. Only whole pages are kept.
 
-    Not thread-safe: threads that share a tree need a lock of their own. Page ids are below 2**31. An id in use, or
-    named twice in a call, raises PrefixError before any change, unless the tree holds it at the same position. An
-    unknown node id raises StaleHandle.
+    Not thread-safe: threads take turns. Page ids are below 2**31. An id in use, or named twice in a call, raises
+    PrefixError before any change, unless the tree holds it at the same position. An unknown node id raises StaleHandle.
 
     `sink` receives each event after the change. If it raises, the change stays; undelivered events and actions come
     with the next call.
@@ -278,9 +277,9 @@ class PrefixTree:
 
         `tokens` begin at the locked prefix's end, so a page filled in decode costs one page, not the prompt. `handle`
         is released; `Extended.handle` locks old and new pages, without components in `skip`. Use
-        `Extended.kept_page_ids` from now on: the tree's own id where it had the page. `namespace` applies below ROOT
-        only. Raises PrefixError, and leaves `handle` locked, for a host lock, a prefix not on the device, or ids that
-        do not fit.
+        `Extended.kept_page_ids` from now on: the tree's own id where it had the page. `namespace` applies below ROOT;
+        elsewhere it must be the path's. Raises PrefixError, and leaves `handle` locked, for a host lock, a prefix not
+        on the device, or ids that do not fit.
 
         >>> tree = PrefixTree(page_tokens=2)
         >>> prompt = tree.extend(tree.lock(ROOT), [1, 2, 3, 4], [10, 11])
@@ -387,7 +386,7 @@ class PrefixTree:
     def begin_backup(self, node_id: int, page_ids: Mapping[str, PageIds]) -> TierCopy:
         """Begin a copy of the path's device pages to the host, root first. They are locked until `end`, then backed.
 
-        Raises PrefixError unless `page_ids` number as `backup_needs` returns, or in a tree without WriteThrough.
+        Raises PrefixError unless `page_ids` are as many as `backup_needs` returns, or in a tree without WriteThrough.
         """
         self._needs_host()
         if isinstance(self.config.tiers, WriteBack):
@@ -397,7 +396,7 @@ class PrefixTree:
     def begin_load(self, node_id: int, page_ids: Mapping[str, PageIds]) -> TierCopy:
         """Begin a copy of the pages that `load_needs` counts to the device. They match there after `end`.
 
-        Raises PrefixError unless `page_ids` number as `load_needs` returns, or without a host tier.
+        Raises PrefixError unless `page_ids` are as many as `load_needs` returns, or without a host tier.
         """
         self._needs_host()
         return self._copies.begin(self._forest.node(node_id), Tier.DEVICE, page_ids)
@@ -441,7 +440,7 @@ class PrefixTree:
         return op
 
     def end(self, op: int, pages_done: int | None = None) -> ActionList:
-        """End an operation of which all pages, or the first `pages_done`, were copied. Frees all other ids.
+        """End an operation of which all pages, or the first `pages_done`, were copied. Returns frees of the other ids.
 
         Pages whose ancestors are in flight wait for that end, and are kept or freed then. Raises StaleHandle if the
         operation is not under way.
