@@ -96,8 +96,7 @@ class LockHandle(msgspec.Struct, frozen=True, gc=False):
 
 
 class Extended(Inserted, frozen=True, gc=False, eq=False):
-    """The result of `extend`: `handle` locks the old prefix and the new pages; `kept_page_ids` are the tree's, [page].
-    """
+    """The result of `extend`: `handle` locks old prefix and new pages; `kept_page_ids` are the tree's, [page]."""
 
     handle: LockHandle = LockHandle(0, ROOT, Tier.DEVICE)
     kept_page_ids: PageArray = NO_IDS
