@@ -1,7 +1,7 @@
 """Bulk moves copy long runs between pinned host memory and a device, or within a device.
 
-By the row mover, or by the copy engine, which takes a whole list of runs in one call; `choose` says which of the two
-serves a region best. Engines that no GPU has measured yet are in `experimental`, and move for callers that name them.
+The row mover copies them, or the copy engine, which takes a list of runs in one call; `choose` picks one for a region.
+Engines that no GPU has measured yet are in `experimental`, and run only if named.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from .copy_engine import EXPERIMENTAL, CopyEngine, EngineUnavailable, engine_of
 from .launch import DEFAULT_SMS, Program, off_legacy
 from .region import Region, RegionError, check_apart, copies, mean_copy, merged
 
-#: The rest of a prepared move.
+#: A part of a prepared move, carried out when called.
 Call = Callable[[], None]
 
 log = logging.getLogger(__name__)
 
-#: The shortest copy for the copy engine, which takes no SM. vLLM puts the crossover with its own kernel at 28 KiB, on
-#: an H100 with PCIe Gen5; SGLang batches from 128 KiB on.
+#: Least bytes of a copy for the copy engine, which takes no SM. vLLM puts the crossover with its own kernel at 28 KiB,
+#: on an H100 with PCIe Gen5; SGLang batches from 128 KiB on.
 COPY_BYTES = 28 << 10
 
 
 def choose(region: Region) -> CopyEngine:
-    """Returns the engine for `region`: the row mover within a device, and for short runs between host and device.
+    """Returns COPY for a region between host and device with a mean copy of at least `COPY_BYTES`, else ROWS.
 
-    From `COPY_BYTES` contiguous bytes on, of pages that follow each other too, the copy engine: COPY.
+    Adjacent pages count as one copy.
     """
     region = merged(region)
     host = "cpu" in (region.src.device.type, region.dst.device.type)
@@ -51,13 +51,16 @@ def unavailable(engine: CopyEngine, device: torch.device) -> str | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedBulk:
-    """A move whose tables are on the device: what is left is to launch it, any number of times."""
+    """A move with its tables on the device, ready to be launched any number of times."""
 
     device: torch.device
     calls: tuple[Call, ...]
 
     def run(self, after: torch.cuda.Event | None = None) -> None:
-        """On the current stream, the one of `prepare`, once `after` is reached. With both ends on the host: now."""
+        """Launch on the current stream, which must be that of `prepare`; the stream first waits for `after`.
+
+        With both ends on the host, the host waits for `after` and copies at once.
+        """
         if self.device.type == "cpu":
             if after is not None:
                 after.synchronize()
@@ -66,7 +69,7 @@ class PreparedBulk:
             return
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream()
-            # Either gives this thread a context, which the driver's own calls take for granted.
+            # Either call gives this thread a CUDA context, which the driver's own calls require.
             stream.record_event() if after is None else stream.wait_event(after)
             for call in self.calls:
                 call()
@@ -81,11 +84,11 @@ def move(
 ) -> None:
     """Copy every row of every region on the current stream, each by the engine that suits it, without a synchronise.
 
-    All GPU memory on one device and all host memory pinned; no region touches what another writes. Nothing is read
-    before `after`. `sms` is the SM budget (None: DEFAULT_SMS). `using`: as `rows.move`, for what it moves. The memory
-    must stay allocated until the stream has passed the move. Raises RegionError before anything is moved,
-    EngineUnavailable where the `engine` asked for cannot run, or cannot move a region. With both ends on the host, the
-    host waits for `after` and copies.
+    All GPU memory must be on one device, host memory opposite a GPU pinned, and no region may touch memory that another
+    writes. Reads start after `after`. `sms`: SM budget (None: DEFAULT_SMS). `using`: see `rows.move`, for the regions
+    that the row mover takes. The memory must stay allocated until the stream has passed the move. With both ends on the
+    host, the host waits for `after` and copies. Raises RegionError before anything is moved, and EngineUnavailable if
+    the `engine` asked for cannot run here or cannot move a region.
     """
     prepare(regions, sms, engine, using).run(after)
 
@@ -96,7 +99,7 @@ def prepare(
     engine: CopyEngine = CopyEngine.AUTO,
     using: Program | None = None,
 ) -> PreparedBulk:
-    """All of `move` but the launch. Tables are uploaded on the current stream, before any producer is waited for."""
+    """Do all of `move` but the launch. Tables are uploaded on the current stream, before any producer is waited for."""
     engine = engine_of(engine)
     devices = {_checked(region) for region in regions}
     if len(devices) > 1:
@@ -121,7 +124,7 @@ def prepare(
 
 
 def check_engine(engine: CopyEngine, device: torch.device, regions: Sequence[Region] = ()) -> None:
-    """Raise EngineUnavailable where an engine that was asked for cannot run on `device`, or cannot move a region."""
+    """Raise EngineUnavailable if `engine` cannot run on `device`, or cannot move one of the regions."""
     for reason in (unavailable(engine, device), *(experimental.cannot_move(engine, region) for region in regions)):
         if reason is not None:
             kind = ", which is experimental" if engine in EXPERIMENTAL else ""
@@ -129,13 +132,16 @@ def check_engine(engine: CopyEngine, device: torch.device, regions: Sequence[Reg
 
 
 def _checked(region: Region) -> torch.device:
-    """Where the region is moved: its GPU, or the CPU when both ends are there. Raises RegionError as Region.check."""
+    """Return the region's device: its GPU, or the CPU if both ends are there.
+
+    Raises RegionError as Region.check does, and for host memory opposite a GPU that is not pinned.
+    """
     sides = {"source": region.src, "destination": region.dst}
     devices = {tensor.device for side in sides.values() for tensor in side.memory[:1]}
     if sorted(device.type for device in devices) != ["cpu", "cuda"]:
         region.check()
         return devices.pop()
-    # Region.check wants both ends on one device.
+    # Region.check requires both ends on one device.
     shape = region.planes, region.units
     if shape != (len(region.dst.planes), len(region.dst.units)):
         raise RegionError(f"no region of {shape[0]} planes and {shape[1]} units at both ends")
@@ -148,7 +154,7 @@ def _checked(region: Region) -> torch.device:
 
 @cache
 def _here(chosen: CopyEngine, device: torch.device) -> CopyEngine:
-    """Returns the engine that `choose` named, or LOOP where the driver takes no batches; said once."""
+    """Returns `chosen`, or LOOP, which is logged once, if the driver takes no batches."""
     reason = unavailable(chosen, device)
     if reason is None:
         return chosen

@@ -1,9 +1,9 @@
-"""The conversion kernel brings rows into another form while it moves them: bfloat16 to fp8 or NVFP4, and any way back.
+"""The conversion kernel converts rows while it moves them: bfloat16 to fp8 or NVFP4, and any way back.
 
-Bit for bit what `convert_reference` defines. The numbers that two parts of the two forms have in common are an overlap,
-and its rows are cut into grains, powers of two that hold whole blocks. A tile is some grains of one plane and head,
-from as many units as it takes: so a scale is known where its block is read, and no tile waits for another. All overlaps
-of a call go in one launch, and each kind of them has code of its own.
+Results are those of `convert_reference`, bit for bit. An overlap is the numbers that a part of the source's form shares
+with a part of the destination's; its rows are cut into grains, powers of two that hold whole blocks. A tile is some
+grains of one plane and head, from as many units as it takes: a scale is known where its block is read, and no tile
+waits for another. All overlaps of a call go in one launch, and each kind of overlap has its own code.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ from .table import (
 
 FLOOR = tl.constexpr(SCALE_FLOOR)
 
-#: Where a region's streams are described, each as a side: where elements and scales of blocks are read, and where they
-#: are written. Then, where in the table the scales of source and destination planes lie.
+#: Word offsets of a region's streams, each described as a side: elements and block scales that are read, elements and
+#: block scales that are written. Then of the words that say where in the table the scales of source and destination
+#: planes lie, and the number of words.
 SRC, SRC_SCALES, DST, DST_SCALES = (tl.constexpr(SIDES.value + i * SIDE_WORDS.value) for i in range(4))
 SRC_PLANES, DST_PLANES, WORDS = (tl.constexpr(DST_SCALES.value + SIDE_WORDS.value + i) for i in range(3))
 
-#: Where the kernel finds each field of a ColumnShape.
+#: Index of each field of a ColumnShape in the kernel's `OF`.
 (
     OF_SRC_ELEMENT,
     OF_DST_ELEMENT,
@@ -68,20 +69,20 @@ SRC_PLANES, DST_PLANES, WORDS = (tl.constexpr(DST_SCALES.value + SIDE_WORDS.valu
 
 @triton.jit
 def _starts(table, side, plane, head, unit, token, live, ELEMENT: tl.constexpr, VEC: tl.constexpr, KIND: tl.constexpr):
-    """Where each row starts in a stream: [row, 1]."""
+    """Return pointers to each row's start in a stream: [row, 1]."""
     start = unit_start(table, side, unit, live, KIND, VEC) + token * token_stride(side, VEC)
     return (plane_start(table, side, plane, head, ELEMENT, VEC) + start)[:, None]
 
 
 @triton.jit
 def _plane_scale(table, planes, plane):
-    """A plane's own scale: float32, in the low half of a word."""
+    """Return a plane's scale, stored as float32 in the low half of a word."""
     return tl.load(table + tl.load(planes) + plane).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _by_block(x, factors, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DIVIDE: tl.constexpr):
-    """Numbers [row, column] times, or divided by, the factor of their block [row, block]."""
+    """Multiply numbers [row, column] by the factor of their block [row, block], or divide them if `DIVIDE`."""
     blocks = tl.reshape(x, [ROWS, WIDTH // BLOCK, BLOCK])
     each = factors[:, :, None]
     if DIVIDE:
@@ -94,7 +95,7 @@ def _by_block(x, factors, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def _read(table, at, plane, head, unit, token, live, grain, OF: tl.constexpr, CASTS: tl.constexpr):
-    """The numbers of a tile in float32: [row, number]. `grain` [row]: which one of a row of the region."""
+    """Return the numbers of a tile in float32: [row, number]. `grain` [row, 1]: the grain's number in its row."""
     KIND: tl.constexpr = OF[OF_SRC_ELEMENT]
     WIDTH: tl.constexpr = OF[OF_WIDTH]
     BLOCK: tl.constexpr = OF[OF_SRC_BLOCK]
@@ -131,7 +132,7 @@ def _read(table, at, plane, head, unit, token, live, grain, OF: tl.constexpr, CA
 
 @triton.jit
 def _to_blocks_of_fp4(x, amax, plane_scale, BLOCK: tl.constexpr, CASTS: tl.constexpr):
-    """Scales [row, block] in e4m3, and pairs of e2m1 [row, pair]. `amax` [row, block]."""
+    """Return block scales in e4m3 [row, block], and pairs of e2m1 [row, pair]. `amax` [row, block]."""
     ROWS: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
     BLOCKS: tl.constexpr = WIDTH // BLOCK
@@ -147,7 +148,7 @@ def _to_blocks_of_fp4(x, amax, plane_scale, BLOCK: tl.constexpr, CASTS: tl.const
 
 @triton.jit
 def _write(table, at, plane, head, unit, token, live, grain, x, OF: tl.constexpr, CASTS: tl.constexpr):
-    """Numbers [row, number] in the form of the destination, their scales too."""
+    """Store numbers [row, number] in the destination's form, with their block scales."""
     KIND: tl.constexpr = OF[OF_DST_ELEMENT]
     WIDTH: tl.constexpr = OF[OF_WIDTH]
     ROWS: tl.constexpr = OF[OF_ROWS]
@@ -204,9 +205,9 @@ def _tile(table, at, tile, SHAPES: tl.constexpr, I: tl.constexpr, CASTS: tl.cons
 
 @triton.jit(do_not_specialize=["regions", "tiles"])
 def convert_kernel(table, regions, tiles, SHAPES: tl.constexpr, CASTS: tl.constexpr):
-    """Persistent over all tiles of all regions; the grid is the SM budget.
+    """Convert all tiles of all regions; the grid is the SM budget, or every tile without one.
 
-    `table`: see `describe`. `CASTS`: the hardware converts.
+    `table`: see `describe`. `CASTS`: see `casts`.
     """
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         at, local = find_region(table, regions, tile, WORDS)
@@ -216,38 +217,38 @@ def convert_kernel(table, regions, tiles, SHAPES: tl.constexpr, CASTS: tl.conste
                 _tile(table, at, local, SHAPES, i, CASTS)
 
 
-#: Of what was not tuned, without and with a budget of SMs.
+#: Configurations of untuned GPUs, without and with an SM budget.
 CONFIG, BUDGET_CONFIG = RULES[Kernel.CONVERT]
 
 
 def widest(conversions: Sequence[Conversion]) -> Region:
-    """The wider rows of the conversion with most bytes."""
+    """Return the end with the most bytes of any conversion, as a region."""
     return max((each.at(end) for each in conversions for end in ("src", "dst")), key=lambda region: region.nbytes)
 
 
 def kind_of_most(conversions: Sequence[Conversion]) -> RowKind:
-    """What their launch configuration goes by."""
+    """Return the row kind that selects the launch configuration of these conversions."""
     wide = widest(conversions)
     return RowKind(wide.row_bytes, wide.tokens * wide.row_bytes)
 
 
 def configured(conversions: Sequence[Conversion], sms: int | None) -> RowConfig:
-    """How a launch of these is configured: as their kind was measured, or by rule."""
+    """Return the launch configuration of these conversions: measured for their kind, or by rule."""
     return choose(kind_of_most(conversions), sms, conversions[0].device, Kernel.CONVERT)
 
 
-#: Numbers of a grain at most: wider ones make no access wider.
+#: Most numbers of a grain: wider grains make no access wider.
 MOST_COLUMNS = 128
 
-#: Of rows with few numbers: a tile of more would read offsets instead of payload.
+#: Most grains of a tile: with more, of rows with few numbers, it would read offsets instead of payload.
 MOST_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OverlapEnd:
-    """How one end stores the numbers of an overlap: each row's first element and first scale of a block, if it has any.
+    """One end of an overlap: each row's first element, and its first block scale if the part has blocks.
 
-    `size`, `scale_size`: bytes of an element and of such a scale. `planes`: the planes' own scales [plane], else ones.
+    `size`, `scale_size`: bytes of an element and of a block scale. `planes`: plane scales [plane], or ones.
     """
 
     element: str
@@ -260,7 +261,10 @@ class OverlapEnd:
 
     @classmethod
     def of(cls, side: Side, form: RowForm, scales: npt.NDArray[np.float32], first: int) -> OverlapEnd:
-        """Of rows in `form`, from number `first` of a row on."""
+        """Build the end for rows in `form`, from number `first` of a row on. `scales` [plane, scaled part].
+
+        Raises RegionError if a row has no number `first`.
+        """
         own = begun = 0
         for part, start in zip(form.parts, form.starts, strict=True):
             if first < begun + part.values:
@@ -275,23 +279,23 @@ class OverlapEnd:
 
     @property
     def words(self) -> npt.NDArray[np.int64]:
-        """The planes' scales as the kernel reads them: float32 in the low half of a word."""
+        """Plane scales as the kernel reads them: float32 in the low half of a word [plane]."""
         return np.ascontiguousarray(self.planes).view(np.int32).astype(np.int64)
 
     def describe(self, table: Table, kind: int) -> list[int]:
-        """The words of both streams. `kind`: see `Table.side`."""
+        """Add both streams to `table`, and return their words. `kind`: see `Table.side`."""
         scales = table.side(self.scales, self.scale_size, kind) if self.block else [0] * SIDE_WORDS.value
         return [*table.side(self.elements, self.size, kind), *scales]
 
 
 def _from_byte(side: Side, first: int) -> Side:
-    """What each row has from byte `first` on."""
+    """Return `side` with each row starting `first` bytes later."""
     return replace(side, planes=Planes(side.memory, side.allocation, side.offset + first)) if first else side
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Overlap:
-    """`values` numbers of every row of a conversion that lie in one part of each form."""
+    """The `values` numbers of every row of a conversion that lie in one part of each form."""
 
     of: Conversion
     values: int
@@ -300,7 +304,7 @@ class Overlap:
 
 
 def overlaps(of: Conversion) -> Iterator[Overlap]:
-    """All of a conversion, in the order of a row."""
+    """Yield the overlaps of a conversion, in the order of a row."""
     for first, stop in pairwise(borders(of.reads, of.writes)):
         src = OverlapEnd.of(of.src, of.reads, of.src_scales, first)
         dst = OverlapEnd.of(of.dst, of.writes, of.dst_scales, first)
@@ -308,11 +312,12 @@ def overlaps(of: Conversion) -> Iterator[Overlap]:
 
 
 class ColumnShape(NamedTuple):
-    """What the kernel is compiled for: `values` numbers a row, in elements of these kinds and blocks of so many.
+    """The parameters a kernel is compiled for: `values` numbers a row, and the elements and blocks of both ends.
 
-    `largest`: what infinity counts as. A tile is `rows` grains of `width` numbers. `src_vec`, `dst_vec`: elements of
-    which every row starts at a multiple. `src_kind`, `dst_kind`: whether a side's units are listed or follow each other
-    at one distance, as on the wire, and need no table.
+    `src_element`, `dst_element`: numbers of ELEMENTS. `src_block`, `dst_block`: numbers that share a scale; 0: no
+    blocks. `largest`: the number that infinity counts as. A tile is `rows` grains of `width` numbers. `src_vec`,
+    `dst_vec`: every row starts at a multiple of so many elements. `src_kind`, `dst_kind`: whether a side's units are
+    listed, or follow each other at one distance, as on the wire, and need no table.
     """
 
     src_element: int
@@ -330,11 +335,11 @@ class ColumnShape(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Grains of a row."""
+        """Number of grains a row."""
         return -(-self.values // self.width)
 
     def serves(self, own: ColumnShape) -> bool:
-        """Whether tiles of this shape convert an overlap whose own is `own`."""
+        """Return True if tiles of this shape can convert an overlap for which `own` is best."""
         accesses = {"rows": 0, "src_vec": 0, "dst_vec": 0, "src_kind": 0, "dst_kind": 0}
         if self._replace(**accesses) != own._replace(**accesses):
             return False
@@ -343,13 +348,13 @@ class ColumnShape(NamedTuple):
 
     @classmethod
     def of(cls, overlap: Overlap, block_bytes: int) -> ColumnShape:
-        """As many rows as fill a tile, and the widest accesses that the addresses allow."""
+        """Return the best shape: as many rows as fill a tile, and the widest accesses that the addresses allow."""
         of, src, dst = overlap.of, overlap.src, overlap.dst
         width = max(2, min(MOST_COLUMNS, 1 << (overlap.values - 1).bit_length()), src.block, dst.block)
-        # Of narrow elements a thread reads as many as make one wide access: twice as many would cross shared memory.
+        # A thread reads as many narrow elements as make one wide access: twice as many would cross shared memory.
         most = 16 // dst.size if src.element != "float4_e2m1fn_x2" else 16
         vecs = min(most, _vec(of, src, of.reads)), _vec(of, dst, of.writes)
-        # Narrow accesses: as many a thread as of wide ones, not as many bytes: else addresses fill its registers.
+        # A thread makes as many narrow accesses as wide ones, not as many bytes: else addresses fill its registers.
         tile = block_bytes // WIDEST.value * min(WIDEST.value // max(src.size, dst.size), *vecs)
         half = of.writes.values == "float16"
         largest = torch.finfo(torch.float16 if half else torch.bfloat16).max
@@ -359,21 +364,21 @@ class ColumnShape(NamedTuple):
 
 
 def _vec(of: Conversion, end: OverlapEnd, form: RowForm) -> int:
-    """Elements of which each row's first is at a multiple."""
+    """Return the number of elements of which every row's start is a multiple."""
     aligned = Region(end.elements, end.elements, of.heads, of.tokens, form.row_bytes).alignment()
     return max(1, aligned // end.size)
 
 
 def _owns(conversions: Sequence[Conversion], block_bytes: int) -> list[tuple[ColumnShape, Overlap]]:
-    """All overlaps, each with the shape that suits it best."""
+    """Return all overlaps, each with the shape that suits it best."""
     found = (overlap for each in conversions for overlap in overlaps(each))
     return [(ColumnShape.of(overlap, block_bytes), overlap) for overlap in found]
 
 
 def describe(conversions: Sequence[Conversion], block_bytes: int, shapes: tuple[ColumnShape, ...] = ()) -> Launch:
-    """Lay the overlaps out as the kernel reads them, compiled for `shapes`, and for what none of these serves.
+    """Lay the overlaps out as the kernel reads them, compiled for `shapes`, then for overlaps these do not serve.
 
-    An overlap is served by the first shape that can. Raises RegionError for what the kernel cannot count.
+    The first shape that can serve an overlap does. Raises RegionError if a count reaches 2^31: the kernel has 32 bits.
     """
     owns = _owns(conversions, block_bytes)
     further = {own for own, _ in owns if not any(shape.serves(own) for shape in shapes)}
@@ -394,14 +399,14 @@ def describe(conversions: Sequence[Conversion], block_bytes: int, shapes: tuple[
 
 
 def program(shapes: tuple[ColumnShape, ...], config: RowConfig, device: torch.device) -> Program:
-    """The kernel for these shapes on this kind of device."""
-    # A product and a sum in one rounding would be other bits.
+    """Return the kernel for these shapes on this kind of device."""
+    # Rounding a product and a sum at once would change bits.
     constants = ("CASTS", casts(device)), ("enable_fp_fusion", False)
     return Program(convert_kernel, shapes, config, constants)
 
 
 def standing_program(conversions: Sequence[Conversion], kinds: tuple[int, int], sms: int | None) -> Program:
-    """The one kernel for conversions like these, as `rows.standing_program`."""
+    """Return the one kernel for conversions like these; see `rows.standing_program`."""
     config = configured(conversions, sms)
     given = dict(zip(("src_kind", "dst_kind"), kinds, strict=True))
     shapes = {own._replace(**given) for own, _ in _owns(conversions, config.block_bytes)}
@@ -414,7 +419,7 @@ def prepare(
     sms: int | None = None,
     using: Program | None = None,
 ) -> Prepared | None:
-    """What `convert` does before it launches; None where there is nothing to do."""
+    """Check the conversions and upload their table. Returns None without rows. Raises RegionError as `convert`."""
     for each in conversions:
         each.check()
     work = [each for each in conversions if each.rows]
@@ -434,9 +439,9 @@ def convert(
 ) -> None:
     """Convert every row in one launch on the current stream of their device, without a synchronise.
 
-    All conversions on one device. `sms` is the SM budget (None: no budget). `using`: as `rows.move`. Their memory must
-    stay allocated until the stream has passed the launch. Raises RegionError before anything is launched; those without
-    rows are skipped.
+    All conversions must be on one device. `sms`: SM budget (None: no budget). `using`: see `rows.move`. The memory must
+    stay allocated until the stream has passed the launch. Conversions without rows are skipped. Raises RegionError
+    before anything is launched.
     """
     launch = prepare(conversions, config, sms, using)
     if launch is not None:
@@ -444,5 +449,5 @@ def convert(
 
 
 def casts(device: torch.device) -> int:
-    """1 where the hardware converts float32 to e4m3 in one rounding, as Triton uses it: from sm_90 on."""
+    """Return 1 if the hardware converts float32 to e4m3 in one rounding, as Triton uses it: from sm_90 on."""
     return int(device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0))

@@ -1,7 +1,7 @@
-"""Elements of stored rows become float32 in the conversion kernel, and float32 such elements, rounded as defined.
+"""Kernel functions convert stored elements to float32 and back, rounded as `convert_reference` defines.
 
-From sm_90 on the hardware converts to e4m3. Before, it cannot (sm_80), or Triton 3.6 goes through fp16 and rounds twice
-(sm_89): there, and in Triton's interpreter, the same numbers come from integer arithmetic.
+From sm_90 on the hardware converts to e4m3. sm_80 cannot, and on sm_89 Triton 3.6 goes through fp16 and rounds twice:
+there, and in Triton's interpreter, integer arithmetic gives the same numbers.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-#: Elements by torch's names, as the kernel knows them.
+#: Kernel numbers of elements, by torch's names.
 ELEMENTS = {"float32": 0, "float16": 1, "bfloat16": 2, "float8_e4m3fn": 3, "float4_e2m1fn_x2": 4}
 F32, F16, BF16, E4M3, E2M1 = (tl.constexpr(number) for number in range(5))
 
 
 @triton.jit
 def as_float(q, KIND: tl.constexpr, CASTS: tl.constexpr):
-    """Stored elements as float32, exactly: words of their width, e2m1 one in each byte."""
+    """Return stored elements as float32, exactly. `q`: words of their width, e2m1 one a byte."""
     if KIND == F32:
         x = q
     elif KIND == F16:
@@ -28,7 +28,8 @@ def as_float(q, KIND: tl.constexpr, CASTS: tl.constexpr):
             x = q.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         else:
             wide = q.to(tl.int32)
-            # Twenty places up, in float32's exponent and mantissa, they are the number times 2**-120, subnormal or not.
+            # Shifted 20 bits, into float32's exponent and mantissa, they are the number times 2**-120, subnormal or
+            # not.
             magnitude = ((wide & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
             x = (magnitude.to(tl.int32, bitcast=True) | (wide & 0x80) << 24).to(tl.float32, bitcast=True)
             x = tl.where((wide & 0x7F) == 0x7F, float("nan"), x)
@@ -41,13 +42,13 @@ def as_float(q, KIND: tl.constexpr, CASTS: tl.constexpr):
 
 @triton.jit
 def to_fp8(y, CASTS: tl.constexpr):
-    """float32 to e4m3 as int8, to nearest even, 448 beyond it, 0x7F for NaN: what `cvt.rn.satfinite` does."""
+    """Round float32 to e4m3 as int8: to nearest even, beyond 448 to 448, NaN to 0x7F, as `cvt.rn.satfinite` does."""
     if CASTS:
         return y.to(tl.float8e4nv).to(tl.int8, bitcast=True)
     bits = y.to(tl.int32, bitcast=True)
     magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # 448
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    # Near 2**14 float32 has the step of e4m3's subnormal numbers, 2**-9: the addition rounds to it.
+    # Near 2**14 float32's step is that of e4m3's subnormal numbers, 2**-9: the addition rounds to it.
     stepped = magnitude.to(tl.float32, bitcast=True) + 16384.0
     subnormal = stepped.to(tl.int32, bitcast=True) - 0x46800000
     q = tl.where(magnitude < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)  # 2**-6
@@ -56,7 +57,7 @@ def to_fp8(y, CASTS: tl.constexpr):
 
 @triton.jit
 def to_fp4(y):
-    """float32 to e2m1 in the low half of int8, to nearest even, 6 beyond it. Not of NaN."""
+    """Round float32 to e2m1 in the low half of int8: to nearest even, beyond 6 to 6. `y` must not be NaN."""
     m = tl.abs(y)
     code = (m > 0.25).to(tl.int32) + (m >= 0.75).to(tl.int32) + (m > 1.25).to(tl.int32) + (m >= 1.75).to(tl.int32)
     code += (m > 2.5).to(tl.int32) + (m >= 3.5).to(tl.int32) + (m > 5.0).to(tl.int32)
@@ -65,7 +66,7 @@ def to_fp4(y):
 
 @triton.jit
 def to_words(x, KIND: tl.constexpr, CASTS: tl.constexpr):
-    """float32 to a plain element, to nearest even, as the integer that is stored; NaN as the hardware writes it."""
+    """Round float32 to a plain element, to nearest even, as stored: float32 or int16. NaN is as hardware writes it."""
     if KIND == F32:
         words = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FFFFFFF).to(tl.float32, bitcast=True)
     elif KIND == F16:

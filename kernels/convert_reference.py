@@ -1,6 +1,6 @@
-"""Conversion between the forms in which caches store numbers is defined here in torch: also the path for CPU memory.
+"""The reference conversion defines in torch how rows change form, and converts rows in CPU memory.
 
-A row is parts, one after the other (see `RowForm`). In float32 throughout, every operation rounded once, to nearest
+A row is its parts, one after the other (see `RowForm`). In float32 throughout, every operation rounded once, to nearest
 even, a number of a part is read as
 
     x = element * s        with s = its plane's scale, its block's scale, or their product block * plane; or no s
@@ -14,19 +14,19 @@ and written, with amax the largest magnitude of its block, as
 clamp is to the largest number of the element, 448 or 6, and of a scale in e4m3 to 448. These are the forms of SGLang
 and vLLM: e4m3 by a scale a tensor; DeepSeek-V3.2's 512 e4m3 with four float32 scales and 64 bfloat16; NVFP4.
 
-Not finite: infinity counts as bfloat16's largest number, or float16's where that is what the numbers are meant to be,
-before anything is divided; bfloat16, float16 and float32 store it as it is. NaN does not count in amax. It stays NaN:
-0x7F in e4m3, 0x7FFF in 16 bits, 0x7FFFFFFF in 32. e2m1 has none: its block's scale becomes 0x7F, so all of the block
-is NaN. A block whose scale is 0 in e4m3 is zeros, each of its sign.
+Not finite: before any division, infinity counts as bfloat16's largest number, or as float16's if the numbers stand for
+float16; bfloat16, float16 and float32 store infinity unchanged. NaN does not count in amax and stays NaN: 0x7F in e4m3,
+0x7FFF in 16 bits, 0x7FFFFFFF in 32. e2m1 has no NaN: its block's scale becomes 0x7F, so the whole block is NaN. A block
+whose scale is 0 in e4m3 is zeros, each with its number's sign.
 
-Error of a finite x of a part with scale s that is not clipped, before it is read back:
+Error of a finite x, not clipped, of a part with scale s, where x' is read in float32:
 
     e4m3:              |x' - x| <= max(|x| / 16, s / 1000)
     e4m3 by blocks:    |x' - x| <= 0.036 amax + 2**-135
     e2m1 by blocks:    |x' - x| <= 0.177 amax                       where amax >= 3 * 2**-5 plane
                        |x' - x| <= max(amax / 5, plane / 160)       below
 
-448 * plane is where e4m3 clips, 2,688 * plane where NVFP4 does. Rounding back to bfloat16 adds 2**-8 of it.
+e4m3 clips at 448 * plane, NVFP4 at 2,688 * plane. Rounding x' back to bfloat16 adds 2**-8 of it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .region import Region, RegionError, Side
 
 FP8_MAX, FP4_MAX = 448.0, 6.0
 
-#: Float32's smallest normal number: rows of zeros get a scale that can be divided by.
+#: Float32's smallest normal number, the least scale: a block of zeros can be divided by its scale.
 SCALE_FLOOR = 2.0**-126
 
 FP8_NAN = 0x7F
@@ -54,11 +54,11 @@ Scales = npt.NDArray[np.float32]
 
 
 class RowPart(Protocol):
-    """Numbers of a row in one form: elements, and a scale behind them for each `block` (0: none). By torch's names."""
+    """A part of a row: elements, then a scale for each `block` numbers (0: no scales). Dtypes by torch's names."""
 
     @property
     def values(self) -> int:
-        """How many numbers."""
+        """Count of numbers."""
         ...
 
     @property
@@ -68,7 +68,7 @@ class RowPart(Protocol):
 
     @property
     def block(self) -> int:
-        """Numbers that share a scale of the row; 0: none do."""
+        """Numbers that share a scale of the row; 0: no such scales."""
         ...
 
     @property
@@ -78,36 +78,36 @@ class RowPart(Protocol):
 
     @property
     def element_bytes(self) -> int:
-        """Of all elements."""
+        """Bytes of all elements."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Elements and scales."""
+        """Bytes of elements and scales."""
         ...
 
     @property
     def is_scaled(self) -> bool:
-        """Whether its planes have a scale beside the pages."""
+        """True if its planes have a scale beside the pages."""
         ...
 
 
 class RowForm(Protocol):
-    """How a row is stored: `layout.Codec` is one. `values`: what the numbers are meant to be; `starts`: first bytes."""
+    """A stored form of a row; `layout.Codec` is one."""
 
     @property
     def values(self) -> str:
-        """What the numbers are meant to be."""
+        """Dtype that the numbers stand for."""
         ...
 
     @property
     def parts(self) -> Sequence[RowPart]:
-        """One after the other in a row."""
+        """Parts of a row, in order."""
         ...
 
     @property
     def starts(self) -> Sequence[int]:
-        """First byte of each part."""
+        """First byte of each part in a row."""
         ...
 
     @property
@@ -122,16 +122,16 @@ class RowForm(Protocol):
 
     @property
     def scales(self) -> int:
-        """How many of the parts are scaled."""
+        """Number of parts with plane scales."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Conversion:
-    """planes x units x heads x tokens rows, read at `src` as `reads` and written at `dst` as `writes`.
+    """A set of planes x units x heads x tokens rows, read at `src` as `reads` and written at `dst` as `writes`.
 
-    `src_scales`, `dst_scales` [plane, part] float32: of the parts that have a scale a plane. The rows of both sides
-    must not meet: that is not checked.
+    `src_scales`, `dst_scales` [plane, scaled part] float32. The rows of both sides must not overlap: that is not
+    checked.
     """
 
     src: Side
@@ -155,16 +155,16 @@ class Conversion:
 
     @property
     def device(self) -> torch.device:
-        """Where both sides lie."""
+        """Device of both sides."""
         return self.src.memory[0].device
 
     def at(self, end: Literal["src", "dst"]) -> Region:
-        """The rows of one end, which nothing moves."""
+        """Return one end's rows as a region with that end on both sides."""
         side, form = (self.src, self.reads) if end == "src" else (self.dst, self.writes)
         return Region(side, side, self.heads, self.tokens, form.row_bytes)
 
     def check(self) -> None:
-        """Raise RegionError unless both sides agree, lie inside their memory, and hold whole elements."""
+        """Raise RegionError unless both sides agree, lie inside their memory, and hold whole elements and blocks."""
         for name, end, form in (("source", "src", self.reads), ("destination", "dst", self.writes)):
             region = self.at(end)
             try:
@@ -191,13 +191,13 @@ class Conversion:
 
 
 def borders(reads: RowForm, writes: RowForm) -> list[int]:
-    """Numbers of a row at which a part of either form begins, and how many it has."""
+    """Return the numbers of a row at which a part of either form begins, and the row's count, ascending."""
     sums = (accumulate(part.values for part in form.parts) for form in (reads, writes))
     return sorted({0, *(number for each in sums for number in each)})
 
 
 def _cut_block(form: RowForm, edges: Sequence[int]) -> int | None:
-    """The first edge that lies inside of a block of `form`, or between two float4 of a byte. None: there is none."""
+    """Return the first edge inside a block of `form`, or between two float4 of a byte, or None."""
     begun = 0
     for part in form.parts:
         whole = part.block or (2 if part.element == "float4_e2m1fn_x2" else 1)
@@ -209,12 +209,12 @@ def _cut_block(form: RowForm, edges: Sequence[int]) -> int | None:
 
 
 def element_size(name: str) -> int:
-    """Bytes of an element by torch's name: 1 for the pair of two float4."""
+    """Return the bytes of an element by torch's name: 1 for the pair of two float4."""
     return getattr(torch, name).itemsize
 
 
 def decode(form: RowForm, rows: torch.Tensor, scales: Sequence[float]) -> torch.Tensor:
-    """The numbers [row, dim] in float32 of `rows` [row, row_bytes] in uint8, by a plane's `scales`."""
+    """Return the numbers [row, dim], in float32, of uint8 `rows` [row, row_bytes]. `scales`: one plane's."""
     found: list[torch.Tensor] = []
     own = iter(scales)
     for part, start in zip(form.parts, form.starts, strict=True):
@@ -232,7 +232,7 @@ def decode(form: RowForm, rows: torch.Tensor, scales: Sequence[float]) -> torch.
 
 
 def encode(form: RowForm, numbers: torch.Tensor, scales: Sequence[float]) -> torch.Tensor:
-    """Rows [row, row_bytes] in uint8 of `numbers` [row, dim] in float32, by a plane's `scales`."""
+    """Return uint8 rows [row, row_bytes] of float32 `numbers` [row, dim]. `scales`: one plane's."""
     found: list[torch.Tensor] = []
     largest = torch.finfo(torch.float16 if form.values == "float16" else torch.bfloat16).max
     own, at = iter(scales), 0
@@ -260,20 +260,20 @@ def encode(form: RowForm, numbers: torch.Tensor, scales: Sequence[float]) -> tor
 
 
 def _numbers(element: str, stored: torch.Tensor) -> torch.Tensor:
-    """Elements in uint8 [row, byte] as float32 [row, value], exactly."""
+    """Return elements, uint8 [row, byte], as float32 [row, value], exactly."""
     if element == "float4_e2m1fn_x2":
         codes = torch.stack([stored & 0xF, stored >> 4], 2).flatten(1)
         return _FP4[codes.long()]
     return stored.contiguous().view(getattr(torch, element)).float()
 
 
-#: What the codes of e2m1 stand for.
+#: Values of the e2m1 codes.
 _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _FP4 = torch.cat([_FP4, -_FP4])
 
 
 def _plain(x: torch.Tensor, element: str) -> torch.Tensor:
-    """Rounded to `element`, NaN to the one that hardware writes."""
+    """Round to `element`, in uint8 [row, byte], with NaN as hardware writes it."""
     kind = getattr(torch, element)
     words, nan = (torch.int32, 0x7FFFFFFF) if kind.itemsize == 4 else (torch.int16, 0x7FFF)
     return x.to(kind, copy=True).contiguous().view(words).masked_fill_(x.isnan(), nan).view(torch.uint8)
@@ -283,21 +283,21 @@ def _fp8(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8).masked_fill_(x.isnan(), FP8_NAN)
 
 
-#: Between two neighbours of e2m1; even codes take what lies on a border.
+#: Midpoints of neighbours in e2m1; a number on one goes to the even code.
 _FP4_BORDERS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 
 
 def _fp4(x: torch.Tensor) -> torch.Tensor:
-    """e2m1, two in a byte, to nearest even."""
+    """Round to e2m1, two in a byte, to nearest even."""
     magnitude = x.abs()
-    above = torch.bucketize(magnitude, _FP4_BORDERS)  # how many borders lie below it
+    above = torch.bucketize(magnitude, _FP4_BORDERS)  # borders below it
     on = torch.bucketize(magnitude, _FP4_BORDERS, right=True) > above
     codes = above + (on & (above % 2 == 1)) + 8 * torch.signbit(x)
     return (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
 
 
 def convert(conversions: Sequence[Conversion]) -> None:
-    """Convert every row, in order. On the CPU. Raises RegionError before the first byte is written."""
+    """Convert every row, in order, on the CPU. Raises RegionError before the first byte is written."""
     for each in conversions:
         each.check()
     for plane in _planes(conversions):
@@ -309,7 +309,7 @@ def convert(conversions: Sequence[Conversion]) -> None:
 
 
 def _planes(conversions: Sequence[Conversion]) -> Iterator[Conversion]:
-    """Plane by plane, so that a few copies of a plane are all the memory that a call takes."""
+    """Yield the conversions plane by plane, so that a call takes the memory of a few copies of a plane."""
     for each in conversions:
         for number in range(each.planes if each.rows else 0):
             one = slice(number, number + 1)
@@ -319,7 +319,7 @@ def _planes(conversions: Sequence[Conversion]) -> Iterator[Conversion]:
 
 
 def _dense(plane: Conversion, row_bytes: int, rows: torch.Tensor | None = None) -> Side:
-    """The rows of one plane in memory of their own: `rows`, or room for them."""
+    """Return the rows of one plane as a side in dense memory: `rows`, or newly allocated."""
     memory = torch.empty(plane.rows * row_bytes, dtype=torch.uint8) if rows is None else rows.contiguous().view(-1)
     units = np.arange(len(plane.src.units), dtype=np.int64) * (plane.heads * plane.tokens * row_bytes)
     zero = np.zeros(1, np.int64)

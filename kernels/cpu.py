@@ -1,8 +1,8 @@
-"""Moves and digests in host memory, by the C core at a memcpy's rate; where it was not built, as they are defined.
+"""Moves and digests in host memory run in the C core at a memcpy's rate; without it, in numpy and torch.
 
-`reference` and `digest_reference` have the definitions, in numpy and torch: the same bytes and the same numbers. In C a
-region is a nest of loops, each with a number of places and what a place adds to two numbers: the addresses of a row at
-both ends, or its address and the key of its digest. As many threads work as torch may use for one operation.
+`reference` and `digest_reference` define them: the same bytes and the same numbers. In C a region is a nest of loops.
+Each loop has a count, and its steps add to two numbers: a row's addresses at both ends, or a row's address and digest
+key. `torch.get_num_threads` threads work.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from . import digest_reference, reference
 from .digest_reference import End, H, Logical, T
 from .region import Offsets, Region, RegionError, Side
 
-#: Places of a loop, and what they add to each of two numbers, which wrap at 64 bits: a table [place], or even steps.
+#: A loop's count, and its steps' addends to two numbers that wrap at 64 bits: a table [step], or an even distance.
 Loop = tuple[int, Offsets | int, Offsets | int]
 
 
@@ -42,7 +42,8 @@ def move(regions: Sequence[Region]) -> None:
 
 
 def digest(regions: Sequence[Region], logicals: Sequence[Logical], side: End) -> int:
-    """The digest of all rows at one end of the regions: 0 <= digest < 2^64. Raises RegionError, as a move does."""
+    """Return the digest of all rows at one end of the regions: 0 <= digest < 2^64. Raises RegionError as a move does.
+    """
     if NATIVE is None:
         return digest_reference.digest(regions, logicals, side)
     digest_reference.check(regions, logicals)
@@ -57,7 +58,7 @@ def digest(regions: Sequence[Region], logicals: Sequence[Logical], side: End) ->
 
 
 def _keyed(region: Region, at: Side, logical: Logical) -> tuple[Loop, ...]:
-    """Rows one head wide: addresses, and the sum that mix64 makes a key of."""
+    """Return loops over rows one head wide: each row's address, and the sum that mix64 makes its key of."""
     head_bytes, head_key = region.row_bytes // logical.heads_in_row, logical.head_step * H
     first_head = np.uint64(logical.first_head * H % digest_reference.MODULUS)
     positions = np.asarray(logical.positions, np.int64).view(np.uint64) * np.uint64(T)
@@ -71,7 +72,7 @@ def _keyed(region: Region, at: Side, logical: Logical) -> tuple[Loop, ...]:
 
 
 def _table(offsets: Offsets) -> Offsets:
-    """As C reads it."""
+    """Return the offsets as C reads them: contiguous."""
     return np.ascontiguousarray(offsets, np.int64)
 
 

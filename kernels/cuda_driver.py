@@ -1,6 +1,6 @@
-"""The CUDA driver is called here for what torch lacks: batched copies, and host memory pinned to the byte.
+"""Calls of the CUDA driver add batched copies, and host memory pinned to the byte, which torch lacks.
 
-The driver works in the context of the calling thread, which torch makes when it first calls CUDA in that thread.
+The driver works in the calling thread's context, which torch makes on the thread's first CUDA call.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from .region import Offsets
 if TYPE_CHECKING:
     import torch
 
-#: Copies of one call: 51,828 in one call crashed driver 580 (vllm#49276).
+#: Most copies of a call: 51,828 in one call crashed driver 580 (vllm#49276).
 BATCH_COPIES = 4096
 
-#: Batches of copies up to this size ask to overlap with kernels; longer ones are faster without (cudf#23675).
+#: Batches whose longest copy has at most so many bytes ask to overlap with kernels; longer copies are faster without
+#: (cudf#23675).
 OVERLAP_BYTES = 128 << 10
 
 #: `CUmemcpySrcAccessOrder`: sources are read in stream order. With ANY a copy to the host read pages before their
 #: producer was done (vllm#39306, vllm#45704).
 ORDER_STREAM = 1
 
-#: `CUmemcpyAttributes`: the order, two locations of two words that only managed memory needs, and flags.
+#: 32-bit words of `CUmemcpyAttributes`: the order, two locations of two words for managed memory only, and flags.
 ATTRIBUTE_WORDS = 6
 
 #: `CU_MEMHOSTALLOC_PORTABLE`: pinned for every context.
@@ -40,24 +41,25 @@ class CudaError(RuntimeError):
 
 @cache
 def library() -> ctypes.CDLL:
-    """libcuda, which torch has loaded already."""
+    """Return libcuda, which torch has loaded already."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 def can_batch() -> bool:
-    """Returns whether the driver has cuMemcpyBatchAsync, which came with CUDA 12.8."""
+    """Returns True if the driver has cuMemcpyBatchAsync, which came with CUDA 12.8."""
     return hasattr(library(), "cuMemcpyBatchAsync")
 
 
 def copy_batch(src: Offsets, dst: Offsets, sizes: Offsets, stream: int) -> None:
-    """Queue copies from addresses `src` to `dst` [copy], in any order among themselves, by the list.
+    """Queue copies from addresses `src` to `dst` [copy] in batches, in any order among themselves.
 
-    `stream` is not the legacy default stream, which the driver refuses (vllm#46379). Sizes are not 0.
+    `sizes` [copy] are bytes, at least 1. `stream` must not be the legacy default stream, which the driver refuses
+    (vllm#46379). Raises CudaError if the driver refuses a batch.
     """
     driver = library()
     attribute = np.zeros(ATTRIBUTE_WORDS, np.int32)
     attribute[0], attribute[-1] = ORDER_STREAM, sizes.max(initial=0) <= OVERLAP_BYTES
-    # One attribute, from copy 0 on. Zeros for all copies make it right too where an index is read for every copy, as
+    # One attribute, from copy 0 on. A zero for each copy is also right if the driver reads an index for every copy, as
     # vllm#53860 understands the parameter.
     first = np.zeros(min(len(sizes), BATCH_COPIES), np.uintp)
     for begin in range(0, len(sizes), BATCH_COPIES):
@@ -68,14 +70,14 @@ def copy_batch(src: Offsets, dst: Offsets, sizes: Offsets, stream: int) -> None:
         arguments = *pointers, ctypes.c_size_t(len(lists[0])), *attributes
         if hasattr(driver, "cuMemcpyBatchAsync_v2"):
             result = driver.cuMemcpyBatchAsync_v2(*arguments, ctypes.c_void_p(stream))
-        else:  # before CUDA 13 there is one more parameter, for the copy that failed; the wrong one is a segfault
+        else:  # before CUDA 13 one more parameter returns the copy that failed; the wrong call is a segfault
             failed = ctypes.c_size_t()
             result = driver.cuMemcpyBatchAsync(*arguments, ctypes.byref(failed), ctypes.c_void_p(stream))
         check(result, "cuMemcpyBatchAsync")
 
 
 def copy_each(src: Offsets, dst: Offsets, sizes: Offsets, stream: int) -> None:
-    """Queue copies one call each, on any stream."""
+    """Queue copies from addresses `src` to `dst` [copy], one call each, on any stream. Raises CudaError if refused."""
     call, on = library().cuMemcpyAsync, ctypes.c_void_p(stream)
     address = ctypes.c_uint64
     for source, target, size in zip(src.tolist(), dst.tolist(), sizes.tolist(), strict=True):
@@ -83,10 +85,10 @@ def copy_each(src: Offsets, dst: Offsets, sizes: Offsets, stream: int) -> None:
 
 
 def pinned(nbytes: int) -> torch.Tensor:
-    """uint8 [nbytes] of host memory that every device reaches, from the start of a page; plain memory without a GPU.
+    """Return uint8 [nbytes] of pinned, page-aligned host memory for every device; plain memory without a GPU.
 
-    The memory goes with its last tensor: keep one until the moves that use it are done. Not torch's `pin_memory`, which
-    takes the next power of two: 64 GiB for a pool of 33.
+    The memory is freed with its last tensor: keep one until all moves that use it are done. torch's `pin_memory` would
+    take the next power of two: 64 GiB for a pool of 33. Raises CudaError if the driver refuses.
     """
     import torch
 
@@ -103,6 +105,6 @@ def pinned(nbytes: int) -> torch.Tensor:
 
 
 def check(result: int, call: str) -> None:
-    """Raise CudaError for an answer of the driver that is not success."""
+    """Raise CudaError unless the driver's `result` is success."""
     if result:
         raise CudaError(f"{call} failed with CUDA error {result}")

@@ -1,8 +1,8 @@
-"""Memory of a GPU that another process maps: handles of what this process allocated, tensors over what others did.
+"""Handles let other processes map GPU memory of this process; imports map memory of other processes here.
 
-A plain allocation (cudaMalloc, so torch's own unless segments expand) has a handle of CUDA IPC, which processes of its
-host open. An allocation of virtual memory management has one of the fabric, where whoever made it asked for that; it
-is opened as far as NVLink reaches. Other memory has none: torch's expandable segments are of that kind.
+A plain allocation (cudaMalloc, so torch's own unless segments expand) has a CUDA IPC handle, which processes of its
+host open. An allocation of virtual memory management has a fabric handle if it was made with one, which opens as far as
+NVLink reaches. Other memory, such as torch's expandable segments, has no handle.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ENABLE_PEER_ACCESS = 1
 
 
 class HandleKind(StrEnum):
-    """Who opens a handle: processes of the host, or of every host on one NVLink fabric."""
+    """The reach of a handle: processes of its host, or of every host on one NVLink fabric."""
 
     IPC = "ipc"
     FABRIC = "fabric"
@@ -37,7 +37,7 @@ class HandleKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """Where a memory lies for other processes: `offset` bytes into an allocation of `nbytes` that `handle` opens."""
+    """The place of memory for other processes: `offset` bytes into an allocation of `nbytes` that `handle` opens."""
 
     kind: HandleKind
     handle: bytes
@@ -46,16 +46,16 @@ class Export:
 
 
 class _IpcHandle(ctypes.Structure):
-    """`CUipcMemHandle`, which the driver takes by value."""
+    """A `CUipcMemHandle`, which the driver takes by value."""
 
     _fields_ = (("reserved", Handle),)
 
 
 def exported(address: int, device: torch.device) -> Export | None:
-    """The handle of the allocation that device memory lies in; None where the driver gives none for memory of its kind.
+    """Return the handle of the allocation that holds `address`, or None if the driver has no handle for such memory.
 
-    The allocation is the caller's, and stays until nobody maps it: what CUDA says of a handle whose memory was freed is
-    that anything may happen.
+    The caller must keep the allocation until no process maps it: CUDA defines no behaviour for a handle of freed
+    memory. Raises CudaError if the driver refuses.
     """
     with driver_context(device):
         base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
@@ -83,14 +83,14 @@ def _ipc_handle(base: ctypes.c_uint64) -> bytes:
     return bytes(handle)
 
 
-#: What this process has mapped: an allocation is opened once, however many pools lie in it.
+#: Allocations mapped by this process: a device opens an allocation once, however many pools lie in it.
 _IMPORTS: weakref.WeakValueDictionary[tuple[str, HandleKind, bytes], DeviceMemory] = weakref.WeakValueDictionary()
 
 
 def imported(export: Export, device: torch.device) -> DeviceMemory:
-    """The allocation that `export` lies in; its offset does not matter.
+    """Return the whole allocation that `export` lies in, mapped for `device`.
 
-    Raises CudaError where the driver does not open it: another host or fabric, no peer access, a dead owner.
+    Raises CudaError if the driver does not open it: another host or fabric, no peer access, a dead owner.
     """
     key = str(device), export.kind, export.handle
     found = _IMPORTS.get(key)
@@ -106,7 +106,7 @@ def imported(export: Export, device: torch.device) -> DeviceMemory:
 
 
 def _opened(handle: bytes) -> Taken:
-    """In the context of the importing device, which need not see the GPU that the memory is of."""
+    """Open an IPC handle in the current context, the importing device's, which need not see the owning GPU."""
     address, driver = ctypes.c_uint64(), cuda_driver.library()
     given = _IpcHandle.from_buffer_copy(handle), ctypes.c_uint(ENABLE_PEER_ACCESS)
     check(driver.cuIpcOpenMemHandle_v2(ctypes.byref(address), *given), "cuIpcOpenMemHandle")

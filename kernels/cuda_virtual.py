@@ -1,6 +1,6 @@
-"""Memory of a GPU by the driver's virtual memory management: made or imported, mapped, and given back in reverse.
+"""The driver's virtual memory management makes or imports GPU memory, maps it, and releases it in reverse.
 
-Only memory that was made so can have a handle of the NVLink fabric, by which other hosts map it.
+Only memory made this way can have a handle of the NVLink fabric, by which other hosts map it.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ RDMA_SUPPORTED, FABRIC_SUPPORTED = 110, 128
 
 Handle = ctypes.c_char * HANDLE_BYTES
 
-#: An address, and what gives the memory back.
+#: An address, and the function that releases its memory.
 Taken = tuple[int, Callable[[], None]]
 
 
 class _Steps:
-    """Calls of the driver, each with the one that undoes it."""
+    """The driver calls made so far, each with the call that undoes it."""
 
     def __init__(self) -> None:
         self._undo: list[tuple[str, tuple[object, ...]]] = []
 
     def take(self, call: str, *arguments: object, undo: tuple[str, *tuple[object, ...]] | None = None) -> None:
-        """Raises CudaError; what was done before is undone first."""
+        """Make a driver call. Raises CudaError if it fails, once the calls before it are undone."""
         try:
             check(getattr(cuda_driver.library(), call)(*arguments), call)
         except CudaError:
@@ -58,7 +58,7 @@ class _Steps:
             self._undo.append((undo[0], undo[1:]))
 
     def back(self) -> None:
-        """Undo all, the last first."""
+        """Undo all calls, the last first. Raises CudaError if the driver refuses an undo."""
         driver = cuda_driver.library()
         while self._undo:
             call, arguments = self._undo.pop()
@@ -66,7 +66,7 @@ class _Steps:
 
 
 def supports(attribute: int, device: torch.device) -> bool:
-    """Whether a device has one of the driver's attributes."""
+    """Return True if a device has an attribute of the driver."""
     answer = ctypes.c_int()
     asked = cuda_driver.library().cuDeviceGetAttribute(ctypes.byref(answer), ctypes.c_int(attribute), _ordinal(device))
     check(asked, "cuDeviceGetAttribute")
@@ -74,9 +74,9 @@ def supports(attribute: int, device: torch.device) -> bool:
 
 
 def made(nbytes: int, device: torch.device) -> Taken:
-    """At least `nbytes` bytes of `device` that have a fabric handle, and that NICs reach where the device lets them.
+    """Allocate at least `nbytes` of `device` with a fabric handle, for NICs (RDMA) too if the device supports that.
 
-    Raises CudaError where the driver makes none, though the device could: the fabric's channels are not set up.
+    Raises CudaError if the driver refuses, as on a capable device if the fabric's channels are not set up.
     """
     properties = np.zeros(PROPERTY_WORDS, np.int32)
     properties[:4] = PINNED, FABRIC, DEVICE, device.index or 0
@@ -91,7 +91,7 @@ def made(nbytes: int, device: torch.device) -> Taken:
 
 
 def imported(handle: bytes, nbytes: int, device: torch.device) -> Taken:
-    """An allocation of `nbytes` that another process made. Raises CudaError where `device` cannot map it."""
+    """Import an allocation of `nbytes` that another process made. Raises CudaError if `device` cannot map it."""
     owner, steps = ctypes.c_uint64(), _Steps()
     given = ctypes.byref(owner), Handle.from_buffer_copy(handle), ctypes.c_int(FABRIC)
     steps.take("cuMemImportFromShareableHandle", *given, undo=("cuMemRelease", owner))
@@ -109,7 +109,7 @@ def _mapped(steps: _Steps, owner: ctypes.c_uint64, size: ctypes.c_size_t, device
 
 
 def handle_of(address: int) -> bytes | None:
-    """The fabric handle of the allocation that begins at `address`; None where it was not made to have one."""
+    """Return the fabric handle of the allocation that begins at `address`, or None if it was made without one."""
     owner, properties, handle, steps = ctypes.c_uint64(), np.zeros(PROPERTY_WORDS, np.int32), Handle(), _Steps()
     retained = ctypes.byref(owner), ctypes.c_void_p(address)
     steps.take("cuMemRetainAllocationHandle", *retained, undo=("cuMemRelease", owner))
@@ -121,7 +121,8 @@ def handle_of(address: int) -> bytes | None:
 
 
 def plain(nbytes: int) -> Taken:
-    """`nbytes` of the current device as cudaMalloc takes them: one allocation, whatever torch's allocator is set to."""
+    """Allocate `nbytes` on the current device as cudaMalloc does: one allocation, whatever torch's allocator is set to.
+    """
     address, steps = ctypes.c_uint64(), _Steps()
     steps.take("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes), undo=("cuMemFree_v2", address))
     return address.value, steps.back

@@ -1,4 +1,4 @@
-"""A tensor over memory of a GPU that torch did not allocate, and that is given back with the tensor."""
+"""DeviceMemory makes tensors over GPU memory that torch did not allocate, and releases it with the last of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class DeviceMemory:
-    """`nbytes` bytes that kernels of `device` reach at `address`, as long as this or a tensor of it is alive."""
+    """A range of `nbytes` that kernels of `device` reach at `address`, while this object or a tensor of it is alive."""
 
     address: int
     nbytes: int
@@ -23,9 +23,9 @@ class DeviceMemory:
 
     @classmethod
     def of(cls, device: torch.device, nbytes: int, take: Callable[[], tuple[int, Callable[[], None]]]) -> DeviceMemory:
-        """What `take` answers in the context of `device`: an address, and what gives it back. Raises what `take` does.
+        """Call `take` in the context of `device` for an address and the function that releases it.
 
-        It is given back once the device has done all that it was told before.
+        The release waits until the device has done all work queued before it. Raises any exception of `take`.
         """
         with driver_context(device):
             address, give_back = take()
@@ -34,7 +34,7 @@ class DeviceMemory:
         return found
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes] from `offset` on. It keeps this; a view of it does not. Raises ValueError beyond the end."""
+        """Return uint8 [nbytes] from `offset` on. It keeps the memory; views do not. Raises ValueError past the end."""
         if not 0 <= offset <= offset + nbytes <= self.nbytes:
             raise ValueError(f"{nbytes} bytes from {offset} on of memory of {self.nbytes}")
         found = tensor_at(self.address + offset, nbytes, self.device)
@@ -52,7 +52,7 @@ def _given_back(device: torch.device, give_back: Callable[[], None]) -> None:
 
 
 def driver_context(device: torch.device) -> AbstractContextManager[Any]:
-    """The context of a device, which torch makes and the driver works in; nothing where it is the CPU."""
+    """Enter the device's context, which torch makes and the driver works in; for the CPU, a null context."""
     if device.type != "cuda":
         return nullcontext()
     import torch
@@ -82,7 +82,7 @@ class _Array(ctypes.Structure):
 
 
 class _Managed(ctypes.Structure):
-    """`DLManagedTensor` of DLPack 0.8, with room for the shape behind it."""
+    """A `DLManagedTensor` of DLPack 0.8, with room for the shape behind it."""
 
     _fields_ = (
         ("array", _Array),
@@ -97,11 +97,11 @@ _DLPACK_DEVICES, _UNSIGNED = {"cpu": 1, "cuda": 2}, 1
 
 
 def tensor_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 [nbytes] over memory that torch did not allocate, and that the caller keeps as long as the tensor.
+    """Return uint8 [nbytes] over memory that torch did not allocate, which the caller keeps as long as the tensor.
 
-    By DLPack, which believes the device that it is told: `__cuda_array_interface__` has torch ask the driver, which
-    may answer with the GPU that the memory is of instead of the one that maps it. The header is freed by free(3): a
-    function in Python would run wherever a tensor ends, also while an exception is on its way, and lose that.
+    DLPack believes the device it is told: with `__cuda_array_interface__` torch asks the driver, which may answer with
+    the GPU that owns the memory instead of the one that maps it. free(3) frees the header: a Python function would run
+    wherever a tensor ends, also while an exception propagates, and lose the exception.
     """
     import torch
 

@@ -1,11 +1,11 @@
 """The digest kernel computes `digest_reference` on a GPU, fused with the row mover's copy or alone, in one launch.
 
-Tiles are the row mover's, in words of 32 bits. A row's key is worked out once for each 16 bytes; with it they cost 75
-instructions more than the 25 of the copy (sm_90), of 200 that the memory leaves time for. A tile adds its sum to the
-result by one atomic, so that launches of parts add up, and tiles are larger than the row mover's to make fewer of them.
+Tiles are the row mover's, in 32-bit words. A row's key is computed once for each 16 bytes; with it they cost 75
+instructions more than the copy's 25 (sm_90), of 200 that the memory leaves time for. A tile adds its sum to the result
+by one atomic, so launches of parts add up; tiles are larger than the row mover's, to make fewer atomics.
 
-Rows of a width or at an address that is no multiple of 4 go byte by byte. Contiguous rows of no multiple of 16 (132 B)
-are cut anew, as the row mover does, and each of their words finds its own token and key.
+Rows with a width or address that is no multiple of 4 go byte by byte. Contiguous rows of no multiple of 16 (132 B) are
+cut anew, as the row mover does, and each word finds its own token and key.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from .table import (
     unit_start,
 )
 
-#: After source and destination, the coordinates: a side whose planes are keys, units positions, and strides steps of
-#: heads and positions. Then the first head, and the element of the result.
+#: Word offsets after source and destination: the coordinates, as a side with keys for planes, positions for units, and
+#: steps of heads and positions for strides; then the first head, and the element of the result.
 LOGICAL = tl.constexpr(DST.value + SIDE_WORDS.value)
 FIRST_HEAD, OUT, WORDS = (tl.constexpr(LOGICAL.value + SIDE_WORDS.value + i) for i in range(3))
 
@@ -57,7 +57,7 @@ H, T = tl.constexpr(definition.H), tl.constexpr(definition.T)
 A, B = tl.constexpr(definition.A), tl.constexpr(definition.B)
 M1, M2 = tl.constexpr(definition.M1), tl.constexpr(definition.M2)
 
-#: Where the kernel finds each field of a DigestShape.
+#: Index of each field of a DigestShape in the kernel's `OF`.
 (
     OF_ELEMENT_BYTES,
     OF_VEC,
@@ -75,7 +75,7 @@ M1, M2 = tl.constexpr(definition.M1), tl.constexpr(definition.M2)
 
 @triton.jit
 def _key(at, plane_key, head, position):
-    """The key of each row: mix64 of its coordinates. `head` counts the region's heads."""
+    """Return each row's key: mix64 of its coordinates. `head` counts the region's heads."""
     logical_head = tl.load(at + FIRST_HEAD) + tl.load(at + LOGICAL + HEAD_STRIDE) * head.to(tl.int64)
     z = plane_key.to(tl.uint64) + logical_head.to(tl.uint64) * H + position.to(tl.uint64) * T
     z = (z ^ (z >> 30)) * M1
@@ -85,7 +85,8 @@ def _key(at, plane_key, head, position):
 
 @triton.jit
 def _sum(word, live, key, first, words):
-    """Sum of the terms of `word`, number `first` + `words` of their row: two numbers, of which one is cheap."""
+    """Return the sum of the terms of live `word`s, number `first` + `words` of their row; `words` is the cheap addend.
+    """
     a = (key.to(tl.uint32) + first.to(tl.uint32) * A) + words.to(tl.uint32) * A
     b = ((key >> 32).to(tl.uint32) + first.to(tl.uint32) * B) + words.to(tl.uint32) * B
     product = a.to(tl.uint64) * b.to(tl.uint64)
@@ -97,7 +98,7 @@ def _sum(word, live, key, first, words):
 
 @triton.jit
 def _move_bytes(src, dst, first, live, BYTES: tl.constexpr, COPY: tl.constexpr):
-    """The words from byte `first` of a head's `BYTES` on, byte by byte, filled with zeros beyond its end."""
+    """Move the words from byte `first` of a head's `BYTES` on, byte by byte. Returns them, zero-filled past its end."""
     word = first.to(tl.int32) * 0
     for i in tl.static_range(4):
         inside = live & (first + i < BYTES)
@@ -110,7 +111,7 @@ def _move_bytes(src, dst, first, live, BYTES: tl.constexpr, COPY: tl.constexpr):
 
 @triton.jit
 def _payload(table, at, plane, head, unit, token, first, live, OF: tl.constexpr, COPY: tl.constexpr):
-    """Copy the words of a tile, and return them: [row, word]."""
+    """Return the words of a tile: [row, word]. Copies them if `COPY`."""
     VEC: tl.constexpr = OF[OF_VEC]
     ELEMENT: tl.constexpr = tl.int32 if OF[OF_ELEMENT_BYTES] == 4 else tl.int8  # pyright: ignore
     src = plane_start(table, at + SRC, plane, head, ELEMENT, VEC)
@@ -139,7 +140,7 @@ def _payload(table, at, plane, head, unit, token, first, live, OF: tl.constexpr,
 
 @triton.jit
 def _tile(table, at, out, tile, SHAPES: tl.constexpr, I: tl.constexpr, BLOCK: tl.constexpr, COPY: tl.constexpr):
-    """Copy one tile of the region described at `at`, whose rows are served by shape `I`, and add its sum to `out`."""
+    """Add the sum of one tile of the region described at `at`, with rows of shape `I`, to `out`; copy it if `COPY`."""
     OF: tl.constexpr = SHAPES[I]
     GRAIN: tl.constexpr = OF[OF_GRAIN]
     HEAD_WORDS: tl.constexpr = (OF[OF_HEAD_BYTES] + 3) // 4
@@ -177,7 +178,7 @@ def _tile(table, at, out, tile, SHAPES: tl.constexpr, I: tl.constexpr, BLOCK: tl
 
 @triton.jit(do_not_specialize=["regions", "tiles"])
 def digest_kernel(table, out, regions, tiles, SHAPES: tl.constexpr, BLOCK: tl.constexpr, COPY: tl.constexpr):
-    """Persistent over all tiles of all regions; the grid is the SM budget.
+    """Digest all tiles of all regions; the grid is the SM budget, or every tile without one.
 
     `table`: see `describe`. `COPY`: 0 to read the source only.
     """
@@ -196,11 +197,12 @@ def move_and_digest(
     config: RowConfig | None = None,
     sms: int | None = None,
 ) -> None:
-    """Copy every row of every region and add the digest of what was read to `out`, in one launch on the current stream.
+    """Copy every row of every region and add the digest of the bytes read to `out`, in one launch.
 
-    `out` int64 on the regions' device, zeros or digests so far: [1] for all, or [region]; modulo 2^64 they are the
-    definition's. `sms` is the SM budget (None: no budget). The memory must stay allocated until the stream has
-    passed the launch, which is not waited for. Raises RegionError before anything is launched.
+    It is queued on the current stream. `out`: int64 on the regions' device, zeros or earlier digests, [1] for all or
+    [region]; modulo 2^64 they are `digest_reference`'s. `sms`: SM budget (None: no budget). The memory must stay
+    allocated until the stream has passed the launch, which is not waited for. Raises RegionError before anything is
+    launched.
     """
     launch = prepare(regions, logicals, out, config, sms)
     if launch is not None:
@@ -215,7 +217,7 @@ def digest(
     config: RowConfig | None = None,
     sms: int | None = None,
 ) -> None:
-    """Add the digest of the rows at one end of the regions to `out`; nothing moves. Else as `move_and_digest`."""
+    """Add the digest of the rows at one end of the regions to `out`, without a copy. See `move_and_digest`."""
     launch = prepare(regions, logicals, out, config, sms, side)
     if launch is not None:
         launch.run()
@@ -230,9 +232,9 @@ def prepare(
     reads: End | None = None,
     using: Program | None = None,
 ) -> Prepared | None:
-    """Check and describe a launch and upload its table; None where there is nothing to do.
+    """Check and describe a launch and upload its table. Returns None if no region has bytes. Raises RegionError.
 
-    `reads`: the end that is only read, as `digest` does; None for `move_and_digest`. `using`: as `rows.move`.
+    `reads`: the end that is only read, as `digest` does; None for `move_and_digest`. `using`: see `rows.move`.
     """
     definition.check(regions, logicals)
     if out.dtype != torch.int64 or out.dim() != 1 or len(out) not in (1, len(regions)) or not out.is_contiguous():
@@ -255,12 +257,12 @@ def prepare(
 
 
 def configured(regions: Sequence[Region], sms: int | None, device: torch.device) -> RowConfig:
-    """How a digest of these regions is launched: as it was measured on this GPU, else by the rule."""
+    """Return the launch configuration of these regions: measured on this GPU, or by rule."""
     return choose(kind_of_most(regions), sms, device, Kernel.DIGEST)
 
 
 def program(shapes: tuple[DigestShape, ...], config: RowConfig, reads: End | None) -> Program:
-    """The kernel for these shapes. `reads`: as in `prepare`."""
+    """Return the kernel for these shapes. `reads`: see `prepare`."""
     constants = ("BLOCK", config.block_bytes), ("COPY", int(reads is None))
     return Program(digest_kernel, shapes, config, constants, outputs=1)
 
@@ -272,7 +274,7 @@ def standing_program(
     sms: int | None,
     reads: End | None = None,
 ) -> Program:
-    """The one kernel for regions like these, as `rows.standing_program`. Positions are listed."""
+    """Return the one kernel for regions like these, with listed positions; see `rows.standing_program`."""
     config = configured(regions, sms, regions[0].src.device)
     regions = regions if reads is None else [at_end(region, reads) for region in regions]
     given = dict(zip(("src_kind", "dst_kind", "position_kind"), (*kinds, LISTED.value), strict=True))
@@ -289,11 +291,11 @@ def standing_program(
 
 
 class DigestShape(NamedTuple):
-    """What the kernel is compiled for: rows of `grains` x `grain` words that hold `heads` heads of `head_bytes`.
+    """The parameters a kernel is compiled for: rows of `grains` x `grain` words, of `heads` heads of `head_bytes`.
 
-    `element_bytes`: 4, or 1 where rows move byte by byte; `vec` words make the widest access. `grains` 0: rows of any
-    width, counted at run time. `recut`: 1 where rows are cut without regard to tokens. `span`: how a tile takes units.
-    The kinds of sides and positions: whether they are listed, or follow each other at one distance.
+    `element_bytes`: 4, or 1 if rows move byte by byte; `vec` words make the widest access. `grains` 0: rows of any
+    width, counted at run time. `recut`: 1 if rows are cut without regard to tokens. `span`: how a tile takes units. The
+    kinds of sides and positions: whether units are listed, or follow each other at one distance.
     """
 
     element_bytes: int
@@ -310,13 +312,14 @@ class DigestShape(NamedTuple):
 
     @property
     def of_any_rows(self) -> DigestShape:
-        """Rows of the same heads and alignment, of whatever number and distance, cut anew or not."""
+        """Shape of rows with these heads and alignment, of any number and distance, cut anew or not."""
         either = dict.fromkeys(("src_kind", "dst_kind", "position_kind"), EITHER.value)
         whole = int(self.element_bytes == 4)
         return self._replace(grains=0, grain=self.vec, recut=whole, span=SEVERAL_UNITS.value, **either)
 
     def serves(self, own: DigestShape, region: Region) -> bool:
-        """Whether tiles of this shape move a region, whose own is `own`, and hardly slower than tiles of that."""
+        """Return True if tiles of this shape move a region for which `own` is best, hardly slower than tiles of `own`.
+        """
         if not self.grains:
             rows = self.element_bytes, self.head_bytes, self.heads
             return rows == (own.element_bytes, own.head_bytes, own.heads) and self.vec <= own.vec
@@ -328,7 +331,7 @@ class DigestShape(NamedTuple):
 
     @classmethod
     def of(cls, region: Region, logical: Logical, block_bytes: int) -> tuple[DigestShape, Region]:
-        """The widest access that every address allows and the grain that wastes least of a tile; and the rows."""
+        """Return the shape of the widest access and the least wasteful grain, and the region in the shape's rows."""
         head_bytes = region.row_bytes // logical.heads_in_row
         cut = recut(region) if region.row_bytes % WIDEST.value and head_bytes % 4 == 0 else region
         cut = cut if cut.alignment() > region.alignment() >= 4 else region
@@ -352,7 +355,7 @@ def _kinds(shape: DigestShape) -> tuple[int, int, int]:
 
 
 def shapes_for(owns: Sequence[tuple[DigestShape, Region]]) -> tuple[DigestShape, ...]:
-    """What a kernel is compiled for that moves regions like these, as `rows.shapes_for`."""
+    """Return the shapes to compile for regions like these; see `rows.shapes_for`."""
     most = with_most_bytes((own, cut.nbytes) for own, cut in owns)
     rest = [own for own, cut in owns if not any(shape.serves(own, cut) for shape in most)]
     return (*most, *sorted({own.of_any_rows for own in rest}, reverse=True))
@@ -365,9 +368,10 @@ def describe(
     block_bytes: int,
     shapes: tuple[DigestShape, ...] = (),
 ) -> Launch:
-    """Lay regions and their coordinates out as the kernel reads them; region i adds to element `outs[i]` of the result.
+    """Lay regions and coordinates out as the kernel reads them; region i adds to element `outs[i]` of the result.
 
-    The kernel is compiled for `shapes`, or for what serves these regions best.
+    The kernel is compiled for `shapes`, or for those that serve these regions best. Raises RegionError if a count
+    reaches 2^31: the kernel has 32 bits.
     """
     owns = [DigestShape.of(*each, block_bytes) for each in zip(regions, logicals, strict=True)]
     shapes = shapes or shapes_for(owns)

@@ -1,4 +1,4 @@
-"""The digest of rows is defined here in plain torch: the oracle of the tests; serves CPU memory without the C core.
+"""The reference digest of rows, in plain torch, is the tests' oracle and serves CPU memory without the C core.
 
 The digest of a set of words is a sum modulo 2^64 of one term a word, so digests of parts add up in any order:
 
@@ -16,10 +16,10 @@ The sum is multilinear hashing (Carter, Wegman 1979; Lemire, Kaser, "Strongly un
 with a pseudorandom odd multiplier a word; folding the halves of a product into the multiplier is wyhash's. `a` is added
 first, as NH of UMAC (Black et al., 1999) does, so that a word of zeros counts too: a missing row is no row of zeros.
 
-What it finds. A changed word is always found: its term changes by a non-zero number below 2^32 times an odd one. Any
-other fixed error (words, rows, heads, layers or pages swapped, a stale page, a missing row) is missed with a
-probability of about 2^-32 if the multipliers are thought of as random, and with far less if the bytes are random. It is
-not cryptographic: there is no secret, and who wants to can make two contents of one digest.
+A changed word is always found: its term changes by a non-zero number below 2^32 times an odd one. Any other fixed error
+(words, rows, heads, layers or pages swapped, a stale page, a missing row) is missed with a probability of about 2^-32
+if the multipliers are taken as random, and far less if the bytes are random. The digest has no secret and is not
+cryptographic: two contents of one digest can be made on purpose.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import torch
 from . import reference
 from .region import Offsets, Region, RegionError, Side
 
-#: Which end of a region is read.
+#: The end of a region that is read.
 End = Literal["src", "dst"]
 
 #: Multipliers of plane, head and position: odd, with bits as if at random (primes of xxHash). S is the start.
@@ -48,18 +48,18 @@ M1, M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 LOW = (1 << 32) - 1
 MODULUS = 1 << 64
 
-#: Bytes of rows that are summed at once, so that the terms, sixteen times as many bytes, stay in the cache.
+#: Bytes of rows summed at once: the terms, sixteen times as many bytes, stay in the cache.
 PART_BYTES = 1 << 17
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Logical:
-    """The logical coordinates of a region's rows: what the digest counts by.
+    """The logical coordinates of a region's rows, from which the digest makes their keys.
 
     `planes` [plane] and `positions` [unit] int64 on the host: the caller's number of each plane, the same on both sides
-    of a transfer, such as layer * 2 + kv; and the position, in the whole request, of each unit's first token. Token i
-    of a unit is `position_step` * i further. A row holds `heads_in_row` heads side by side; head i of the region,
-    counted through the rows, is head `first_head` + `head_step` * i of the model.
+    of a transfer, such as layer * 2 + kv; and the position of each unit's first token in the whole request. Token i of
+    a unit is `position_step` * i further. A row holds `heads_in_row` heads side by side; head i of the region, counted
+    through the rows, is head `first_head` + `head_step` * i of the model.
     """
 
     planes: Offsets
@@ -80,7 +80,7 @@ class Logical:
             raise RegionError(f"a row of {region.row_bytes} bytes does not hold {self.heads_in_row} heads")
 
     def plane_keys(self) -> Offsets:
-        """The inner mix64, a plane [plane]."""
+        """Return the inner mix64 of each plane [plane]."""
         z = np.asarray(self.planes, np.int64).view(np.uint64) * np.uint64(P) + np.uint64(S)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(M1)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(M2)
@@ -88,7 +88,7 @@ class Logical:
 
 
 def digest(regions: Sequence[Region], logicals: Sequence[Logical], side: End) -> int:
-    """The digest of all rows at one end of the regions: 0 <= digest < 2^64. Raises RegionError, as a move does."""
+    """Return the digest of all rows at one end of the regions: 0 <= digest < 2^64. Raises RegionError as `check`."""
     check(regions, logicals)
     total = 0
     for region, logical in zip(regions, logicals, strict=True):
@@ -105,7 +105,7 @@ def digest(regions: Sequence[Region], logicals: Sequence[Logical], side: End) ->
 
 
 def check(regions: Sequence[Region], logicals: Sequence[Logical]) -> None:
-    """Raise RegionError unless every region is one that can be moved and has its coordinates."""
+    """Raise RegionError unless every region can be moved and has its coordinates."""
     if len(regions) != len(logicals):
         raise RegionError(f"{len(logicals)} sets of coordinates for {len(regions)} regions")
     for region, logical in zip(regions, logicals, strict=True):
@@ -114,7 +114,7 @@ def check(regions: Sequence[Region], logicals: Sequence[Logical]) -> None:
 
 
 def _packed(region: Region) -> torch.Tensor:
-    """The source's rows of one plane as bytes [unit, head, token, byte]."""
+    """Return the source's rows of one plane as bytes [unit, head, token, byte]."""
     shape = len(region.src.units), region.heads, region.tokens, region.row_bytes
     packed = torch.empty(shape, dtype=torch.uint8)
     zero, token, head = np.zeros(1, np.int64), region.row_bytes, region.tokens * region.row_bytes
@@ -124,7 +124,7 @@ def _packed(region: Region) -> torch.Tensor:
 
 
 def _sum(packed: torch.Tensor, region: Region, logical: Logical, plane_key: int, positions: torch.Tensor) -> int:
-    """The terms of one plane's rows, summed. int64 wraps as 64 bits do."""
+    """Return the summed terms of one plane's rows; int64 wraps as 64 bits do."""
     split = packed.unflatten(3, (logical.heads_in_row, -1))
     words = torch.nn.functional.pad(split, (0, -split.shape[-1] % 4)).view(torch.int32).to(torch.int64)
     number = torch.arange(words.shape[-1])
@@ -145,7 +145,7 @@ def _mix64(z: torch.Tensor) -> torch.Tensor:
 
 
 def _right(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shifted as an unsigned number."""
+    """Shift right as an unsigned number."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
