@@ -1,4 +1,4 @@
-"""Experimental copy engines, which no GPU has measured yet: they move what names them, and AUTO takes none of them.
+"""Experimental copy engines move regions only if named: no GPU has measured them yet, and AUTO takes no such engine.
 
 The ring moves bytes through shared memory by `cp.async.bulk` (cuda/bulk.cu), on as few SMs as it has blocks: runs
 (BULK), and boxes of rows at a pitch, one tensor copy each (TENSOR). The copy engine takes boxes too, and no SM (BOXES).
@@ -29,12 +29,12 @@ from .region import Offsets, Region, RegionError, Side, even_distance, merged
 if TYPE_CHECKING:
     from .table import Launch, Table
 
-#: Engines of the ring, which ask for rows of this alignment and for this compute capability.
+#: Engines of the ring; their rows need this alignment in bytes, their GPU this compute capability.
 RINGS = {CopyEngine.BULK, CopyEngine.TENSOR}
 ALIGNMENT = 16
 CAPABILITY = (9, 0)
 
-#: The shortest run for the ring: an operation has a fixed cost, so never one a row of 256 B (sglang#40278).
+#: Least bytes of a run for the ring: operations have a fixed cost, so never one a row of 256 B (sglang#40278).
 RUN_BYTES = 2 << 10
 
 
@@ -52,20 +52,20 @@ def unavailable(engine: CopyEngine, device: torch.device) -> str | None:
     if engine is CopyEngine.GREEN:
         try:
             _green_context(device, DEFAULT_SMS)
-        except RuntimeError as error:  # of torch, or of the driver: the engine is refused with its words
+        except RuntimeError as error:  # from torch or the driver: refuse the engine with its words
             return f"no green context on {device}: {error}"
     return None
 
 
 def cannot_move(engine: CopyEngine, region: Region) -> str | None:
-    """Returns why `engine` moves no such region on any machine, or None."""
+    """Returns why `engine` cannot move the region on any machine, or None."""
     if engine in RINGS and merged(region).alignment() != ALIGNMENT:
         return f"rows aligned to {merged(region).alignment()} bytes; bulk copies take multiples of {ALIGNMENT}"
     return None
 
 
 def without_boxes(engine: CopyEngine, regions: Sequence[Region]) -> str | None:
-    """Returns why an engine of boxes would move most of these as short runs, which others move faster, or None."""
+    """Returns why TENSOR would move the largest region as short runs, which other engines move faster, or None."""
     if engine is not CopyEngine.TENSOR:
         return None
     most = merged(max(regions, key=lambda region: region.nbytes))
@@ -78,7 +78,7 @@ def without_boxes(engine: CopyEngine, regions: Sequence[Region]) -> str | None:
 def prepared(
     engine: CopyEngine, regions: Sequence[Region], device: torch.device, sms: int, using: Program | None
 ) -> Callable[[], None]:
-    """A move of the regions by `engine`, ready to be launched on the current stream; tables are on their way up."""
+    """Return a move of the regions by `engine`, to be launched on the current stream; its tables are being uploaded."""
     if engine is CopyEngine.BOXES:
         return partial(off_legacy, partial(copy_boxes, np.concatenate([*map(boxes, regions)])))
     if engine is CopyEngine.GREEN:
@@ -88,13 +88,13 @@ def prepared(
 
 
 # The ring. The host uploads a table for a launch: a few words a region, one address or tensor map a plane, and one
-# offset a unit and side. bulk.cu is compiled with the words' names as they are here.
+# offset a unit and side. bulk.cu is compiled with the names of these words.
 
 SOURCE = Path(__file__).parent / "cuda" / "bulk.cu"
 KERNEL = "bulk_move"
 THREADS = 64
 
-#: Lanes that issue copies: pieces of an item.
+#: Lanes that issue copies: most pieces of an item.
 LANES = 32
 
 
@@ -102,7 +102,7 @@ LANES = 32
 class Ring:
     """The ring of one block: `stages` of `stage_bytes` in shared memory, of which `lag` may wait to be stored.
 
-    192 KiB in flight an SM; a block of an H100 may have 227 KiB.
+    The default has 192 KiB in flight an SM; a block of an H100 may have 227 KiB.
     """
 
     stages: int = 6
@@ -116,28 +116,28 @@ class Ring:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """How bulk.cu is compiled for this ring."""
+        """Compiler options of bulk.cu for this ring."""
         given = {"STAGES": self.stages, "STAGE_BYTES": self.stage_bytes, "LAG": self.lag, **words()}
         return "-std=c++17", *(f"-D{name}={value}" for name, value in given.items())
 
 
 RING = Ring()
 
-#: Of the table's words, those that bulk.cu reads; after the sides, what it has beyond: the first item that is not the
-#: region's, its pieces, how many are an item, what each has of a stage, and the run that they are cut from, or the box
-#: that they are; then which sides have maps, `SRC_MAPPED` and `DST_MAPPED`.
+#: The words of the table that bulk.cu reads. After the sides: the first item past the region, its pieces, pieces of an
+#: item, bytes of a stage for a piece, bytes of the run that pieces are cut from or of the box that a piece is; then
+#: which sides have maps, `SRC_MAPPED` and `DST_MAPPED`.
 _COMMON = "FIRST_TILE", "PLANES", "HEADS", "TOKENS", "PIECES"
 _OF_SIDES = "ADDRESSES", "LIST", "HEAD_STRIDE", "TOKEN_STRIDE"
 _FURTHER = "END", "COUNT", "PER_ITEM", "PIECE_BYTES", "RUN_BYTES", "MAPPED", "WORDS"
 
-#: Of the word MAPPED.
+#: Bits of the word MAPPED.
 SRC_MAPPED, DST_MAPPED = 1, 2
 
 
 @cache
 def words() -> dict[str, int]:
-    """Places of a region's words by name, for both sides of the launch. `SRC`, `DST`: where its sides begin."""
-    from . import table  # needs Triton, which copies on the host do without
+    """Return the index of each word of a region by name, for host and kernel. `SRC`, `DST`: where its sides begin."""
+    from . import table  # needs Triton, which host copies do without
 
     src, each = table.SIDES.value, table.SIDE_WORDS.value
     found = {name: getattr(table, name).value for name in (*_COMMON, *_OF_SIDES)}
@@ -146,7 +146,7 @@ def words() -> dict[str, int]:
 
 
 class Pieces(StrEnum):
-    """What a launch moves: runs alone, or boxes where there are some and runs of the rest."""
+    """The pieces of a launch: runs alone, or boxes where rows form boxes and runs of the rest."""
 
     RUNS = "runs"
     BOXES = "boxes"
@@ -165,9 +165,9 @@ class _Cut:
 
 
 def describe(regions: Sequence[Region], ring: Ring = RING, of: Pieces = Pieces.RUNS) -> Launch:
-    """Lay the regions out as bulk.cu reads them, in bytes. A tile is an item: what one stage of the ring holds.
+    """Lay the regions out as bulk.cu reads them, in bytes. A tile is an item: the pieces in one stage of the ring.
 
-    Raises RegionError where an address or a run is not a multiple of 16 bytes.
+    Raises RegionError if an address or a run is not a multiple of 16 bytes, or a region has 2^31 pieces.
     """
     from .table import Counts, Table
 
@@ -191,7 +191,7 @@ def _runs(laid: Table, region: Region, ring: Ring) -> _Cut:
     from .table import LISTED
 
     run = region.row_bytes
-    piece = _whole_lines(-(-run // -(-run // ring.stage_bytes)))  # of one size: no short one leaves a stage empty
+    piece = _whole_lines(-(-run // -(-run // ring.stage_bytes)))  # of one size: a short one would leave a stage part empty
     sides = [word for side in (region.src, region.dst) for word in laid.side(side, 1, LISTED.value)]
     return _Cut(piece, -(-run // piece), region.tokens, run, 0, sides)
 
@@ -203,8 +203,10 @@ def _boxes(laid: Table, region: Region, found: TensorBoxes) -> _Cut:
 
 
 def _side(laid: Table, side: Side, found: TensorBoxes, mapped: MappedSide | None) -> list[int]:
-    """The words of a side of boxes. With maps, they lie where addresses would, and offsets are coordinates. Without,
-    rows follow each other: a box is a run, and counts as a token does.
+    """Return the words of a side of boxes.
+
+    Maps take the place of addresses, and coordinates of offsets. Without maps, rows follow each other: a box is a run,
+    and counts as a token does.
     """
     from .table import LISTED
 
@@ -216,7 +218,7 @@ def _side(laid: Table, side: Side, found: TensorBoxes, mapped: MappedSide | None
 
 
 def _whole_lines(nbytes: int) -> int:
-    """In shared memory a tensor copy begins at a multiple of 128 bytes."""
+    """Round up to a multiple of 128 bytes, at which a tensor copy begins in shared memory."""
     return -(-nbytes // 128) * 128
 
 
@@ -226,14 +228,14 @@ def cannot_compile(device: torch.device) -> str | None:
         return "CuPy is not installed"
     try:
         kernel(device, RING)
-    except Exception as error:  # whatever CuPy, NVRTC and the driver raise: the engine is refused with their words
+    except Exception as error:  # CuPy, NVRTC or the driver raise any: refuse the engine with its words
         return f"CuPy cannot compile bulk.cu: {type(error).__name__}: {error}"
     return None
 
 
 @cache
 def kernel(device: torch.device, ring: Ring) -> Any:
-    """bulk.cu, compiled for this device and ring by NVRTC on first use: CuPy's RawKernel."""
+    """Return bulk.cu as CuPy's RawKernel, compiled for this device and ring by NVRTC on first use."""
     import cupy  # pyright: ignore[reportMissingImports]
 
     with cupy.cuda.Device(device.index or 0):
@@ -243,7 +245,7 @@ def kernel(device: torch.device, ring: Ring) -> Any:
 
 
 def run(launch: Launch, uploaded: torch.Tensor, sms: int) -> None:
-    """Launch on the current stream of the device that the launch's table was uploaded to, one block an SM."""
+    """Launch on the current stream of the device that holds the uploaded table, on at most `sms` blocks, one an SM."""
     device, (ring,) = uploaded.device, launch.shapes
     blocks = min(sms, launch.tiles, torch.cuda.get_device_properties(device).multi_processor_count)
     arguments = ctypes.c_uint64(uploaded.data_ptr()), ctypes.c_uint32(launch.tiles)
@@ -256,7 +258,8 @@ def run(launch: Launch, uploaded: torch.Tensor, sms: int) -> None:
 def launch_kernel(function: int, shape: tuple[int, int, int], stream: int, arguments: Sequence[Any]) -> None:
     """Queue a kernel that CuPy loaded: `shape` is blocks, threads a block, and bytes of dynamic shared memory.
 
-    Not by CuPy: it takes a stream of torch's by a class that warns since CuPy 14, or by a method that came with it.
+    CuPy itself takes a stream of torch's by a class that warns since CuPy 14, or by a method new in 14. Raises
+    CudaError if the driver refuses.
     """
     blocks, threads, shared_bytes = shape
     sizes = (ctypes.c_uint(size) for size in (blocks, 1, 1, threads, 1, 1, shared_bytes))
@@ -265,33 +268,33 @@ def launch_kernel(function: int, shape: tuple[int, int, int], stream: int, argum
     check(call(ctypes.c_void_p(function), *sizes, ctypes.c_void_p(stream), pointers, None), "cuLaunchKernel")
 
 
-# Rows at a pitch as boxes, which one tensor copy (`UTMALDG`, `UTMASTG`) takes: a head's rows of a page are one. A
+# Rows at a pitch as boxes, each moved by one tensor copy (`UTMALDG`, `UTMASTG`): a head's rows of a page are one. A
 # tensor map is a plane as rows of its token pitch, by words of 8 bytes: two axes and one pitch, so CUDA's rules for
 # further pitches never matter. A box begins at a coordinate, its row in the upper 32 bits of a number and its word in
-# the lower: steps of units, heads and boxes add to it as they add to an address.
+# the lower: steps of units, heads and boxes add to it as to an address.
 
-#: A `CUtensorMap` in 64-bit words; elements of ours, `CU_TENSOR_MAP_DATA_TYPE_UINT64`, are as wide.
+#: 64-bit words of a `CUtensorMap`; its elements, `CU_TENSOR_MAP_DATA_TYPE_UINT64`, are as wide.
 MAP_WORDS = 16
 UINT64, ELEMENT_BYTES = 4, 8
 
-#: `CUtensorMapL2promotion` by the bytes that L2 then fetches at once: no more than rows are multiples of.
+#: `CUtensorMapL2promotion` by the bytes that L2 then fetches at once; rows must be multiples of them.
 L2_FETCHES = {64: 1, 128: 2, 256: 3}
 
-#: Elements of a box along an axis.
+#: Most elements of a box along an axis.
 MOST_ELEMENTS = 256
 
-#: Rows that a coordinate counts, signed; words of a row that a map counts.
+#: Most rows that a coordinate counts, signed; most words of a row that a map counts.
 MOST_ROWS, MOST_WORDS = 1 << 31, 1 << 32
 
-#: What a row adds to a coordinate.
+#: A row's addend to a coordinate.
 ROW = 1 << 32
 
-#: Sets of maps that are kept: a set is one side's planes, and pools never move.
+#: Most sets of maps kept: a set is one side's planes, and pools never move.
 KEPT_SETS = 64
 
 
 class NoBox(StrEnum):
-    """Why a region's rows are no boxes. They move as runs then."""
+    """The reason that a region's rows form no boxes and move as runs."""
 
     ONE_ROW = "rows follow each other at both ends, or a unit has one"
     ALIGNMENT = "rows are not aligned to 16 bytes"
@@ -305,7 +308,7 @@ class NoBox(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MappedSide:
-    """A side as a kernel finds boxes in it: coordinates where each unit begins, and steps to the next head and box."""
+    """A side in coordinates: where each unit begins [unit], and the steps to the next head and box."""
 
     starts: Offsets
     head_step: int
@@ -314,8 +317,9 @@ class MappedSide:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorBoxes:
-    """A region as boxes of `rows` rows of `row_bytes`, `count` a unit. `src`, `dst`: None where rows follow each other:
-    there a box is a run.
+    """A region as boxes of `rows` rows of `row_bytes`, `count` a unit and head.
+
+    `src`, `dst`: None if rows follow each other on that side, where a box is a run.
     """
 
     row_bytes: int
@@ -326,12 +330,12 @@ class TensorBoxes:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of a box."""
+        """Bytes of a box."""
         return self.row_bytes * self.rows
 
 
 def tensor_boxes(region: Region, most_bytes: int) -> TensorBoxes | NoBox:
-    """A merged region as boxes of at most `most_bytes`, or why not."""
+    """Return a merged region as boxes of at most `most_bytes`, or the reason that it has no boxes."""
     row, sides = region.row_bytes, (region.src, region.dst)
     strided = [side for side in sides if side.token_bytes != row]
     if region.tokens == 1 or not strided:
@@ -371,7 +375,7 @@ def _mapped(region: Region, side: Side, rows: int) -> MappedSide | NoBox:
 
 
 def maps(side: Side, found: TensorBoxes) -> Offsets:
-    """The maps of a side's planes, one after the other: encoded once, whatever moves."""
+    """Return the maps of a side's planes, one after the other, each encoded once."""
     pitch, planes = side.token_bytes, side.planes
     heights = np.minimum((planes.sizes - planes.offset - 1) // pitch + 1, MOST_ROWS)
     return _maps(planes.addresses.tobytes(), heights.tobytes(), pitch, found.row_bytes, found.rows)
@@ -386,10 +390,11 @@ def _maps(addresses: bytes, heights: bytes, pitch: int, row_bytes: int, rows: in
 
 
 def encode_map(address: int, dims: Sequence[int], pitches: Sequence[int], box: Sequence[int]) -> Offsets:
-    """A tensor map [MAP_WORDS] of memory from `address` on, as 64-bit elements: `dims` elements an axis, the innermost
-    first, `pitches` in bytes of the others, and of the box that one copy takes. Its words are for the device alone.
+    """Encode a tensor map [MAP_WORDS] of memory from `address` on, in 64-bit elements.
 
-    Raises CudaError for what the driver cannot encode.
+    `dims`: elements an axis, the innermost first. `pitches`: bytes, of the other axes. `box`: elements an axis of the
+    box that one copy takes. The map's words are for the device alone. Raises CudaError if the driver cannot encode
+    them.
     """
     raw = np.zeros(2 * MAP_WORDS, np.int64)
     found = raw[-raw.ctypes.data // 8 % 8 :][:MAP_WORDS]  # the driver writes to multiples of 64 bytes
@@ -404,17 +409,17 @@ def encode_map(address: int, dims: Sequence[int], pitches: Sequence[int], box: S
         ctypes.c_void_p(address),
         *lists,
         *extents,
-        *map(ctypes.c_int, (0, 0, L2_FETCHES.get(fetched, 0), 0)),  # no interleave, no swizzle; what is outside, zeros
+        *map(ctypes.c_int, (0, 0, L2_FETCHES.get(fetched, 0), 0)),  # no interleave, no swizzle; zeros outside
     )
     check(result, f"cuTensorMapEncodeTiled of {tuple(dims)} elements in boxes of {tuple(box)}")
     return found
 
 
-# A region as boxes of the copy engine, rows of a pitch in layers of rows, of which it takes thousands in a call and no
+# A region as boxes of the copy engine: rows of a pitch in layers of rows. The engine takes thousands in a call and no
 # SM. A head slice of an NHD page is one box, where it is a run a token. `cuMemcpy3DBatchAsync` came with CUDA 12.8.
 
-#: `CUmemcpy3DOperand` of a pointer: its type, where it begins, bytes from a row to the next, and rows from a layer to
-#: the next; then a location, of managed memory only.
+#: `CUmemcpy3DOperand` of a pointer: its type, start address, bytes from a row to the next, and rows from a layer to the
+#: next; then a location, of managed memory only.
 OPERAND = np.dtype(
     [("type", "i4"), ("unused", "i4"), ("address", "i8"), ("pitch", "u8"), ("layer_rows", "u8"), ("location", "i4", 2)]
 )
@@ -442,24 +447,24 @@ class _Axis:
 
     @classmethod
     def of(cls, src: Offsets, dst: Offsets) -> _Axis:
-        """A loop whose steps are listed."""
+        """Build a loop of listed steps."""
         distances = even_distance(src), even_distance(dst)
         return cls(src, dst, None if None in distances else distances)  # pyright: ignore
 
     @classmethod
     def once(cls, src_step: int, dst_step: int) -> _Axis:
-        """A loop of one step."""
+        """Build a loop of one step."""
         zero = np.zeros(1, np.int64)
         return cls(zero, zero, (src_step, dst_step))
 
     @property
     def first(self) -> _Axis:
-        """Its first step alone."""
+        """The loop's first step alone."""
         return _Axis(self.src[:1], self.dst[:1], self.steps)
 
 
 def boxes(region: Region) -> npt.NDArray[np.void]:
-    """A region's boxes, BOX [box]: the longest loop that can be is rows, the longest other that then can be layers."""
+    """Return a region's boxes, BOX [box]: rows are the longest loop that fits, layers the longest other that fits."""
     region = merged(region)
     run, axes = region.row_bytes, _axes(region)
     rows = _longest(axes, lambda steps: run <= min(steps) and max(steps) <= MOST_PITCH) or _Axis.once(run, run)
@@ -484,7 +489,7 @@ def boxes(region: Region) -> npt.NDArray[np.void]:
 
 
 def _axes(region: Region) -> list[_Axis]:
-    """Planes, units, heads and tokens. Planes of several allocations are at no one distance, also where they touch."""
+    """Return the loops of planes, units, heads and tokens. Planes of several allocations never have one distance."""
     planes = _Axis.of(region.src.addresses(), region.dst.addresses())
     if any(np.ptp(side.allocation) for side in (region.src, region.dst) if len(side.allocation)):
         planes = _Axis(planes.src, planes.dst, None)
@@ -499,13 +504,13 @@ def _axes(region: Region) -> list[_Axis]:
 
 
 def _longest(axes: Sequence[_Axis], fits: Callable[[Steps], bool]) -> _Axis | None:
-    """The longest loop of several steps at one distance that fits."""
+    """Return the longest loop of several steps at one distance that fits, or None."""
     found = [axis for axis in axes if len(axis.src) > 1 and axis.steps is not None and fits(axis.steps)]
     return max(found, key=lambda axis: len(axis.src), default=None)
 
 
 def _starts(axes: Sequence[_Axis]) -> tuple[Offsets, Offsets]:
-    """Addresses where boxes begin at either end, in one order."""
+    """Return the addresses where boxes begin at source and destination, in one order."""
     src = dst = np.zeros(1, np.int64)
     for axis in axes:
         src = (src[:, None] + axis.src).reshape(-1)
@@ -514,7 +519,7 @@ def _starts(axes: Sequence[_Axis]) -> tuple[Offsets, Offsets]:
 
 
 def copy_boxes(found: npt.NDArray[np.void], stream: int) -> None:
-    """Queue copies of boxes, BOX [box], in any order among themselves. `stream`: as `cuda_driver.copy_batch`."""
+    """Queue copies of boxes, BOX [box], in any order among themselves. `stream`: see `cuda_driver.copy_batch`."""
     driver = cuda_driver.library()
     for begin in range(0, len(found), cuda_driver.BATCH_COPIES):
         part = np.ascontiguousarray(found[begin : begin + cuda_driver.BATCH_COPIES])
@@ -522,7 +527,7 @@ def copy_boxes(found: npt.NDArray[np.void], stream: int) -> None:
         flags, queue = ctypes.c_ulonglong(0), ctypes.c_void_p(stream)
         if hasattr(driver, "cuMemcpy3DBatchAsync_v2"):
             result = driver.cuMemcpy3DBatchAsync_v2(*arguments, flags, queue)
-        else:  # as of cuMemcpyBatchAsync, before CUDA 13
+        else:  # before CUDA 13, as for cuMemcpyBatchAsync
             failed = ctypes.c_size_t()
             result = driver.cuMemcpy3DBatchAsync(*arguments, ctypes.byref(failed), flags, queue)
         check(result, "cuMemcpy3DBatchAsync")
@@ -533,7 +538,7 @@ def copy_boxes(found: npt.NDArray[np.void], stream: int) -> None:
 
 @cache
 def _green_context(device: torch.device, sms: int) -> tuple[object, torch.cuda.Stream]:
-    """SMs set aside for what runs on the stream, and kept: as many as were asked for, or what a GPU deals at least."""
+    """Set SMs aside, `sms` or the least a GPU deals, for work on the returned stream. The context is kept."""
     from torch.cuda.green_contexts import GreenContext
 
     context = GreenContext.create(num_sms=sms, device_id=device.index or 0)
@@ -541,7 +546,7 @@ def _green_context(device: torch.device, sms: int) -> tuple[object, torch.cuda.S
 
 
 def _green(regions: Sequence[Region], device: torch.device, sms: int, using: Program | None) -> Callable[[], None]:
-    """The row mover without a budget, as many small programs an SM as fit: its SMs are the budget."""
+    """Return a launch of the row mover on its own SMs, which are the budget: as many small programs an SM as fit."""
     from . import rows
 
     (_, stream), ready = _green_context(device, sms), rows.prepared(regions, device, using=using)

@@ -1,4 +1,4 @@
-"""A launch needs its configuration, as measured on this GPU or by a rule, and its tables on the device."""
+"""Launches get their configuration, measured on this GPU or by rule, and their tables on the device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TUNED = Path(__file__).parent / "tuned"
 
 @dataclass(frozen=True, slots=True)
 class RowConfig:
-    """`block_bytes` a tile and `warps` a program.
+    """The configuration of a launch: `block_bytes` a tile and `warps` a program.
 
     Without a budget every tile is a program: 3 to 9 points of a clone's bandwidth faster than a persistent grid on an
     H200, because the hardware scheduler replaces finished programs at once. A budget of SMs is a grid of as many
@@ -46,7 +46,7 @@ class RowConfig:
     warps: int = 4
 
     def programs(self, tiles: int, sms: int | None, device: torch.device) -> int:
-        """Grid size for `tiles` under a budget of `sms` multiprocessors (None: no budget)."""
+        """Return the grid size for `tiles` under a budget of `sms` multiprocessors (None: no budget)."""
         if sms is None:
             return tiles
         if device.type != "cpu":
@@ -56,18 +56,18 @@ class RowConfig:
 
 @dataclass(frozen=True, slots=True)
 class RowKind:
-    """What decides the best launch: the bytes of a row, and of a unit's rows that lie together."""
+    """The sizes that select a launch configuration: bytes of a row, and of a unit's rows that lie together."""
 
     row_bytes: int
     unit_bytes: int
 
     def distance(self, other: RowKind) -> float:
-        """Doublings between two kinds. Units count more: below a tile's size they change how a tile reads."""
+        """Return the doublings between two kinds; units count double, as below a tile's size they change its reads."""
         return abs(log2(self.row_bytes / other.row_bytes)) + 2 * abs(log2(self.unit_bytes / other.unit_bytes))
 
 
 class Kernel(StrEnum):
-    """Whose launches are configured."""
+    """A kernel with configured launches."""
 
     ROWS = "rows"
     DIGEST = "digest"
@@ -76,7 +76,7 @@ class Kernel(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """One measured best."""
+    """A measured best configuration; `budgeted`: under an SM budget."""
 
     kind: RowKind
     budgeted: bool
@@ -85,13 +85,13 @@ class Tuned:
 
 
 def device_key(name: str) -> str:
-    """`NVIDIA H200` as a file name: nvidia-h200."""
+    """Return a GPU's name as a file name: `NVIDIA H200` is nvidia-h200."""
     return "-".join(name.lower().split())
 
 
 @cache
 def tuned(key: str) -> tuple[Tuned, ...]:
-    """The table of a GPU; empty where it was never tuned."""
+    """Return the table of a GPU; empty if the GPU was never tuned."""
     path = TUNED / f"{key}.json"
     if not path.exists():
         return ()
@@ -99,15 +99,15 @@ def tuned(key: str) -> tuple[Tuned, ...]:
 
 
 def _entry(written: Mapping[str, Any]) -> Tuned:
-    """An entry of a table. `kernel` is absent where it is the row mover."""
+    """Read an entry of a table. `kernel` is absent for the row mover."""
     kind, config = RowKind(*written["kind"]), RowConfig(*written["best"])
     return Tuned(kind, written["sms"] is not None, config, Kernel(written.get("kernel", "rows")))
 
 
-#: Of what was not tuned: without a budget, and of a program that has an SM to itself. Rows: two 16-byte accesses a
-#: thread were within 2 % of the best for every kind of row on an H200, and 32 KiB move most alone, 20 to 27 GB/s. A
-#: digest adds to its result once a tile, so its tiles are larger; 16 warps keep those of a budget in registers. A
-#: conversion has two 16-byte accesses of the wider side a thread; under a budget a program fills an SM.
+#: Configurations of untuned GPUs: without a budget, and for a program that has an SM to itself. Rows: two 16-byte
+#: accesses a thread were within 2 % of the best for every kind of row on an H200, and 32 KiB move most alone, 20 to 27
+#: GB/s. A digest adds to its result once a tile, so its tiles are larger; 16 warps keep tiles of a budget in registers.
+#: A conversion has two 16-byte accesses of the wider side a thread; under a budget a program fills an SM.
 RULES: Mapping[Kernel, tuple[RowConfig, RowConfig]] = {
     Kernel.ROWS: (RowConfig(4096, 4), RowConfig(32768, 8)),
     Kernel.DIGEST: (RowConfig(8192, 4), RowConfig(32768, 16)),
@@ -117,7 +117,7 @@ RULES: Mapping[Kernel, tuple[RowConfig, RowConfig]] = {
 
 @cache
 def choose(kind: RowKind, sms: int | None, device: torch.device, kernel: Kernel = Kernel.ROWS) -> RowConfig:
-    """Returns the nearest of the measured launches of `kernel` on this GPU, else the rule, as `RULES` has it."""
+    """Returns the configuration of `kernel` measured on this GPU for the nearest kind, or that of `RULES`."""
     if device.type != "cpu":
         table = tuned(device_key(torch.cuda.get_device_name(device)))
         alike = [entry for entry in table if entry.kernel is kernel and entry.budgeted == (sms is not None)]
@@ -137,7 +137,7 @@ class _Buffer:
 
 @dataclass(slots=True)
 class Upload:
-    """A ring of pinned buffers, of one thread and device: what one thread has taken, no other fills.
+    """A ring of pinned buffers, of one thread and device: no other thread fills its buffers.
 
     `to_device` copies on the device's current stream; the returned tensor lives on that stream.
     """
@@ -148,14 +148,14 @@ class Upload:
 
     @classmethod
     def here(cls, device: torch.device) -> Upload:
-        """That of the calling thread for `device`."""
+        """Return the calling thread's ring for `device`."""
         found = _rings.of_device.get(device)
         if found is None:
             found = _rings.of_device[device] = cls(device)
         return found
 
     def to_device(self, table: npt.NDArray[np.int64]) -> torch.Tensor:
-        """`table` [n] int64 on the device. On a CPU device it is the same memory."""
+        """Copy `table` [n] int64 to the device. Returns the tensor; on a CPU device it shares the table's memory."""
         host = torch.from_numpy(table)
         if self.device.type == "cpu":
             return host
@@ -168,7 +168,7 @@ class Upload:
         return out
 
     def _take(self, words: int) -> _Buffer:
-        """The oldest buffer of the ring, once its last copy is done; grown to the next power of two when too small."""
+        """Return the ring's oldest buffer once its last copy is done, grown to a power of two if too small."""
         if len(self._ring) < RING_BUFFERS:
             self._ring.append(self._new(words))
             return self._ring[-1]
@@ -193,7 +193,7 @@ _rings = _Rings()
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """What is launched and recorded inside is on `device` and its current stream, whichever device is current."""
+    """Make `device` current inside: launches and records go to it and its current stream."""
     return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
 
@@ -203,8 +203,10 @@ def _own_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def off_legacy(queue: Callable[[int], None]) -> None:
-    """Queue on the current stream, or where that is the legacy default stream, which batches refuse, on one of our own
-    that keeps its order."""
+    """Call `queue` with the handle of the current stream, or of our own if that is the legacy default stream.
+
+    Batches refuse the legacy default stream. Our stream keeps its order.
+    """
     current = torch.cuda.current_stream()
     if current.cuda_stream not in LEGACY:
         queue(current.cuda_stream)
@@ -216,7 +218,7 @@ def off_legacy(queue: Callable[[int], None]) -> None:
 
 
 def one_device(devices: Iterable[torch.device]) -> torch.device:
-    """The one that all of a launch is on. Raises RegionError for several."""
+    """Return the one device of a launch. Raises RegionError for several."""
     first, *others = dict.fromkeys(devices)
     if others:
         raise RegionError(f"regions on {first} and {others[0]} cannot share a launch")
@@ -225,10 +227,9 @@ def one_device(devices: Iterable[torch.device]) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One compiled kernel: the shapes of rows that it has code for, the tile, and what else is compiled in. A region is
-    moved by the code of the first shape that serves it.
+    """A compiled kernel: the shapes of rows that it has code for, the tile, and further compiled-in constants.
 
-    `outputs`: tensors of int64 that follow the table.
+    The code of the first shape that serves a region moves it. `outputs`: tensors of int64 that follow the table.
     """
 
     kernel: Any
@@ -239,21 +240,23 @@ class Program:
 
     @property
     def options(self) -> dict[str, object]:
-        """What the kernel is called with beside its arguments: of a shape its fields in order, plain numbers. vLLM has
-        whatever Triton compiles written as JSON, and where that fails the launch does."""
+        """Keyword arguments of the kernel, with each shape as its fields in order, plain numbers.
+
+        vLLM writes everything that Triton compiles as JSON; a launch fails if that fails.
+        """
         return {"SHAPES": tuple(map(tuple, self.shapes)), "num_warps": self.config.warps, **dict(self.constants)}
 
     def compile(self, device: torch.device) -> None:
-        """Compile now what a launch on `device` would compile when it is first made, for most of a second. From any
-        thread."""
+        """Compile now the code of a first launch on `device`, for most of a second. Callable from any thread."""
         with on(device):
             self.kernel.warmup(*[torch.int64] * (1 + self.outputs), 1, 1, grid=(1,), **self.options)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """A launch with its table on the device: may be run again, as long as the regions' memory is there, and captured in
-    a CUDA graph. `outputs` follow the table.
+    """A launch with its table on the device, which may be run again and captured in a CUDA graph.
+
+    The regions' memory must stay allocated. `outputs` follow the table.
     """
 
     program: Program
@@ -266,7 +269,7 @@ class Prepared:
     def of(
         cls, program: Program, launch: Launch, device: torch.device, sms: int | None, *outputs: torch.Tensor
     ) -> Self:
-        """Uploads the table on the device's current stream, without a synchronise. `sms`: None for no budget."""
+        """Upload the table on the device's current stream, without a synchronise. `sms`: None for no budget."""
         table = Upload.here(device).to_device(launch.table)
         return cls(program, launch, table, program.config.programs(launch.tiles, sms, device), outputs)
 

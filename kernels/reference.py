@@ -1,8 +1,8 @@
-"""Every move is defined here in plain numpy: the oracle of the tests, and what serves CPU memory without the C core.
+"""The reference move, in plain numpy, is the tests' oracle and serves CPU memory without the C core.
 
-Rows are taken and put as opaque elements of their whole width, so that each is one memcpy whatever its alignment. On
-rows of 512 B in the cache, take reached 46 GB/s and put 13 where torch's index_select reached 31 and index_copy_ 6; on
-32 KiB 54 and 43, against 53 and 13.
+Rows are taken and put as opaque elements of their whole width: each is one memcpy, whatever its alignment. On rows of
+512 B in the cache, take reached 46 GB/s and put 13, torch's index_select 31 and index_copy_ 6; on 32 KiB 54 and 43,
+against 53 and 13.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 Bytes = npt.NDArray[np.uint8]
 
-#: Rows are copied through a temporary of about this size where neither side is dense, so that it stays in the L2 cache.
+#: Bytes, about, of the temporary for rows that are dense on neither side, so that it stays in the L2 cache.
 TEMPORARY_BYTES = 1 << 19
 
-#: Boxes that lie alike at both ends are copied one by one from this size on: twice as fast as through a temporary, on
+#: Least bytes of boxes laid out alike at both ends to be copied one by one: twice as fast as through a temporary, on
 #: 512-byte rows in memory 6 GB/s against 3. A box takes 2 us beside its bytes.
 LEAST_BOX_BYTES = 16 << 10
 
@@ -37,7 +37,7 @@ def move(regions: Sequence[Region]) -> None:
 
 
 def checked(regions: Sequence[Region]) -> list[Region]:
-    """Those that have bytes to move. Raises RegionError unless all of them can be moved together."""
+    """Return the regions with bytes to move. Raises RegionError unless all regions can be moved together."""
     for region in regions:
         region.check()
     work = [region for region in regions if region.nbytes]
@@ -47,7 +47,7 @@ def checked(regions: Sequence[Region]) -> list[Region]:
 
 
 def _copy(region: Region) -> None:
-    """All planes that share both allocations at once: by index, row by row."""
+    """Copy together all planes that share both allocations."""
     groups: dict[tuple[int, int], list[int]] = {}
     for plane, ends in enumerate(zip(region.src.allocation.tolist(), region.dst.allocation.tolist(), strict=True)):
         groups.setdefault(ends, []).append(plane)
@@ -56,7 +56,7 @@ def _copy(region: Region) -> None:
         planes = np.array(members)
         src = _Rows.of(region, region.src, planes, source)
         dst = _Rows.of(region, region.dst, planes, target)
-        # numpy copies an input that may share memory with the output, even where the rows do not meet: in one pool.
+        # numpy copies an input that may share memory with the output, even if rows of one pool do not overlap.
         apart = not np.may_share_memory(src.memory, dst.memory)
         if apart and dst.dense:
             _take(src, src.index(), dst.bytes())
@@ -65,17 +65,17 @@ def _copy(region: Region) -> None:
         elif apart and (boxes := _Boxes.of(region, planes)) is not None:
             boxes.copy(src.memory, dst.memory)
         else:
-            # One for all groups: fresh memory costs a page fault every 4 KiB, three times what the copy takes.
+            # One temporary for all groups: fresh memory costs a page fault every 4 KiB, three times the copy.
             part = np.empty(TEMPORARY_BYTES, np.uint8) if part is None else part
             _copy_in_parts(src, dst, part)
 
 
 @dataclass(frozen=True, slots=True)
 class _Boxes:
-    """A region as boxes that lie alike: each end of one is an array of rows with even distances.
+    """A region as boxes laid out alike: each end of a box is an array of rows with even distances.
 
-    `shape` and the strides of both ends, in bytes, are those of a box [plane, head, token]; `starts` [box] where each
-    begins. One box is a unit, or a plane of one where planes are at uneven distances.
+    `shape` and the `strides` of both ends, in bytes, are those of a box [plane, head, token]; `starts` [box]: bytes. A
+    box is a unit, or a plane of a unit if planes are at uneven distances.
     """
 
     row_bytes: int
@@ -85,7 +85,7 @@ class _Boxes:
 
     @classmethod
     def of(cls, region: Region, planes: Offsets) -> _Boxes | None:
-        """None where boxes are so small that copying them one by one takes longer than by index."""
+        """Return the boxes, or None if they are so small that copying by index is faster."""
         ends = region.src, region.dst
         steps = [even_distance(end.offset[planes]) for end in ends]
         box = region.heads * region.tokens * region.row_bytes
@@ -102,7 +102,7 @@ class _Boxes:
         return cls(region.row_bytes, shape, (strides[0], strides[1]), (starts[0], starts[1]))
 
     def copy(self, source: Bytes, target: Bytes) -> None:
-        """Every row once, from memory to memory."""
+        """Copy every row from `source` to `target` memory."""
         row = f"V{self.row_bytes}"
         for src, dst in zip(*(starts.tolist() for starts in self.starts), strict=True):
             rows = np.ndarray(self.shape, row, source.data, src, self.strides[0])
@@ -110,7 +110,7 @@ class _Boxes:
 
 
 def _copy_in_parts(src: _Rows, dst: _Rows, part: Bytes) -> None:
-    """Through `part`, which stays in the cache: each side in rows as long as it has them."""
+    """Copy through `part`, which stays in the cache; each side in rows as long as it has them."""
     reads, writes = src.index(), dst.index()
     step = int(np.lcm(src.width, dst.width))
     step *= max(1, len(part) // step)
@@ -124,7 +124,7 @@ def _copy_in_parts(src: _Rows, dst: _Rows, part: Bytes) -> None:
 
 
 def _take(rows: _Rows, index: Offsets, into: Bytes) -> None:
-    """Checked offsets are never clipped; numpy buffers the output in the mode that would raise."""
+    """Gather rows. Checked offsets are never clipped; numpy buffers the output in the mode that would raise."""
     np.take(rows.elements(), index, out=_cut(into, rows.width), mode="clip")
 
 
@@ -133,14 +133,14 @@ def _put(rows: _Rows, index: Offsets, out_of: Bytes) -> None:
 
 
 def _cut(flat: Bytes, width: int) -> npt.NDArray[np.void]:
-    """Flat bytes as opaque elements of `width` bytes."""
+    """View flat bytes as opaque elements of `width` bytes."""
     return flat.view(f"V{width}")
 
 
 class _Rows:
     """One side's rows inside one allocation, in the order unit, head, plane, token, merged where they touch.
 
-    `starts` are byte offsets of runs of `run_bytes`; `width` divides both, and is what an index counts.
+    `starts` are byte offsets of runs of `run_bytes`; `width` divides both, and is the unit of an index.
     """
 
     def __init__(self, memory: torch.Tensor, starts: Offsets, run_bytes: int) -> None:
@@ -150,7 +150,7 @@ class _Rows:
 
     @classmethod
     def of(cls, region: Region, side: Side, planes: Offsets, allocation: int) -> _Rows:
-        """The rows of `planes`, which lie in `allocation`."""
+        """Return the rows of `planes`, which lie in `allocation`."""
         loops = [
             (region.tokens, np.arange(region.tokens) * side.token_bytes),
             (len(planes), side.offset[planes]),
@@ -178,15 +178,15 @@ class _Rows:
         return len(self.starts) * self.run_bytes
 
     def elements(self) -> npt.NDArray[np.void]:
-        """The allocation as rows of `width` bytes."""
+        """Return the allocation as rows of `width` bytes."""
         return _cut(self.memory[: len(self.memory) // self.width * self.width], self.width)
 
     def index(self) -> Offsets:
-        """Row numbers of all runs, in order."""
+        """Return the row numbers of all runs, in order."""
         first, pieces = self.starts // self.width, self.run_bytes // self.width
         return first if pieces == 1 else (first[:, None] + np.arange(pieces)).reshape(-1)
 
     def bytes(self) -> Bytes:
-        """The bytes of dense rows."""
+        """Return the bytes of dense rows."""
         first = int(self.starts[0])
         return self.memory[first : first + self.nbytes]

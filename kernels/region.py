@@ -1,4 +1,4 @@
-"""A Region is a box of rows with the memory at both ends. It is checked, also against others, and cut into runs."""
+"""A Region is a box of rows with the memory at both ends; it is checked, alone and with others, and cut into runs."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
 Offsets = npt.NDArray[np.int64]
 
-#: So few offsets are compared as a set in 2 us, where sorting them takes 5.
+#: Up to so many offsets are compared as a set in 2 us, where sorting takes 5.
 FEW = 64
 
 
 class RegionError(ValueError):
-    """A region that reads or writes outside its memory, or whose two sides disagree. Nothing was moved."""
+    """A region that reads or writes outside its memory, or with sides that disagree. No byte was moved."""
 
 
 def is_table(given: object) -> bool:
-    """Returns whether it is a row of int64 on the host: fractions of bytes, say, are none, and lists are not taken."""
+    """Returns True for a one-dimensional array of int64 on the host; lists and fractions of bytes are refused."""
     return isinstance(given, np.ndarray) and given.dtype == np.int64 and given.ndim == 1
 
 
 def even_distance(offsets: Offsets) -> int | None:
-    """Between offsets that follow each other evenly, 0 for a single one, or None: what is even needs no table.
+    """Returns the distance between evenly spaced offsets, which need no table; 0 for a single one; None if uneven.
 
     >>> even_distance(np.array([0, 64, 128])), even_distance(np.array([64, 0, 128]))
     (64, None)
@@ -40,14 +40,15 @@ def even_distance(offsets: Offsets) -> int | None:
     if gaps < 1:
         return 0
     step = int(offsets[1] - offsets[0])
-    if int(offsets[-1] - offsets[0]) != step * gaps:  # which says it of nearly all that are not
+    if int(offsets[-1] - offsets[0]) != step * gaps:  # true of nearly all uneven offsets
         return None
     return step if gaps == 1 or np.count_nonzero(offsets[1:] - offsets[:-1] == step) == gaps else None
 
 
 def first_twice(offsets: Offsets) -> int | None:
-    """The least offset that stands there more than once, or None. 64 take 3 us, and so do any that are even; 2,048 in
-    any order 34.
+    """Return the least offset that occurs more than once, or None.
+
+    64 offsets take 3 us, as do any even ones; 2,048 in any order take 34.
     """
     if len(offsets) < 2:
         return None
@@ -64,10 +65,10 @@ def first_twice(offsets: Offsets) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class Planes:
-    """Where planes begin: plane p `offset[p]` bytes into `memory[allocation[p]]`. Pools never move, so what every copy
-    needs to know of them is worked out once.
+    """The start of each plane: `offset[p]` bytes into `memory[allocation[p]]`.
 
     `memory`: flat uint8 tensors on one device, owned by the caller. `allocation`, `offset` [plane]: int64 on the host.
+    Pools never move, so values that every copy needs are cached.
     """
 
     memory: tuple[torch.Tensor, ...]
@@ -85,12 +86,12 @@ class Planes:
 
     @cached_property
     def address_bits(self) -> int:
-        """All addresses, or-ed: its low zeros are what they are aligned to."""
+        """All addresses, or-ed: the low zero bits give their alignment."""
         return int(np.bitwise_or.reduce(self.addresses, initial=0))
 
     @cached_property
     def fault(self) -> str | None:
-        """What is wrong with the memory or its tables, or None."""
+        """The fault of the memory or its tables, or None."""
         if not self.memory:
             return "has no memory"
         for tensor in self.memory:
@@ -118,12 +119,12 @@ class Planes:
 
     @cached_property
     def room(self) -> tuple[int, int]:
-        """From which byte to which before which, counted from where it begins, every plane has memory."""
+        """Bytes, from a plane's start, of memory that every plane has: the first, and one past the last."""
         return -int(self.offset.min()), int((self.sizes - self.offset).min())
 
     @cached_property
     def extents(self) -> tuple[Offsets, Offsets]:
-        """First address of each allocation, ascending, and the end of the furthest so far."""
+        """First address of each allocation, ascending, and the furthest end so far."""
         first = np.array([tensor.data_ptr() for tensor in self.memory], np.int64)
         order = np.argsort(first)
         stop = first + np.array([tensor.numel() for tensor in self.memory], np.int64)
@@ -131,32 +132,32 @@ class Planes:
 
     @cached_property
     def begins(self) -> list[int]:
-        """The first of `extents`, to search."""
+        """The first addresses of `extents`, for bisection."""
         return self.extents[0].tolist()
 
     @cached_property
     def span(self) -> tuple[int, int]:
-        """First address of the allocation that comes first, and where the one ends that ends last."""
+        """First address of any allocation, and the furthest end."""
         return int(self.extents[0][0]), int(self.extents[1][-1])
 
     def meets(self, other: Planes) -> bool:
-        """Whether any allocation of the one overlaps any of the other."""
+        """Return True if any allocation of these overlaps any of `other`."""
         (first, stop), (other_first, other_stop) = self.span, other.span
         if stop <= other_first or other_stop <= first:
             return False
         few, many = sorted((self, other), key=lambda each: len(each.memory))
-        if len(few.memory) == 1:  # an arena, for each chunk: without numpy
+        if len(few.memory) == 1:  # an arena, for each chunk: numpy would cost more
             first, stop = few.span
             before = bisect_left(many.begins, stop) - 1
             return before >= 0 and int(many.extents[1][before]) > first
         return _first_overlap(self.extents, other.extents) is not None
 
     def window(self, first: int, nbytes: int) -> Planes:
-        """The same planes `first` bytes further, inside of `nbytes` of the one allocation that holds them."""
+        """Return the same planes `first` bytes further, inside `nbytes` of the one allocation that holds them."""
         (memory,) = self.memory
         moved = Planes((memory[first : first + nbytes],), self.allocation, self.offset)
         if self.fault is None and len(self):
-            # What was worked out once is shifted; the rest would follow by itself.
+            # Cached values are shifted; the rest are computed when used.
             (base, _), (below, _) = self.span, self.room
             moved.__dict__.update(
                 fault=None,
@@ -175,8 +176,10 @@ class Planes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
-    """Rows in memory: row (plane, unit, head, token) starts `units[unit] + head * head_bytes + token * token_bytes`
-    bytes from where its plane begins. `units` [unit] is int64 on the host. Raises RegionError for other units.
+    """The rows of one side in memory.
+
+    Row (plane, unit, head, token) starts `units[unit] + head * head_bytes + token * token_bytes` bytes from its plane's
+    start. `units` [unit] is int64 on the host. Raises RegionError for other units.
     """
 
     planes: Planes
@@ -198,7 +201,7 @@ class Side:
         head_bytes: int,
         token_bytes: int,
     ) -> Side:
-        """Of planes that begin `offset[plane]` bytes into `memory[allocation[plane]]`: see `Planes`."""
+        """Build a side with planes that begin `offset[plane]` bytes into `memory[allocation[plane]]`: see `Planes`."""
         return cls(Planes(memory, allocation, offset), units, head_bytes, token_bytes)
 
     @property
@@ -208,17 +211,17 @@ class Side:
 
     @property
     def allocation(self) -> Offsets:
-        """Which tensor each plane is in [plane]."""
+        """Index of each plane's tensor in `memory` [plane]."""
         return self.planes.allocation
 
     @property
     def offset(self) -> Offsets:
-        """Bytes into it where each plane begins [plane]."""
+        """Bytes into its tensor where each plane begins [plane]."""
         return self.planes.offset
 
     @property
     def device(self) -> torch.device:
-        """Where all of its memory lies."""
+        """Device of all of its memory."""
         return self.planes.memory[0].device
 
     def addresses(self) -> Offsets:
@@ -226,13 +229,13 @@ class Side:
         return self.planes.addresses
 
     def some_planes(self, chosen: slice) -> Side:
-        """The same rows of some planes."""
+        """Return the same rows of the `chosen` planes."""
         return Side.of(
             self.memory, self.allocation[chosen], self.offset[chosen], self.units, self.head_bytes, self.token_bytes
         )
 
     def check(self, name: str, reach: int) -> None:
-        """Raise RegionError unless rows that end `reach` bytes after their unit lie inside the memory."""
+        """Raise RegionError unless rows that end `reach` bytes after their unit begins lie inside the memory."""
         if self.planes.fault is not None:
             raise RegionError(f"{name} {self.planes.fault}")
         if self.head_bytes < 0 or self.token_bytes < 0:
@@ -252,10 +255,10 @@ class Side:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
-    """planes x units x heads x tokens rows of `row_bytes`, copied from `src` to `dst`. Dtype-blind.
+    """A box of planes x units x heads x tokens rows of `row_bytes`, copied from `src` to `dst`. Dtype-blind.
 
-    `filled`: a unit of `dst` may stand there again, for the same bytes: tables of windows and states are filled up with
-    one of their pages. Raises RegionError for less than one head, token or byte.
+    `filled`: a unit of `dst` may occur again, for the same bytes: tables of windows and states are filled up with one
+    of their pages. Raises RegionError for less than one head, token or byte.
     """
 
     src: Side
@@ -297,11 +300,11 @@ class Region:
             raise RegionError(f"source on {self.src.device}, destination on {self.dst.device}")
 
     def reach(self, side: Side) -> int:
-        """Bytes from the first row of a unit to the end of its last."""
+        """Return the bytes from the first row of a unit to the end of its last."""
         return (self.heads - 1) * side.head_bytes + (self.tokens - 1) * side.token_bytes + self.row_bytes
 
     def alignment(self) -> int:
-        """The largest of 16, 8, 4, 2, 1 bytes that divides every row's address at both ends, and the row."""
+        """Return the largest of 16, 8, 4, 2, 1 bytes that divides every row's address at both ends, and the row."""
         bits = 16 | self.row_bytes
         for side in (self.src, self.dst):
             bits |= side.planes.address_bits | int(np.bitwise_or.reduce(side.units, initial=0))
@@ -310,21 +313,21 @@ class Region:
 
 
 def at_end(region: Region, end: Literal["src", "dst"]) -> Region:
-    """The rows at one end of a region, which nothing moves."""
+    """Return a region with the rows of one end on both sides, to be read only."""
     side = region.src if end == "src" else region.dst
     return replace(region, src=side, dst=side)
 
 
-#: First and one-past-last address of pieces of a side.
+#: Gives first and one-past-last addresses of pieces of a side.
 Extents = Callable[[Region, Side], tuple[Offsets, Offsets]]
 
 
 def check_apart(regions: Sequence[Region]) -> None:
-    """Raise RegionError where any source of the call overlaps any destination of it, or where one destination stands
-    twice: see `check_written_once`.
+    """Raise RegionError if a source of the call overlaps a destination, or a destination is written twice.
 
-    Memory of its own on each side, which is the rule, is settled by comparing allocations; pages of one pool by the
-    bytes from a unit's first row to its last; only where those interleave, as heads of one page do, row by row.
+    For the latter see `check_written_once`. Separate memory on each side, the usual case, is settled by comparing
+    allocations; pages of one pool by the bytes from a unit's first row to its last; row by row only if units
+    interleave, as heads of one page do.
     """
     check_written_once(regions)
     read, written = ({id(side.planes): side.planes for side in sides} for sides in _sides(regions))
@@ -339,10 +342,10 @@ def check_apart(regions: Sequence[Region]) -> None:
 
 
 def check_written_once(regions: Sequence[Region]) -> None:
-    """Raise RegionError where rows of a region overlap, or begin at one address in a region or in two: which of them
-    was written last would be chance. It compares where units begin, not how far they reach.
+    """Raise RegionError if rows of a region overlap, or begin at one address in one region or two.
 
-    It takes 3 us a region, 34 with 2,048 units in any order; of two regions of 64 planes 27, of four 44.
+    The last to be written would be chance. The starts of units are compared, not their reach. A region takes 3 us, 34
+    with 2,048 units in any order; two regions of 64 planes take 27, four 44.
     """
     for region in regions:
         dst, planes = region.dst, region.dst.planes
@@ -388,7 +391,7 @@ def _rows(region: Region, side: Side) -> tuple[Offsets, Offsets]:
 
 
 def _first_overlap(read: tuple[Offsets, Offsets], written: tuple[Offsets, Offsets]) -> int | None:
-    """An address inside an interval of both, or None."""
+    """Return an address inside an interval of both lists, or None."""
     order = np.argsort(written[0])
     first, furthest = written[0][order], np.maximum.accumulate(written[1][order])
     before = np.searchsorted(first, read[1]) - 1  # the last interval that begins before ours ends
@@ -397,7 +400,7 @@ def _first_overlap(read: tuple[Offsets, Offsets], written: tuple[Offsets, Offset
 
 
 def merged(region: Region) -> Region:
-    """The same bytes in the longest rows that are contiguous on both sides: tokens, heads, planes and units joined."""
+    """Return the same bytes in the longest rows contiguous on both sides: tokens, heads, planes and units joined."""
     while True:
         longer = _joined(region)
         if longer is region:
@@ -406,7 +409,7 @@ def merged(region: Region) -> Region:
 
 
 def _joined(region: Region) -> Region:
-    """`region` with one of its loops joined into the row, or itself."""
+    """Return `region` with one of its loops joined into the row, or itself."""
     run, sides = region.row_bytes, (region.src, region.dst)
     if region.tokens > 1 and all(side.token_bytes == run for side in sides):
         return replace(region, tokens=1, row_bytes=run * region.tokens)
@@ -426,7 +429,7 @@ def _follow(offsets: Offsets, run: int) -> bool:
 
 
 def mean_copy(region: Region) -> float:
-    """Mean bytes of the `copies` of a merged region, without the list of them."""
+    """Return the mean bytes of the `copies` of a merged region, without listing them."""
     run = region.row_bytes
     if region.heads * region.tokens > 1 or not region.units:
         return run
@@ -435,9 +438,9 @@ def mean_copy(region: Region) -> float:
 
 
 def copies(region: Region) -> tuple[Offsets, Offsets, Offsets]:
-    """Source addresses, destination addresses and sizes [copy] of a region: units that follow each other are one copy.
+    """Return source addresses, destination addresses and sizes in bytes [copy] of a region.
 
-    No copy spans two allocations, also where they touch.
+    Adjacent units are one copy. No copy spans two allocations, also where they touch.
     """
     region = merged(region)
     run, inside = region.row_bytes, region.heads * region.tokens * region.units
@@ -450,7 +453,7 @@ def copies(region: Region) -> tuple[Offsets, Offsets, Offsets]:
 
 
 def _starts(region: Region, side: Side) -> Offsets:
-    """Addresses of all runs, in the order plane, head, token, unit."""
+    """Return the addresses of all runs, in the order plane, head, token, unit."""
     heads, tokens = np.arange(region.heads) * side.head_bytes, np.arange(region.tokens) * side.token_bytes
     inside = (heads[:, None, None] + tokens[:, None] + side.units).reshape(-1)
     return (side.addresses()[:, None] + inside).reshape(-1)

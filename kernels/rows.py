@@ -1,9 +1,9 @@
 """The row mover is one Triton kernel that copies strided rows to strided rows: gather, scatter and relayout alike.
 
-All regions of a call, whatever their planes, units and destinations, go in one launch. A tile is `BLOCK` bytes: rows
-are cut into grains, powers of two that need no padding, and a tile takes as many grains as fill it, from one unit where
-the unit is large enough (one scalar offset a tile) and from several where it is not: one offset a grain, or one a unit
-where a few whole units fill the tile, as the larger tiles of a budget of SMs have them.
+All regions of a call go in one launch. A tile is `BLOCK` bytes. Rows are cut into grains, powers of two that need no
+padding, and a tile takes as many grains as fill it: from one unit if the unit is large enough (one scalar offset a
+tile), else from several: one offset a grain, or one a unit if a few whole units fill the tile, as the larger tiles of
+an SM budget have them.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from .table import (
     unit_start,
 )
 
-#: Where a region's sides are described, and how many words describe it.
+#: Word offsets of a region's sides, and the number of words of a region.
 SRC, DST = SIDES, tl.constexpr(SIDES.value + SIDE_WORDS.value)
 WORDS = tl.constexpr(SIDES.value + 2 * SIDE_WORDS.value)
 
-#: A tile of rows of any width goes in passes of this: all at once, its offsets take 128 registers.
+#: Bytes of a pass over a tile of rows of any width: all at once, the tile's offsets take 128 registers.
 PASS_BYTES = tl.constexpr(8192)
 
 Shape = TypeVar("Shape", bound=Hashable)
 
 
-#: Where the kernel finds each field of a RowShape.
+#: Index of each field of a RowShape in the kernel's `OF`.
 OF_WORD_BYTES, OF_VEC, OF_GRAINS, OF_GRAIN, OF_SPAN, OF_TOKENS, OF_SRC_KIND, OF_DST_KIND = map(tl.constexpr, range(8))
 
 
@@ -87,14 +87,14 @@ def _copy(table, at, plane, head, piece, OF: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.constexpr_function
 def first_rows(rows: int) -> int:
-    """Of the grains of a unit, those that a tile takes first: a power of two, all where that fills it."""
+    """Return the grains of a unit that a tile takes first: a power of two, padded to all if no rest follows."""
     most = triton.next_power_of_2(rows)
     return most if rest_rows(rows) == 0 else most // 2
 
 
 @triton.constexpr_function
 def rest_rows(rows: int) -> int:
-    """Those that it takes then, with what fills them up to a power of two: of 9 it takes 8 and 1. 0: none are left."""
+    """Return the grains that a tile takes next, padded to a power of two: of 9 it takes 8 and 1. 0: no rest."""
     most = triton.next_power_of_2(rows)
     rest = triton.next_power_of_2(rows - most // 2) if rows < most else 0
     return rest if 2 * rest < most else 0
@@ -102,7 +102,7 @@ def rest_rows(rows: int) -> int:
 
 @triton.constexpr_function
 def units_in_tile(rows: int, tile_rows: int) -> int:
-    """Whole units of so many grains in a tile, a power of two: of 18 KiB two, a third above 32 KiB at most. 0: none."""
+    """Return the whole units of `rows` grains in a tile, a power of two or 0; of 18 KiB two, up to 4/3 of 32 KiB."""
     return triton.next_power_of_2(tile_rows * 4 // 3 // rows + 1) // 2
 
 
@@ -113,7 +113,7 @@ def _row_in_unit(FIRST: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _words_of_rows(stride, FIRST: tl.constexpr, ROWS: tl.constexpr, OF: tl.constexpr):
-    """Words from the start of a unit to those of its grains from `FIRST` on: [1, grain, word]."""
+    """Return the words from the start of a unit to those of its grains from `FIRST` on: [1, grain, word]."""
     GRAINS: tl.constexpr = OF[OF_GRAINS]
     GRAIN: tl.constexpr = OF[OF_GRAIN]
     row = _row_in_unit(FIRST, ROWS)
@@ -123,7 +123,7 @@ def _words_of_rows(stride, FIRST: tl.constexpr, ROWS: tl.constexpr, OF: tl.const
 
 @triton.jit
 def _live_rows(live, FIRST: tl.constexpr, ROWS: tl.constexpr, OF: tl.constexpr):
-    """Whether grains from `FIRST` on exist: [unit, grain, 1]."""
+    """Return the mask of grains from `FIRST` on that exist: [unit, grain, 1], or [unit, 1, 1] if all of a unit's do."""
     UNIT_ROWS: tl.constexpr = OF[OF_TOKENS] * OF[OF_GRAINS]
     here = live[:, None, None]
     if FIRST + ROWS > UNIT_ROWS:
@@ -133,7 +133,7 @@ def _live_rows(live, FIRST: tl.constexpr, ROWS: tl.constexpr, OF: tl.constexpr):
 
 @triton.jit
 def _copy_units(table, at, plane, head, piece, OF: tl.constexpr, UNITS_IN_TILE: tl.constexpr):
-    """Copy whole units: where one begins is loaded once, and rows lie in each as in the first.
+    """Copy whole units: the start of each is loaded once, and rows lie in each as in the first.
 
     All loads of a thread come before its first store, so all of the tile is in flight.
     """
@@ -179,7 +179,7 @@ def _tile(table, at, tile, SHAPES: tl.constexpr, I: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit(do_not_specialize=["regions", "tiles"])
 def move_kernel(table, regions, tiles, SHAPES: tl.constexpr, BLOCK: tl.constexpr):
-    """Persistent over all tiles of all regions; the grid is the SM budget. `table`: see `describe`."""
+    """Copy all tiles of all regions; the grid is the SM budget, or every tile without one. `table`: see `describe`."""
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         at, local = find_region(table, regions, tile, WORDS)
         shape = tl.load(at + SHAPE).to(tl.int32)
@@ -189,11 +189,11 @@ def move_kernel(table, regions, tiles, SHAPES: tl.constexpr, BLOCK: tl.constexpr
 
 
 class RowShape(NamedTuple):
-    """What the kernel is compiled for: rows of `grains` x `grain` words; `vec` words make the widest access.
+    """The parameters a kernel is compiled for: rows of `grains` x `grain` words; `vec` words make the widest access.
 
-    `grains` 0: rows of any width, counted at run time. `span`: how a tile takes units; several where one would leave
-    most of the tile empty. `tokens` of a unit, where tiles take whole ones; else 0. `src_kind`, `dst_kind`: whether a
-    side's units are listed or follow each other at one distance, as on the wire, and need no table.
+    `grains` 0: rows of any width, counted at run time. `span`: how a tile takes units; several if one would leave tiles
+    below `FULL_TILE`. `tokens` of a unit, if tiles take whole units; else 0. `src_kind`, `dst_kind`: whether a side's
+    units are listed, or follow each other at one distance, as on the wire, and need no table.
     """
 
     word_bytes: int
@@ -212,7 +212,7 @@ class RowShape(NamedTuple):
 
     @classmethod
     def of(cls, region: Region, block_bytes: int) -> RowShape:
-        """The widest word that every address of `region` allows, and the grain that wastes least of a tile."""
+        """Return the shape of the widest word that every address of `region` allows, and the least wasteful grain."""
         alignment = region.alignment()
         word = min(alignment, 8)
         vec = alignment // word
@@ -231,19 +231,20 @@ class RowShape(NamedTuple):
 
     @classmethod
     def of_any_rows(cls, alignment: int) -> RowShape:
-        """Rows aligned to `alignment` bytes, of whatever width, number and distance."""
+        """Return the shape of rows aligned to `alignment` bytes, of any width, number and distance."""
         word = min(alignment, 8)
         vec = alignment // word
         return cls(word, vec, 0, vec, SEVERAL_UNITS.value, 0, EITHER.value, EITHER.value)
 
     @property
     def of_any_units(self) -> RowShape:
-        """The same rows, in units of any number of tokens."""
+        """Shape of the same rows, in units of any number of tokens."""
         words = self.grains * self.grain
         return self._replace(grains=words // self.vec, grain=self.vec, span=SEVERAL_UNITS.value, tokens=0)
 
     def serves(self, own: RowShape, region: Region) -> bool:
-        """Whether tiles of this shape move a region, whose own is `own`, and hardly slower than tiles of that."""
+        """Return True if tiles of this shape move a region for which `own` is best, hardly slower than tiles of `own`.
+        """
         if not self.grains:
             return self.access_bytes <= own.access_bytes
         if self == own:
@@ -254,12 +255,12 @@ class RowShape(NamedTuple):
         return alike and self.span in spans and self.src_kind >= own.src_kind and self.dst_kind >= own.dst_kind
 
 
-#: Rows with this share of a launch's bytes have code of their own; those with less share what moves any rows.
+#: Rows with this share of a launch's bytes have their own code; rows with less share the code for any rows.
 LEAST_SHARE = 1 / 8
 
 
 def with_most_bytes(shapes: Iterable[tuple[Shape, int]]) -> list[Shape]:
-    """Of shapes with the bytes of a region that has it, those of `LEAST_SHARE` of all bytes, in one order."""
+    """Return the shapes with `LEAST_SHARE` of all bytes, sorted. `shapes`: each region's shape and bytes."""
     nbytes = Counter[Shape]()
     for shape, of_region in shapes:
         nbytes[shape] += of_region
@@ -267,9 +268,9 @@ def with_most_bytes(shapes: Iterable[tuple[Shape, int]]) -> list[Shape]:
 
 
 def shapes_for(owns: Sequence[tuple[RowShape, Region]]) -> tuple[RowShape, ...]:
-    """What a kernel is compiled for that moves regions like these: few kernels for many sizes of requests.
+    """Return the shapes to compile for regions like these: few kernels for many sizes of requests.
 
-    Shapes of the rows that are most of the bytes, then of any rows, the widest first. `owns`: see `cuts`.
+    Shapes of the rows with most of the bytes, then of any rows, the widest first. `owns`: see `cuts`.
     """
     most = with_most_bytes((own, cut.nbytes) for own, cut in owns)
     rest = [own.access_bytes for own, cut in owns if not any(shape.serves(own, cut) for shape in most)]
@@ -277,15 +278,15 @@ def shapes_for(owns: Sequence[tuple[RowShape, Region]]) -> tuple[RowShape, ...]:
     return (*most, *map(RowShape.of_any_rows, widths))
 
 
-#: Contiguous tokens are cut into rows of at most this.
+#: Most bytes of a row that contiguous tokens are cut into.
 RECUT_BYTES = 2048
 
 
 def recut(region: Region) -> Region:
-    """The same bytes in rows of a power of two, where the tokens of a unit follow each other on both sides.
+    """Return the same bytes in rows of a power of two, if a unit's tokens follow each other on both sides.
 
-    132 B rows allow 4-byte words; 64 of them in a row are 33 rows of 256 B, in 16-byte words. And a tail of any length
-    has one of a few row widths, so that it compiles nothing new.
+    132 B rows allow 4-byte words; 64 of them in a row are 33 rows of 256 B, in 16-byte words. A tail of any length has
+    one of a few row widths, so it compiles no new kernel.
     """
     src, dst, row_bytes = region.src, region.dst, region.row_bytes
     if region.tokens == 1 or not src.token_bytes == dst.token_bytes == row_bytes:
@@ -297,27 +298,29 @@ def recut(region: Region) -> Region:
 
 
 def kind_of(region: Region) -> RowKind:
-    """What the launch configuration of a region goes by."""
+    """Return the row kind that selects a region's launch configuration."""
     cut = recut(region)
     return RowKind(cut.row_bytes, cut.tokens * cut.row_bytes)
 
 
 def kind_of_most(regions: Sequence[Region]) -> RowKind:
-    """That of the region with most bytes."""
+    """Return the row kind of the region with most bytes."""
     return kind_of(max(regions, key=lambda region: region.nbytes))
 
 
 #: Below this share of useful words in a unit's tiles, tiles take rows of several units instead.
 FULL_TILE = 0.75
 
-#: The least accesses of a unit of which tiles take whole ones: as many as 8 warps make at once, 4 KiB of the widest.
-#: Only tiles of a budget are several times as large.
+#: Least accesses of a unit for tiles to take whole units: as many as 8 warps make at once, 4 KiB of the widest. Only
+#: tiles of an SM budget are several times as large.
 WHOLE_UNIT_ACCESSES = 256
 
 
 def _taken_whole(rows: int, grain: int, block_words: int, least: int) -> bool:
-    """Whether a tile takes whole units of `rows` grains: a unit, filled up to a power of two, has `least` words, and
-    those of a tile fill it. Tiles of `least` words, as there are without a budget, take a unit or rows of several.
+    """Return True if a tile takes whole units of `rows` grains.
+
+    A unit, padded to a power of two, must have `least` words, and the units of a tile must fill it. Tiles of `least`
+    words, as there are without a budget, take a unit or rows of several.
     """
     fills_taken = rows >= FULL_TILE * (first_rows(rows) + rest_rows(rows))
     fills_tile = units_in_tile(rows, block_words // grain) * rows * grain >= FULL_TILE * block_words
@@ -325,14 +328,14 @@ def _taken_whole(rows: int, grain: int, block_words: int, least: int) -> bool:
 
 
 def cuts(regions: Iterable[Region], block_bytes: int) -> list[tuple[RowShape, Region]]:
-    """The regions cut anew, each with the shape that suits it best."""
+    """Return the regions cut anew, each with the shape that suits it best."""
     return [(RowShape.of(cut, block_bytes), cut) for cut in map(recut, regions)]
 
 
 def describe(regions: Sequence[Region], block_bytes: int, shapes: tuple[RowShape, ...] = ()) -> Launch:
-    """Lay the regions out for the kernel, compiled for `shapes`, or for what serves these regions best.
+    """Lay the regions out for the kernel, compiled for `shapes`, or for those that serve these regions best.
 
-    A region is served by the first shape that can. Raises RegionError for what the kernel cannot count.
+    The first shape that can serve a region does. Raises RegionError if a count reaches 2^31: the kernel has 32 bits.
     """
     owns = cuts(regions, block_bytes)
     shapes = shapes or shapes_for(owns)
@@ -360,14 +363,14 @@ def describe(regions: Sequence[Region], block_bytes: int, shapes: tuple[RowShape
 
 
 def program(shapes: tuple[RowShape, ...], config: RowConfig) -> Program:
-    """The kernel for these shapes."""
+    """Return the kernel for these shapes."""
     return Program(move_kernel, shapes, config, (("BLOCK", config.block_bytes),))
 
 
 def standing_program(regions: Sequence[Region], kinds: tuple[int, int], sms: int | None) -> Program:
-    """The one kernel for regions like these, of whatever number, width and distance: compiled before they are moved.
+    """Return the one kernel for regions like these, of any number, width and distance, to compile before a move.
 
-    `kinds`: how units are given at either end, EVEN or LISTED, even where they happen to follow each other.
+    `kinds`: EVEN or LISTED, for the units of each end; LISTED even if they happen to follow each other.
     """
     config = choose(kind_of_most(regions), sms, regions[0].src.device)
     src, dst = kinds
@@ -383,7 +386,7 @@ def standing_program(regions: Sequence[Region], kinds: tuple[int, int], sms: int
 def prepare(
     regions: Sequence[Region], config: RowConfig | None = None, sms: int | None = None, using: Program | None = None
 ) -> Prepared | None:
-    """What `move` does before it launches; None when there is nothing to move."""
+    """Check the regions and upload their table. Returns None if no region has bytes. Raises RegionError as `move`."""
     for region in regions:
         region.check()
     work = [region for region in regions if region.nbytes]
@@ -401,7 +404,7 @@ def prepared(
     sms: int | None = None,
     using: Program | None = None,
 ) -> Prepared:
-    """The launch of regions that were checked, which the kernel reaches from `device`."""
+    """Upload the table of checked regions, which the kernel reaches from `device`. Returns their launch."""
     if using is None:
         config = config or choose(kind_of_most(work), sms, device)
         launch = describe(work, config.block_bytes)
@@ -415,10 +418,9 @@ def move(
 ) -> None:
     """Copy every row of every region in one launch on the current stream of their device, without a synchronise.
 
-    All regions on one device. `sms` is the SM budget (None: no budget). `using`: a kernel that was made for regions
-    like these; None: one that suits these best, compiled where it is met first. The regions' memory must stay allocated
-    until the stream has passed the launch. Raises RegionError before anything is launched; regions without rows are
-    skipped.
+    All regions must be on one device. `sms`: SM budget (None: no budget). `using`: a kernel made for regions like
+    these; None: the kernel that suits these best, compiled on first use. The regions' memory must stay allocated until
+    the stream has passed the launch. Regions without rows are skipped. Raises RegionError before anything is launched.
     """
     launch = prepare(regions, config, sms, using)
     if launch is not None:

@@ -1,6 +1,6 @@
-"""A launch's table: int64 words that describe each region to a kernel, then the lists of addresses and offsets it has.
+"""The table of a launch describes each region to a kernel in int64 words, then lists addresses and offsets.
 
-Words have their names here, for the host that writes them and the kernels that read them.
+The host that writes the words and the kernels that read them take the words' names from here.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ import triton.language as tl
 
 from .region import Offsets, RegionError, Side, even_distance
 
-#: What begins each region's words; its sides follow, `SIDE_WORDS` each, and what a kernel has beyond.
+#: The words that begin a region's description; its sides follow, `SIDE_WORDS` each, and the kernel's further words.
 FIRST_TILE, SHAPE, UNITS, PLANES, HEADS, TOKENS, PIECES, GRAINS, SIDES = map(tl.constexpr, range(9))
 
-#: Of a side: where in the table its planes lie; its list of units and how many are in it, or the first unit and the
-#: distance to the next; and further distances.
+#: The words of a side: where in the table its planes' addresses lie; its list of units and the list's length, or the
+#: first unit and the distance to the next; and further distances.
 ADDRESSES, LIST, LIST_LENGTH, FIRST_UNIT, UNIT_STRIDE, HEAD_STRIDE, TOKEN_STRIDE, SIDE_WORDS = map(
     tl.constexpr, range(8)
 )
 
-#: Whether the units of a side follow each other at one distance, are listed in the table, or either, as the table says.
+#: The units of a side: at one distance, listed in the table, or either, as the table says.
 EVEN, LISTED, EITHER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 #: Bytes of the widest access. A tile is `BLOCK` bytes in these; narrower words get as many accesses, not as many bytes:
 #: 16 KiB of single bytes would be 128 accesses a thread, out of registers and into local memory.
 WIDEST = tl.constexpr(16)
 
-#: How a tile takes units: it lies in one, or takes a few whole ones, or rows of several, of several tokens or of one.
+#: The units of a tile: it lies in one, or takes a few whole units, or rows of several, of several tokens or of one.
 ONE_UNIT, WHOLE_UNITS, SEVERAL_UNITS, TOKEN_UNITS = map(tl.constexpr, range(4))
 
 
 @triton.jit
 def find_region(table, regions, tile, WORDS: tl.constexpr):
-    """Where the region of `tile` is described, and the tile's number in it."""
+    """Return the pointer to the description of `tile`'s region, and the tile's number in the region."""
     region = 0
     for other in range(1, regions):
         region += (tl.load(table + other * WORDS + FIRST_TILE) <= tile).to(tl.int32)
@@ -48,7 +48,7 @@ def find_region(table, regions, tile, WORDS: tl.constexpr):
 
 @triton.jit
 def plane_and_head(at, tile):
-    """The plane and head of a tile, and its number among those of their units. Planes are fastest."""
+    """Return the plane and head of a tile, and its number among the tiles of their units. Planes are fastest."""
     planes = tl.load(at + PLANES).to(tl.uint32)
     heads = tl.load(at + HEADS).to(tl.uint32)
     rest = tile // planes
@@ -58,9 +58,9 @@ def plane_and_head(at, tile):
 
 @triton.jit
 def rows_of(at, piece, ROWS: tl.constexpr, COUNT: tl.constexpr, SPAN: tl.constexpr):
-    """What a piece of `ROWS` grains holds: its unit, one or [row], and [row] token, grain in it, and whether it exists.
+    """Return the unit of a piece of `ROWS` grains, one or [row], and [row] token, grain in the token, and existence.
 
-    `COUNT`: grains a token; 0 where the table says.
+    `COUNT`: grains a token; 0: the table says.
     """
     tokens = tl.load(at + TOKENS).to(tl.uint32)
     unit = piece
@@ -89,7 +89,7 @@ def rows_of(at, piece, ROWS: tl.constexpr, COUNT: tl.constexpr, SPAN: tl.constex
 
 @triton.jit
 def plane_start(table, side, plane, head, ELEMENT: tl.constexpr, VEC: tl.constexpr):
-    """Where a plane and head start on a side."""
+    """Return a pointer to the start of a plane and head on a side, aligned to `VEC` elements."""
     base = tl.load(table + tl.load(side + ADDRESSES) + plane).to(tl.pointer_type(ELEMENT))
     base = tl.multiple_of(base, VEC * ELEMENT.primitive_bitwidth // 8)
     return base + head * tl.multiple_of(tl.load(side + HEAD_STRIDE), VEC)
@@ -97,7 +97,7 @@ def plane_start(table, side, plane, head, ELEMENT: tl.constexpr, VEC: tl.constex
 
 @triton.jit
 def unit_start(table, side, unit, live, KIND: tl.constexpr, VEC: tl.constexpr):
-    """Elements from the start of a plane to that of `unit`."""
+    """Return the elements from the start of a plane to that of `unit`, a multiple of `VEC`. `live` masks list loads."""
     if KIND == LISTED:
         return tl.multiple_of(tl.load(table + tl.load(side + LIST) + unit, mask=live, other=0), VEC)
     stride = tl.multiple_of(tl.load(side + UNIT_STRIDE), VEC)
@@ -110,23 +110,23 @@ def unit_start(table, side, unit, live, KIND: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def token_stride(side, VEC: tl.constexpr):
-    """Elements from a token to the next."""
+    """Return the elements from a token to the next, a multiple of `VEC`."""
     return tl.multiple_of(tl.load(side + TOKEN_STRIDE), VEC)
 
 
 def kind_of_units(units: Offsets) -> int:
-    """EVEN, for units that need no list, or LISTED."""
+    """Return EVEN for units that need no list, or LISTED."""
     return (LISTED if even_distance(units) is None else EVEN).value
 
 
 def kind_in(shape: int, own: int) -> int:
-    """How a side is described to a kernel whose shape takes `shape`, if its own kind is `own`."""
+    """Return the kind in which a side of kind `own` is described to a kernel of kind `shape`."""
     return own if shape == EITHER.value else shape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Launch:
-    """One kernel call, worked out on the host: the table to upload, the tiles to run, the shapes to compile for.
+    """A kernel call prepared on the host: the table to upload, the tiles to run, the shapes to compile for.
 
     `table` int64: `words` words for each of `regions` regions, then their lists.
     """
@@ -139,13 +139,13 @@ class Launch:
 
     @property
     def header(self) -> npt.NDArray[np.int64]:
-        """What describes each region [region, word]."""
+        """The words of each region [region, word]."""
         return self.table[: self.regions * self.words].reshape(self.regions, self.words)
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How often a region's loops run."""
+    """The iteration counts of a region's loops."""
 
     units: int
     planes: int
@@ -155,7 +155,7 @@ class Counts:
 
 @dataclass(slots=True, eq=False)
 class Table:
-    """The table of `regions` regions while it is laid out, of `words` words each."""
+    """The table of `regions` regions, of `words` words each, while it is laid out."""
 
     regions: int
     words: int
@@ -168,37 +168,37 @@ class Table:
         self._used = self.regions * self.words
 
     def append(self, values: Offsets) -> int:
-        """Add a list, and return its place."""
+        """Add a list. Returns its place, in words of the table."""
         place = self._used
         self._lists.append(values)
         self._used += len(values)
         return place
 
     def append_at(self, values: Offsets, words: int) -> int:
-        """As `append`, at a multiple of `words`."""
+        """Add a list at a multiple of `words`. Returns its place."""
         self.append(np.zeros(-self._used % words, np.int64))
         return self.append(values)
 
     def side(self, side: Side, element_bytes: int, kind: int) -> list[int]:
-        """The words of a side, whose lists are added. `kind`: EVEN where units are, or LISTED."""
+        """Add a side's lists. Returns its words. `kind`: EVEN, for units that are, or LISTED."""
         words = self.units(side.units, element_bytes, kind)
         strides = side.head_bytes // element_bytes, side.token_bytes // element_bytes
         return [self.append(side.planes.addresses), *words, *strides]
 
     def units(self, units: Offsets, element_bytes: int, kind: int) -> tuple[int, int, int, int]:
-        """LIST to UNIT_STRIDE of a side's units."""
+        """Return the words LIST to UNIT_STRIDE of a side's units; add the list if `kind` is LISTED."""
         if kind == LISTED.value:
             return self.append(units // element_bytes), len(units), 0, 0
         distance = int(units[1] - units[0]) if len(units) > 1 else 0
         return 0, 0, int(units[0]) // element_bytes, distance // element_bytes
 
     def region(self, shape: int, counts: Counts, pieces: int, grains: int, span: int, further: Sequence[int]) -> None:
-        """Describe the next region: `further` are its sides, and what the kernel has beyond."""
+        """Describe the next region. `further`: the words of its sides, then the kernel's own."""
         tiles = pieces * counts.planes * counts.heads * (counts.units if span == ONE_UNIT.value else 1)
         self.add(tiles, shape, counts, pieces, grains, further)
 
     def add(self, tiles: int, shape: int, counts: Counts, pieces: int, grains: int, further: Sequence[int]) -> None:
-        """As `region`, of so many tiles."""
+        """Describe the next region, of `tiles` tiles. Raises RegionError if a launch reaches 2^31 tiles."""
         loops = counts.units, counts.planes, counts.heads, counts.tokens
         self._rows.append([self.tiles, shape, *loops, pieces, grains, *further])
         self.tiles += tiles
@@ -206,7 +206,7 @@ class Table:
             raise RegionError(f"{self.tiles} tiles in one launch; the kernel counts them in 32 bits")
 
     def launch(self, shapes: tuple[Any, ...]) -> Launch:
-        """All of it."""
+        """Return the launch. Every region must have been described."""
         header = np.array(self._rows, np.int64).reshape(-1, self.words)
         assert len(header) == self.regions, "every region is described, by as many words"
         table = np.concatenate([header.reshape(-1), *self._lists])
