@@ -339,7 +339,7 @@ class ColumnShape(NamedTuple):
         return -(-self.values // self.width)
 
     def serves(self, own: ColumnShape) -> bool:
-        """Return True if tiles of this shape can convert an overlap for which `own` is best."""
+        """Return True if tiles of this shape can convert an overlap of best shape `own`."""
         accesses = {"rows": 0, "src_vec": 0, "dst_vec": 0, "src_kind": 0, "dst_kind": 0}
         if self._replace(**accesses) != own._replace(**accesses):
             return False

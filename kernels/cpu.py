@@ -42,8 +42,7 @@ def move(regions: Sequence[Region]) -> None:
 
 
 def digest(regions: Sequence[Region], logicals: Sequence[Logical], side: End) -> int:
-    """Return the digest of all rows at one end of the regions: 0 <= digest < 2^64. Raises RegionError as a move does.
-    """
+    """Return the digest of all rows at one end of the regions, 0 <= digest < 2^64. Raises RegionError as `move`."""
     if NATIVE is None:
         return digest_reference.digest(regions, logicals, side)
     digest_reference.check(regions, logicals)

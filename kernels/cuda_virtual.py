@@ -121,8 +121,7 @@ def handle_of(address: int) -> bytes | None:
 
 
 def plain(nbytes: int) -> Taken:
-    """Allocate `nbytes` on the current device as cudaMalloc does: one allocation, whatever torch's allocator is set to.
-    """
+    """Allocate `nbytes` on the current device by cudaMalloc: one allocation, whatever torch's allocator is set to."""
     address, steps = ctypes.c_uint64(), _Steps()
     steps.take("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes), undo=("cuMemFree_v2", address))
     return address.value, steps.back

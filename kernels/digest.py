@@ -85,8 +85,7 @@ def _key(at, plane_key, head, position):
 
 @triton.jit
 def _sum(word, live, key, first, words):
-    """Return the sum of the terms of live `word`s, number `first` + `words` of their row; `words` is the cheap addend.
-    """
+    """Return the summed terms of live `word`s, number `first` + `words` of their row; `words` costs little."""
     a = (key.to(tl.uint32) + first.to(tl.uint32) * A) + words.to(tl.uint32) * A
     b = ((key >> 32).to(tl.uint32) + first.to(tl.uint32) * B) + words.to(tl.uint32) * B
     product = a.to(tl.uint64) * b.to(tl.uint64)
@@ -199,7 +198,7 @@ def move_and_digest(
 ) -> None:
     """Copy every row of every region and add the digest of the bytes read to `out`, in one launch.
 
-    It is queued on the current stream. `out`: int64 on the regions' device, zeros or earlier digests, [1] for all or
+    The launch goes to the current stream. `out`: int64 on the regions' device, zeros or earlier digests, [1] for all or
     [region]; modulo 2^64 they are `digest_reference`'s. `sms`: SM budget (None: no budget). The memory must stay
     allocated until the stream has passed the launch, which is not waited for. Raises RegionError before anything is
     launched.
@@ -318,8 +317,7 @@ class DigestShape(NamedTuple):
         return self._replace(grains=0, grain=self.vec, recut=whole, span=SEVERAL_UNITS.value, **either)
 
     def serves(self, own: DigestShape, region: Region) -> bool:
-        """Return True if tiles of this shape move a region for which `own` is best, hardly slower than tiles of `own`.
-        """
+        """Return True if tiles of this shape move a region hardly slower than tiles of `own`, its best shape."""
         if not self.grains:
             rows = self.element_bytes, self.head_bytes, self.heads
             return rows == (own.element_bytes, own.head_bytes, own.heads) and self.vec <= own.vec

@@ -88,7 +88,7 @@ class Logical:
 
 
 def digest(regions: Sequence[Region], logicals: Sequence[Logical], side: End) -> int:
-    """Return the digest of all rows at one end of the regions: 0 <= digest < 2^64. Raises RegionError as `check`."""
+    """Return the digest of all rows at one end of the regions, 0 <= digest < 2^64. Raises RegionError as `check`."""
     check(regions, logicals)
     total = 0
     for region, logical in zip(regions, logicals, strict=True):

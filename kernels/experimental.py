@@ -191,7 +191,7 @@ def _runs(laid: Table, region: Region, ring: Ring) -> _Cut:
     from .table import LISTED
 
     run = region.row_bytes
-    piece = _whole_lines(-(-run // -(-run // ring.stage_bytes)))  # of one size: a short one would leave a stage part empty
+    piece = _whole_lines(-(-run // -(-run // ring.stage_bytes)))  # of one size: a short one would waste a stage
     sides = [word for side in (region.src, region.dst) for word in laid.side(side, 1, LISTED.value)]
     return _Cut(piece, -(-run // piece), region.tokens, run, 0, sides)
 
@@ -228,7 +228,7 @@ def cannot_compile(device: torch.device) -> str | None:
         return "CuPy is not installed"
     try:
         kernel(device, RING)
-    except Exception as error:  # CuPy, NVRTC or the driver raise any: refuse the engine with its words
+    except Exception as error:  # from CuPy, NVRTC or the driver: refuse the engine with its words
         return f"CuPy cannot compile bulk.cu: {type(error).__name__}: {error}"
     return None
 
@@ -439,7 +439,7 @@ Steps = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Axis:
-    """A loop of a region: where its steps begin at both ends [step]. `steps`: their distance; None: of several."""
+    """A loop of a region: where its steps begin at both ends [step]. `steps`: their one distance, or None."""
 
     src: Offsets
     dst: Offsets

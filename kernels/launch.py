@@ -99,7 +99,7 @@ def tuned(key: str) -> tuple[Tuned, ...]:
 
 
 def _entry(written: Mapping[str, Any]) -> Tuned:
-    """Read an entry of a table. `kernel` is absent for the row mover."""
+    """Return an entry of a table. `kernel` is absent for the row mover."""
     kind, config = RowKind(*written["kind"]), RowConfig(*written["best"])
     return Tuned(kind, written["sms"] is not None, config, Kernel(written.get("kernel", "rows")))
 
@@ -193,7 +193,7 @@ _rings = _Rings()
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """Make `device` current inside: launches and records go to it and its current stream."""
+    """Make `device` current: launches and records inside go to its current stream. Does no work for the CPU."""
     return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
 

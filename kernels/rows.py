@@ -102,7 +102,7 @@ def rest_rows(rows: int) -> int:
 
 @triton.constexpr_function
 def units_in_tile(rows: int, tile_rows: int) -> int:
-    """Return the whole units of `rows` grains in a tile, a power of two or 0; of 18 KiB two, up to 4/3 of 32 KiB."""
+    """Return the whole units of `rows` grains in a tile, up to a third over it: a power of two, or 0."""
     return triton.next_power_of_2(tile_rows * 4 // 3 // rows + 1) // 2
 
 
@@ -243,8 +243,7 @@ class RowShape(NamedTuple):
         return self._replace(grains=words // self.vec, grain=self.vec, span=SEVERAL_UNITS.value, tokens=0)
 
     def serves(self, own: RowShape, region: Region) -> bool:
-        """Return True if tiles of this shape move a region for which `own` is best, hardly slower than tiles of `own`.
-        """
+        """Return True if tiles of this shape move a region hardly slower than tiles of `own`, its best shape."""
         if not self.grains:
             return self.access_bytes <= own.access_bytes
         if self == own:
