@@ -1,6 +1,6 @@
-"""Moving requests: the handshake, two pure state machines, an arena, and the Mover that an engine holds.
+"""Transfers move requests: a handshake, two pure state machines, an arena, and the Mover that an engine holds.
 
-A Mover is polled by its engine; a Progress polls it in a thread, for a SharedMover, an AsyncMover or both.
+An engine polls its Mover, or a Progress polls it in a thread, for a SharedMover, an AsyncMover or both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arguments: what callers hand to a mover, checked and brought into one form before anything is sent or written."""
+"""Arguments that callers hand to a mover are checked and brought into one form before any byte is sent or written."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from kvmover.transfer.protocol.handshake import Model, Place, check_fleet_pages
 from kvmover.transfer.protocol.wire import MAX_REQUEST_CHARACTERS
 from kvmover.transfer.result import Gate, Service, Transfer
 
-#: No pool has more pages, so that ids of any type can be compared with its size.
+#: Most pages of any pool: ids of any type can be compared with a pool's size.
 _MOST = int(np.iinfo(np.int64).max)
 
-#: So few ids are compared as a set in 1 us, where arrays of any length take 4.
+#: Up to so many ids are compared as a set in 1 us, where arrays of any length take 4.
 FEW_PAGES = 64
 
 PageTables = tuple[npt.NDArray[np.int64], ...]
 
 
 def checked_pools(model: object, place: object, pools: object) -> tuple[Pool, ...]:
-    """The pools of one rank. Raises LayoutError for what is no Model, no Place, or not one Pool a component."""
+    """Return the pools of one rank. Raises LayoutError unless given a Model, a Place, and one Pool a component."""
     for given, kind in ((model, Model), (place, Place)):
         if not isinstance(given, kind):
             raise LayoutError(f"a mover takes a {kind.__name__}, got {given!r}")
@@ -50,10 +50,11 @@ def checked_pools(model: object, place: object, pools: object) -> tuple[Pool, ..
 
 
 def least_chunk_bytes(pools: Sequence[Pool], arena_bytes: int) -> int:
-    """One layer of a page of the largest pool, in bytes: 262,144 of 64 tokens with K and V of 8 heads of 128 bfloat16.
+    """Return the bytes of one layer of a page of the largest pool.
 
-    Chunks are cut by pages and layers, no finer, and pages of peers make none larger: an arena that holds so much holds
-    a chunk of every request. Raises LayoutError for a smaller one, of which only whole multiples of 256 bytes count.
+    262,144 for 64 tokens with K and V of 8 heads of 128 bfloat16. Chunks are cut by pages and layers, no finer, and
+    peers' pages make no chunk larger: an arena of so many bytes holds a chunk of every request. Raises LayoutError for
+    a smaller arena, of which only whole multiples of 256 bytes count.
     """
     least, name = max((_layer_bytes(pool.spec), pool.spec.component.name) for pool in pools)
     if arena_bytes // ALIGN_BYTES * ALIGN_BYTES < least:
@@ -67,7 +68,7 @@ def _layer_bytes(spec: PoolSpec) -> int:
 
 
 def page_tables(pages: object) -> PageTables:
-    """One table a component, of whole numbers: lists, ranges, arrays and tensors. Raises PlanError for others."""
+    """Return a new table a component, of lists, ranges, arrays or tensors. Raises PlanError for other values."""
     if isinstance(pages, (str, bytes)) or not isinstance(pages, Iterable):
         raise PlanError(f"pages = {pages!r}; give one list of page ids a component")
     return tuple(_table(number, table) for number, table in enumerate(pages))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
@@ -91,12 +92,12 @@ def _table(number: int, given: object) -> npt.NDArray[np.int64]:
 
 
 def check_named(tables: Sequence[npt.NDArray[np.int64]], pools: Sequence[Pool]) -> None:
-    """Raise PlanError for tables, of a request to be sent or of its beginning, that name pages of no pool here, or a
-    page twice: two parts of a request are never in one page.
+    """Raise PlanError for tables of a request to be sent, or of its beginning, with a page outside the pool, or twice.
 
-    All of it is checked: which pages are asked for, only destinations know. A table may begin with -1, which is no
-    page: before a window, or before what an engine knows that a destination lacks; who asks for it all the same is
-    refused. Pages of windows may repeat, because engines fill up with any what lies before, and states do.
+    Two parts of a request are never in one page. All entries are checked: only destinations know which pages are
+    wanted. A table may begin with -1, which is no page: before a window, or before the pages that an engine knows a
+    destination to lack; a destination that wants such an entry is refused. Pages of windows and states may repeat, as
+    engines fill up earlier entries with any page.
     """
     if len(tables) != len(pools):
         raise PlanError(f"{len(tables)} page tables for {len(pools)} components")
@@ -111,10 +112,9 @@ def check_named(tables: Sequence[npt.NDArray[np.int64]], pools: Sequence[Pool]) 
 
 
 def check_fits(positions: range, pools: Sequence[Pool], fleet: Fleet) -> None:
-    """Raise PlanError for more positions than all pages of a pool hold, before anything is worked out of them.
+    """Raise PlanError for more positions than all pages of a pool hold, before a plan is computed.
 
-    Of what context parallelism divides, and of windows, whose last page may be their first, a page more a part may be
-    touched.
+    Under context parallelism, and for windows, whose last page may be their first, a page more a part may be touched.
     """
     for pool in pools:
         component = pool.spec.component
@@ -129,10 +129,10 @@ def check_fits(positions: range, pools: Sequence[Pool], fleet: Fleet) -> None:
 
 
 def check_wanted(tables: PageTables, pools: Sequence[Pool], positions: range, fleet: Fleet) -> None:
-    """Raise PlanError where two parts of a request would land in one page. Which pages are due, the plan checks.
+    """Raise PlanError if two parts of a request would land in one page. The plan checks which pages are due.
 
-    Pages before the wanted positions may repeat, and so may those of windows and states: engines fill up with any what
-    lies before them. Under context parallelism only the plan knows which entries are wanted.
+    Pages before the wanted positions may repeat, as may pages of windows and states: engines fill up earlier entries
+    with any page. Under context parallelism only the plan knows which entries are wanted.
     """
     for table, pool in zip(tables, pools, strict=False):
         component = pool.spec.component
@@ -142,7 +142,7 @@ def check_wanted(tables: PageTables, pools: Sequence[Pool], positions: range, fl
 
 
 def _check_once(ids: npt.NDArray[np.int64], pool: Pool) -> None:
-    """Raise PlanError for an id that is there twice. O(pages): 8 us for 2,048. Others look at ids outside the pool."""
+    """Raise PlanError for an id that occurs twice. O(pages): 8 us for 2,048. Other checks find ids outside the pool."""
     if ids.size <= FEW_PAGES and len({*ids.tolist()}) == ids.size:
         return
     low = int(ids.min(initial=0))
@@ -158,7 +158,7 @@ def _check_once(ids: npt.NDArray[np.int64], pool: Pool) -> None:
 
 
 def check_allocated(tables: PageTables, pools: Sequence[Pool], most: Sequence[int]) -> None:
-    """Raise PlanError for tables of a request to be received that are longer than it needs: `most` pages each."""
+    """Raise PlanError if a table of a request to be received exceeds its need of `most` pages."""
     for table, pool, needed in zip(tables, pools, most, strict=True):
         if len(table) > needed:
             name = pool.spec.component.name
@@ -166,7 +166,7 @@ def check_allocated(tables: PageTables, pools: Sequence[Pool], most: Sequence[in
 
 
 def table_lengths(components: Sequence[Component], fleet: Fleet, rank: int, tokens: int) -> tuple[int, ...]:
-    """How many pages a rank needs of each component for a request of `tokens` tokens, from its beginning."""
+    """Return a rank's number of pages of each component for a request of `tokens` tokens, from its beginning."""
     lengths = list[int]()
     for component in components:
         held = fleet.shard(component, rank, max(tokens, 1)).positions
@@ -175,7 +175,7 @@ def table_lengths(components: Sequence[Component], fleet: Fleet, rank: int, toke
 
 
 def _leading_gaps(component: Component, table: npt.NDArray[np.int64]) -> int:
-    """How many entries at the beginning are no page."""
+    """Return the number of leading entries that are no page."""
     if component.states or not table.size:
         return 0
     there = np.flatnonzero(table != -1)
@@ -183,7 +183,7 @@ def _leading_gaps(component: Component, table: npt.NDArray[np.int64]) -> int:
 
 
 def token_range(positions: object) -> range:
-    """Consecutive positions of a request. Raises LayoutError."""
+    """Return consecutive positions of a request. Raises LayoutError for other than a range from 0 on, of step 1."""
     if not isinstance(positions, range):
         raise LayoutError(f"positions = {positions!r}; give a range of tokens, as range(0, 4096)")
     if positions.step != 1 or positions.start < 0:
@@ -194,7 +194,7 @@ def token_range(positions: object) -> range:
 
 
 def request_name(given: object) -> str:
-    """Raises PlanError for what is no text, for none, and for more of it than a message may name."""
+    """Return a request's name. Raises PlanError for other than text, for empty text, and for too long a text."""
     if not isinstance(given, str) or not given:
         raise PlanError(f"a request is named by text, got {given!r}")
     if len(given) > MAX_REQUEST_CHARACTERS:
@@ -208,7 +208,7 @@ def request_name(given: object) -> str:
 
 
 def gates_of(given: object) -> list[Gate] | None:
-    """Gates of a request that is still being computed; None: it is whole. Raises PlanError for what is no Gate."""
+    """Return the gates of a request still being computed; None: it is whole. Raises PlanError for other values."""
     if given is None:
         return None
     if not isinstance(given, Iterable):
@@ -217,42 +217,42 @@ def gates_of(given: object) -> list[Gate] | None:
 
 
 def gate_of(given: object) -> Gate:
-    """Raises PlanError for what is no Gate."""
+    """Return a Gate. Raises PlanError for other values."""
     if not isinstance(given, Gate):
         raise PlanError(f"a gate is a Gate(event), got {given!r}")
     return given
 
 
 def transfer_of(given: object) -> Transfer:
-    """Raises PlanError for what no `send` and no `receive` of a Mover returned."""
+    """Return a transfer of a Mover's `send` or `receive`. Raises PlanError for other values."""
     if not isinstance(given, Transfer):
         raise PlanError(f"a transfer is what send or receive returned, got {given!r}")
     return given
 
 
 def payload_of(given: object) -> bytes:
-    """What goes beside the cache. Raises PlanError for what is no bytes."""
+    """Return the bytes that go beside the cache. Raises PlanError for other values."""
     if not isinstance(given, bytes | bytearray | memoryview):
         raise PlanError(f"aux = {given!r:.60}; it must be bytes")
     return bytes(cast("bytes", given))
 
 
 def ranks_of(given: object) -> tuple[int, ...]:
-    """Numbers of ranks. Raises PlanError for what is none."""
+    """Return numbers of ranks. Raises PlanError for other values."""
     if not isinstance(given, Iterable):
         raise PlanError(f"aux_from = {given!r}; give a list of ranks, as [0]")
     return tuple(whole(rank, "a rank of aux_from", PlanError) for rank in cast("Iterable[object]", given))
 
 
 def card_of(given: object) -> bytes:
-    """Raises PeerRefused for what is no bytes, and so no card."""
+    """Return a card. Raises PeerRefused for other than bytes."""
     if not isinstance(given, bytes | bytearray | memoryview):
         raise PeerRefused(f"a card is bytes, got {given!r:.60}")
     return bytes(cast("bytes", given))
 
 
 def deadline_of(given: object) -> float | None:
-    """Seconds that a request may take; None: as configured. Raises PlanError for what is no finite number above 0."""
+    """Return the seconds that a request may take; None: as configured. Raises PlanError unless finite and above 0."""
     if given is None:
         return None
     if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < math.inf:
@@ -261,7 +261,7 @@ def deadline_of(given: object) -> float | None:
 
 
 def content_of(given: object) -> Content | None:
-    """The prompt that a caller names, or None. Raises PlanError for what is no Content."""
+    """Return the prompt that a caller names, or None. Raises PlanError for other than a Content."""
     if given is not None and not isinstance(given, Content):
         raise PlanError(f"content = {given!r:.60}; it must be a Content, or None")
     return given
@@ -275,9 +275,9 @@ def contents_of(given: object) -> tuple[Content, ...]:
 
 
 class SendArguments(NamedTuple):
-    """The arguments of `send`, read and copied: their caller may change its lists from then on, whoever acts on them.
+    """The arguments of `send`, read and copied: the caller may change its lists from then on.
 
-    Raises PlanError for those that cannot be read. Whether they fit the pools, the mover knows.
+    Raises PlanError for unreadable arguments. The mover checks that they fit the pools.
     """
 
     request: str
@@ -312,7 +312,7 @@ class SendArguments(NamedTuple):
 
 
 class ReceiveArguments(NamedTuple):
-    """The arguments of `receive`, read and copied, as those of `send`. Raises LayoutError for what is no range."""
+    """The arguments of `receive`, read and copied, as those of `send`. Raises LayoutError for other than a range."""
 
     request: str
     engine: str
@@ -346,9 +346,9 @@ class ReceiveArguments(NamedTuple):
 
 
 def check_sent(given: SendArguments, pools: Sequence[Pool], fleet: Fleet) -> None:
-    """Raise PlanError for tables of a request to be sent that are not of these pools.
+    """Raise PlanError if tables of a request to be sent do not fit these pools.
 
-    Of a request of which all is there, a rank holds nothing only where context parallelism divides it.
+    Of a whole request, a rank may hold no page only where context parallelism divides it.
     """
     check_named(given.pages, pools)
     for table, pool in zip(given.pages, pools, strict=True) if given.gates is None else ():

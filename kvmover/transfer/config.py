@@ -1,7 +1,7 @@
-"""MoverConfig, its Backoff and Pace: how a mover behaves, dials again what it lost, and sleeps between polls.
+"""MoverConfig sets how a mover behaves, Backoff how it dials lost peers again, Pace how it sleeps between polls.
 
-Nothing wakes a poller of NIXL, and one that never sleeps takes a core and starves whoever shares it: with two of them
-on two cores a note's round trip took 112 ms. So a thread that polls has a Pace.
+NIXL wakes no poller, and a poller that never sleeps takes a core and starves other users of the core: with two such
+pollers on two cores a note's round trip took 112 ms. So a thread that polls has a Pace.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from kvmover.transport.base import Revocation
 
 
 class Integrity(StrEnum):
-    """Whether what landed is compared with what was sent: not at all, or by a digest of each chunk."""
+    """The check of landed bytes against the sent ones: no check, or a digest of each chunk."""
 
     NONE = "none"
     DIGEST = "digest"
 
 
 class Exports(StrEnum):
-    """What of a rank's memory on a GPU others may map: nothing, its arenas over the NVLink fabric, or its pools too."""
+    """The GPU memory of a rank that peers may map: no memory, its arenas over the NVLink fabric, or its pools too."""
 
     NONE = "none"
     ARENAS = "arenas"
@@ -41,7 +41,7 @@ class Exports(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """When to dial a lost peer: after `first_s` seconds, then twice as long each time, at most `most_s`.
+    """The schedule of dials of a lost peer: after `first_s` seconds, then twice as long each time, at most `most_s`.
 
     Each wait is shortened by up to the fraction `jitter` of it. After `attempts` failures the peer is given up.
 
@@ -65,15 +65,15 @@ class Backoff:
                 raise LayoutError(f"backoff.{name} = {getattr(self, name)}: {rule}")
 
     def wait_s(self, name: str, attempt: int) -> float:
-        """Before the `attempt`-th try (from 0) at `name`: the same everywhere and always, and spread over names.
+        """Return the seconds before the `attempt`-th try (from 0) at `name`, the same everywhere and spread over names.
 
-        `name` is of both ends where many reach for one: a thousand ranks that lost the same peer must not dial as one.
+        If many ranks dial one peer, `name` is of both ends: a thousand ranks that lost the peer must not dial at once.
         """
         longest_s = min(self.most_s, math.ldexp(self.first_s, min(attempt, 64)))
         return longest_s * (1 - self.jitter * zlib.crc32(f"{name}/{attempt}".encode()) / (1 << 32))
 
 
-#: A time that must be no longer than another, and why.
+#: A time that must not exceed another, and the reason.
 _ORDER_OF_TIMES = (
     ("ping_s", "silence_s", "a peer that is pinged less often than that is lost whatever it answers"),
     ("resend_s", "deadline_s", "a message that is lost would not be sent again before the transfer has failed"),
@@ -84,21 +84,22 @@ _MOST_SMS = 1024
 
 @dataclass(frozen=True, slots=True)
 class MoverConfig:
-    """How a mover behaves. Sizes in bytes, times in seconds. Raises LayoutError for a value out of range, and for times
-    out of order: a ping is no longer than the silence, and a resend no longer than the deadline.
+    """The behaviour of a mover. Sizes in bytes, times in seconds.
 
-    `arena_bytes`: staging memory on the pools' device, allocated twice: for sending and for receiving. A Mover wants it
-    to hold one layer of a page of each of its pools, which is the least that a packed chunk can be.
-    `deadline_s`: a transfer that has not ended by then fails.
-    `drain_s`: how long a failed transfer waits for its sources to stop, before its memory is quarantined.
+    Raises LayoutError for a value out of range, and for a ping longer than the silence or a resend than the deadline.
+
+    `arena_bytes`: staging memory on the pools' device, allocated twice: for sending and for receiving. A Mover requires
+    that it hold one layer of a page of each of its pools, the least packed chunk.
+    `deadline_s`: time after which an open transfer fails.
+    `drain_s`: time that a failed transfer waits for its sources to stop, before its memory is quarantined.
     `ping_s`: time between pings of a peer that owes an answer.
     `resend_s`: time before an unanswered message is resent.
-    `silence_s`: a peer that answers nothing for so long is lost. Longer than an engine may go without a poll.
-    `lease_s`: how long a source may write after it was last heard; renewed by every ping, so several pings
-    long: a write that finds it over costs a round trip more.
-    `linger_s`: time from the end of a source's lease until memory that it may have written is reused. Longer than a NIC
-    retries.
-    `revocation`: whether to deregister memory is taken to end what peers may do to it; regions of a lost peer are then
+    `silence_s`: time without an answer after which a peer is lost. Must exceed an engine's longest time without a poll.
+    `lease_s`: time that a source may write after it was last heard. Every ping renews it, so it should span several
+    pings: a write after its end costs a round trip more.
+    `linger_s`: time from the end of a source's lease until memory that it may have written is reused. Must exceed a
+    NIC's retries.
+    `revocation`: whether to deregister memory is taken to end peers' access to it; regions of a lost peer are then
     free at once. None: as the transport proves.
     `sandbox_bytes`: memory that peers may write to when they measure the link; at least 128 KiB, or 0: no probes.
     `backoff`: when lost peers are dialled again.
@@ -108,19 +109,19 @@ class MoverConfig:
     `replicas`: whether ranks with equal shards each send a part, or one sends all. The destination's to choose.
     `chunk_layers`: layers in a chunk, so that chunks leave while a prefill computes; 0: all. The destination's to
     choose.
-    `integrity`: whether what landed is compared by a digest a chunk. The destination's to choose.
-    `identity`: whether a request goes to who asks for it where one side cannot say of which prompt it is. The source's
-    to choose.
+    `integrity`: whether landed bytes are compared by a digest a chunk. The destination's to choose.
+    `identity`: whether a destination gets a request if one side cannot say of which prompt it is. The source's to
+    choose.
     `sms`: streaming multiprocessors that a copy may use; None: all. 8 of an H200 pack three times as fast as a 400 Gb/s
     network carries.
-    `engine`: what copies on the GPU; `auto`: the row mover. A name holds for every copy: a transfer whose rows it
-    cannot move fails. `green_context`, `ring`, `tensor_ring`, `copy_3d` are experimental: no GPU has measured them.
-    `lossy`: how much a number may be off, against the largest that shares its scale, where a peer stores the cache in
-    another form: 0.0625 lets bfloat16 and fp8 meet. 0: only peers from and to which every number arrives as it was.
-    `exports`: what of this rank's memory on a GPU peers may map. Arenas: made so that packed chunks cross hosts over
-    NVLink where they can. Pools too: a leg may go mapped. A kernel of one process then touches memory of another, and
-    what becomes of it when that one is killed was not seen on a GPU yet: so not by default.
-    `keys`: seal every message and card, and read only sealed ones. None: nothing is sealed.
+    `engine`: the engine of copies on the GPU; `auto`: the row mover. A name holds for every copy: a transfer with rows
+    that it cannot move fails. Experimental, not measured on a GPU: `green_context`, `ring`, `tensor_ring`, `copy_3d`.
+    `lossy`: largest error of a number, against the largest that shares its scale, if a peer stores the cache in another
+    form: 0.0625 lets bfloat16 and fp8 meet. 0: only peers from and to which every number arrives unchanged.
+    `exports`: this rank's GPU memory that peers may map. Arenas: made so that packed chunks cross hosts over NVLink
+    where they can. Pools too: a leg may go mapped. A kernel of one process then touches memory of another, and the
+    effect of killing the latter was not seen on a GPU yet: so not by default.
+    `keys`: seal every message and card, and read only sealed ones. None: no seals.
     """
 
     arena_bytes: int = 64 << 20
@@ -180,11 +181,11 @@ class MoverConfig:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The polling thread sleeps `share` of the time since the last event, within bounds. Times in seconds.
+    """The pace of a polling thread: it sleeps `share` of the time since the last event, within bounds, in seconds.
 
-    By default an event that comes after 2 ms without one is seen at most 0.5 ms late. No sleep is shorter than
-    `shortest_s`, to which Linux adds 60 us, nor longer than `open_s` while a transfer is open, or `idle_s` while none
-    is. After a poll that did something the next one follows at once. Raises LayoutError unless all are positive and
+    By default an event that comes after 2 ms of quiet is seen at most 0.5 ms late. No sleep is shorter than
+    `shortest_s`, to which Linux adds 60 us, nor longer than `open_s` while a transfer is open, or else `idle_s`. A poll
+    that did work is followed at once by the next. Raises LayoutError unless all are positive and
     `shortest_s <= open_s <= idle_s`.
     """
 
@@ -204,5 +205,5 @@ class Pace:
             )
 
     def nap_s(self, quiet_s: float, open_transfers: int) -> float:
-        """Seconds to sleep, `quiet_s` seconds after the last event, with so many transfers open."""
+        """Return the seconds to sleep, `quiet_s` seconds after the last event, with so many transfers open."""
         return min(max(self.share * quiet_s, self.shortest_s), self.open_s if open_transfers else self.idle_s)

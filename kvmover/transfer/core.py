@@ -1,4 +1,4 @@
-"""Core: what the two halves of a mover share, and the only way they reach the wire."""
+"""Core is the state that both halves of a mover share, and their only way to the wire."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SLACK = 64
 
 @dataclass(slots=True)
 class Timers(Generic[Key]):
-    """Keys, each with the time in seconds at which it is due. A key has one time; one that was taken has none.
+    """The due times of keys, in seconds, one a key; a key that was taken has no due time.
 
     An entry that was put off or cancelled stays in the heap until its old time comes (lazy deletion): a timer that is
     put off a thousand times costs one entry.
@@ -65,7 +65,7 @@ class Timers(Generic[Key]):
     _serial: int = field(default=0, init=False)
 
     def set(self, key: Key, due: float) -> None:
-        """Let `key` be due then, and not when it was before. math.inf: never."""
+        """Set the due time of `key`, in place of an earlier one. math.inf: never."""
         if due == math.inf:
             self._due.pop(key, None)
             return
@@ -74,7 +74,7 @@ class Timers(Generic[Key]):
             self._push(key, due)
 
     def sooner(self, key: Key, due: float) -> None:
-        """Let `key` be due then, unless it is due before."""
+        """Set the due time of `key` unless it is due before."""
         if due < self._due.get(key, math.inf):
             self.set(key, due)
 
@@ -83,7 +83,7 @@ class Timers(Generic[Key]):
         self._due.pop(key, None)
 
     def take(self, now: float, most: int) -> list[Key]:
-        """The keys that are due, the longest due first and at most so many: they are due no more until set again."""
+        """Remove and return the due keys, the longest due first and at most `most`: no more due until set again."""
         taken: list[Key] = []
         while self._heap and self._heap[0][0] <= now and len(taken) < most:
             at, _, key = heapq.heappop(self._heap)
@@ -93,7 +93,7 @@ class Timers(Generic[Key]):
             due = self._due.get(key)
             if due is None:
                 continue
-            if due > at:  # it was put off: it comes after what is due before it
+            if due > at:  # it was put off: keys that are due before it come first
                 self._push(key, due)
                 continue
             del self._due[key]
@@ -114,7 +114,7 @@ class Timers(Generic[Key]):
             self._rebuild()
 
     def _rebuild(self) -> None:
-        """Drop what is stale. O(keys), and at least so many entries were pushed since the last time."""
+        """Drop stale entries. O(keys), after at least as many pushes since the last time."""
         self._entry = dict(self._due)
         self._heap = [(due, number, key) for number, (key, due) in enumerate(self._due.items())]
         self._serial = len(self._heap)
@@ -125,7 +125,7 @@ log = logging.getLogger(__name__)
 
 
 class TimerKind(StrEnum):
-    """What a timer is about; beside it stands whose it is."""
+    """The purpose of a timer; a Timer adds the peer, attempt or request."""
 
     PEER = "a peer's ping, or the end of its silence"
     DIAL = "a try at a lost peer"
@@ -146,9 +146,11 @@ Timer = tuple[TimerKind, Hashable]
 
 @dataclass(slots=True, eq=False)
 class Core:
-    """The parts of a mover. `sandbox` is what peers may write to measure the way here, empty where they may not.
-    `later` holds what must run outside the event being handled, in order. `outbox`: what was said to whom and has not
-    left, encoded. `wall_ns`: nanoseconds since 1970, which generations are held to.
+    """The parts of a mover.
+
+    `sandbox`: memory that peers may write to measure the link, empty if they may not. `later`: calls to run in order,
+    outside the event being handled. `outbox`: encoded messages by peer that have not left. `wall_ns`: nanoseconds since
+    1970, to which generations are held.
     """
 
     transport: Transport
@@ -184,7 +186,8 @@ class Core:
         self.components = tuple(pool.component for pool in self.end.pools)  # interned, as the pools are
 
     def seat(self, peer: Peer) -> tuple[str, ...]:
-        """Seat a peer that was admitted, and have its copies compiled; the names of those whose seats it took."""
+        """Seat an admitted peer and have its copies compiled. Returns the names of peers that lost their seats to it.
+        """
         config = self.config
         if self.compiler.compiles:
             rules = Rules(config.replicas, config.sms, config.integrity is Integrity.DIGEST, config.engine)
@@ -196,8 +199,9 @@ class Core:
         return self.peers.add(peer, now, local_process(peer.card, self.mappings.machine))
 
     def _mapped(self, peer: Peer) -> Mapped:
-        """Pools of a peer that copies of ours may touch; empty where they do not, or cannot. Mapped here, in the thread
-        that copies: the kernels follow from where they lie.
+        """Return the pools of a peer that copies here may touch; empty if they do not, or cannot.
+
+        Mapped in the calling thread, which copies: the kernels follow from where the pools lie.
         """
         own, theirs, replicas = self.end, peer.end, self.config.replicas
         to = related(self.components, own.fleet, theirs.fleet, replicas).destinations_of(own.rank)
@@ -206,45 +210,45 @@ class Core:
 
     @property
     def revocation(self) -> Revocation:
-        """Whether to deregister memory ends what peers may do to it."""
+        """The configured Revocation, or else the transport's: whether deregistering memory ends peers' access to it."""
         return self.config.revocation or self.transport.revocation
 
     @property
     def patience(self) -> Patience:
-        """What an attempt that begins now waits for, on either side."""
+        """The waiting times of an attempt that begins now, on either side."""
         return Patience(self.config.deadline_s, self.config.drain_s, self.config.resend_s)
 
     @property
     def moving_s(self) -> float:
-        """Seconds of polls that went into copies and posts so far: copies on a GPU take none of a poll."""
+        """Seconds of polls spent on copies and posts so far: copies on a GPU take no time of a poll."""
         stages = self.meter.stages
         copied_s = stages[Stage.GATHER].sum_s + stages[Stage.SCATTER].sum_s if self.copier.inline else 0.0
         return stages[Stage.POST].sum_s + copied_s
 
     def stamp_us(self) -> int:
-        """This side's clock, for what a WriteLease will echo."""
+        """Return this side's clock in microseconds, which a WriteLease will echo."""
         return int(self.clock() * 1e6)
 
     def remembered_until(self) -> float:
-        """How long an attempt that ends now is remembered: a peer that missed its end has given it up by then."""
+        """Return the time until which an attempt that ends now is remembered: peers have given it up by then."""
         return self.clock() + self.config.deadline_s + self.config.drain_s
 
     def say(self, peer: str, message: AnyMessage) -> None:
-        """Send a control message, with all else that this poll says to the peer: it leaves with `flush`."""
+        """Queue a control message: it leaves with `flush`, with all other messages of this poll to the peer."""
         self.post(peer, encode(message))
 
     def post(self, peer: str, encoded: bytes) -> None:
-        """As `say`, for a message that is bytes already."""
+        """Queue an encoded control message; see `say`."""
         self.meter.add(Count.MESSAGES)
         self.outbox.setdefault(peer, []).append(encoded)
 
     def flush(self) -> None:
-        """Send what was said to everybody. Who cannot be reached is reported lost: every wait on it then ends."""
+        """Send all queued messages. An unreachable peer is reported lost, which ends every wait on it."""
         while self.outbox:
             self.flush_to(next(iter(self.outbox)))
 
     def flush_to(self, peer: str) -> None:
-        """Send what was said to one peer: before a write to it, whose note would overtake."""
+        """Send the messages queued for one peer: before a write to it, whose note would overtake them."""
         for note in notes(self.outbox.pop(peer, ())):
             self.meter.add(Count.NOTES)
             try:
@@ -254,27 +258,29 @@ class Core:
                 return
 
     def awaits(self, peer: str) -> None:
-        """Something more is awaited from a peer: it is pinged while that is so."""
+        """Record one more answer awaited from a peer, which is pinged until all have come."""
         if self.liveness.awaits(peer):
             self.timers.sooner((TimerKind.PEER, peer), self.liveness.due(peer))
 
     def awaits_no_more(self, peer: str) -> None:
-        """One thing less is awaited from a peer."""
+        """Record one answer less awaited from a peer."""
         self.liveness.awaits_no_more(peer)
 
     def refused(self, peer: str, refused_for: RefusedFor, words: str) -> None:
-        """A peer, or a request of it, was turned away: count it, and say so once a minute."""
+        """Count a peer, or a request of it, that was turned away, and warn of it once a minute."""
         self.meter.turned_away(refused_for)
         self.warn(peer, refused_for, f"refused {peer}: {words}")
 
     def warn(self, peer: str, about: StrEnum, words: str) -> None:
-        """Write a warning of what a peer does, once a minute of those `about` the same."""
+        """Log a warning of a peer, once a minute for the same `about`."""
         if (more := self.repeats.more((peer, about), self.clock())) is not None:
             log.warning("%s%s", words, more)
 
     def contain(self, request: str, act: Callable[..., object], *arguments: object) -> str | None:
-        """Why `act` failed, or None. Whatever it raises is the affair of one attempt at `request`: who calls this ends
-        that attempt for this reason, and others never hear of it.
+        """Call `act`. Returns None, or the reason of its failure.
+
+        An exception concerns one attempt at `request`: the caller ends that attempt for the reason, and other requests
+        go on.
         """
         try:
             act(*arguments)
@@ -286,7 +292,7 @@ class Core:
         return None
 
     def ended(self, verb: Literal["send", "receive"], request: str, result: Result) -> None:
-        """Tell those that watch. What one of them raises is its own affair: no transfer fails for it."""
+        """Tell the watchers of an ended transfer. A watcher's exception is logged, and fails no transfer."""
         if not self.watchers:
             return
         ending = Ending(*self.card.place.seat, verb, request, result)
@@ -297,7 +303,7 @@ class Core:
                 log.exception("a watcher of transfers failed at %s", request, extra={"request": request})
 
     def soon(self, call: Callable[[int | None], None]) -> Callable[[int | None], None]:
-        """`call`, but from the mover's loop instead of from inside whoever finishes."""
+        """Return a callback that has the mover's loop run `call`, not the code that finishes an operation."""
         return lambda digest: self.later.append(lambda: call(digest))
 
 
@@ -309,10 +315,10 @@ def assembled(
     clock: Callable[[], float],
     before: Core | None = None,
 ) -> Core:
-    """Takes two arenas and the sandbox on the pools' device; who has the Core keeps them alive. Raises LayoutError.
+    """Build a Core that owns two arenas and memory for probes, on the pools' device. Raises LayoutError.
 
-    `before`: the Core of the incarnation that has ended, whose arenas and counts this one has: peers may still write
-    what is quarantined in `incoming`.
+    `before`: the Core of the incarnation that has ended, whose arenas and counts are reused: peers may still write
+    quarantined memory of `incoming`.
     """
     import torch
 

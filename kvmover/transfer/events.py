@@ -1,4 +1,4 @@
-"""What both state machines take beside messages: time, the engine's cancellation, the loss of a peer."""
+"""Events that both state machines take beside messages: time, the engine's cancellation, the loss of a peer."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import zlib
 
 import msgspec
 
-#: What asks for something that need not exist yet is said again after twice as long each time, so many times.
+#: Doublings of the wait before asking again for something that need not exist yet.
 DOUBLINGS = 3
 
-#: Each wait but the first is shortened by up to this part of it, so that what fell due at once does not do so again.
+#: Each wait but the first is shortened by up to this part of it, so that waits that ended at once do not do so again.
 JITTER = 0.25
 
 
 class Patience(msgspec.Struct, frozen=True):
-    """How long to wait, in seconds: for the end, for sources to drain after a failure, and before asking again."""
+    """The waits of an attempt, in seconds: for its end, for sources to drain after a failure, and before a resend."""
 
     deadline_s: float
     drain_s: float
     resend_s: float
 
     def again_s(self, repeats: int, *names: str | int) -> float:
-        """How long to wait before asking again for what may not exist yet, after asking `repeats` times more already.
+        """Return the seconds before asking again for a thing that may not exist yet, after `repeats` repeats.
 
         The first time `resend_s`; then twice as long each time, up to 8 times, shortened by up to a quarter by a hash
         of `names`: the same everywhere and always.
@@ -33,17 +33,17 @@ class Patience(msgspec.Struct, frozen=True):
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """Time passed."""
+    """The passing of time."""
 
 
 class Cancel(msgspec.Struct, frozen=True):
-    """The engine gives the request up."""
+    """The cancellation of the request by the engine."""
 
     reason: str
 
 
 class PeerGone(msgspec.Struct, frozen=True):
-    """The transport lost a peer. Whether it can still write, or read, is unknown."""
+    """The loss of a peer by the transport. The peer may still be able to write or read."""
 
     peer: str
     reason: str

@@ -1,4 +1,4 @@
-"""Meter: what a mover counts and how long the parts of its work take. Plain numbers; exporters read them."""
+"""Meter holds the counts of a mover and the times of its work's parts, in plain numbers that exporters read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvmover.exposition import OPERATION_BOUNDS_S, DurationHistogram
 
 
 class Count(StrEnum):
-    """Totals since the mover was made. Bytes are payload."""
+    """The totals since the mover was made. Bytes are payload."""
 
     SENT_BYTES = "sent_bytes"
     RECEIVED_BYTES = "received_bytes"
@@ -35,7 +35,7 @@ class Count(StrEnum):
 
 
 class Stage(StrEnum):
-    """What is timed, in seconds: the parts of a chunk's way, what it waits for, and requests as a whole."""
+    """The timed stages, in seconds: the parts of a chunk's way, its waits, and requests as a whole."""
 
     GATHER = "gather"
     POST = "post"
@@ -52,7 +52,7 @@ Spent = defaultdict[Stage, float]
 
 
 def summed(all_spent_s: Iterable[Mapping[Stage, float]]) -> dict[Stage, float]:
-    """Seconds by stage over several attempts, or several ranks.
+    """Return seconds by stage, summed over several attempts or ranks.
 
     >>> summed([{Stage.WIRE: 2.0}, {Stage.WIRE: 1.0, Stage.POST: 0.5}]) == {Stage.WIRE: 3.0, Stage.POST: 0.5}
     True
@@ -65,7 +65,7 @@ def summed(all_spent_s: Iterable[Mapping[Stage, float]]) -> dict[Stage, float]:
 
 
 class Gauge(StrEnum):
-    """What there is at this moment. Leased bytes are those of whole regions, the quarantined ones included."""
+    """The gauges of a mover at this moment. Leased bytes are those of whole regions, quarantined ones included."""
 
     OPEN_SENDS = "open_sends"
     OPEN_RECEIVES = "open_receives"
@@ -85,7 +85,7 @@ class Gauge(StrEnum):
     INCOMING_QUARANTINED_BYTES = "incoming_quarantined_bytes"
 
 
-#: How a request ends of which no transfer was made.
+#: The ending of a request that never became a transfer.
 UNBEGUN = "unbegun"
 
 
@@ -95,11 +95,11 @@ def _empty() -> dict[Stage, DurationHistogram]:
 
 @dataclass(slots=True)
 class Meter:
-    """`ended`: transfers by (verb, how): `("receive", "landed")`, a Cause, or UNBEGUN. `routes`: chunks by route.
-    `unopened`: messages that were dropped unread, by a Refusal of their seal. `refused`: peers, and requests of peers,
-    that were turned away, by a RefusedFor.
+    """The counts and times of a mover.
 
-    `beats` goes up with whatever is counted or timed: while it stands still, nothing happens.
+    `ended`: transfers by (verb, how): `("receive", "landed")`, a Cause, or UNBEGUN. `routes`: chunks by route.
+    `unopened`: messages dropped unread, by a Refusal of their seal. `refused`: peers, and requests of peers, that were
+    turned away, by a RefusedFor. `beats`: grows with every count and time: while it stands still, the mover is idle.
     """
 
     counts: Counter[Count] = field(default_factory=Counter[Count])
@@ -111,34 +111,34 @@ class Meter:
     beats: int = 0
 
     def add(self, count: Count, by: int = 1) -> None:
-        """Count something, once or `by` times."""
+        """Add `by` to a count."""
         self.counts[count] += by
         self.beats += 1
 
     def took(self, stage: Stage, seconds: float, spent_s: Spent | None = None) -> None:
-        """Count a time of a stage, in seconds; in `spent_s` too, the sums of one transfer."""
+        """Add a time of a stage, in seconds; also to `spent_s`, the sums of one transfer."""
         self.stages[stage].add(seconds)
         if spent_s is not None:
             spent_s[stage] += seconds
         self.beats += 1
 
     def left_unopened(self, refusal: str) -> None:
-        """Count a message that was dropped unread, by a Refusal."""
+        """Count a message dropped unread, by a Refusal."""
         self.unopened[refusal] += 1
         self.beats += 1
 
     def never_began(self, verb: str) -> None:
-        """Count a request of an engine that failed before it was a transfer: nobody was found, or it was refused."""
+        """Count a request of an engine that failed before it was a transfer: no peer was found, or it was refused."""
         self.ended[verb, UNBEGUN] += 1
         self.beats += 1
 
     def turned_away(self, refused_for: RefusedFor) -> None:
-        """Count a peer, or a request of one, that was turned away."""
+        """Count a peer, or a request of a peer, that was turned away."""
         self.refused[refused_for] += 1
         self.beats += 1
 
     def copy(self) -> Meter:
-        """A copy that does not change, for exporters in other threads."""
+        """Return a copy that does not change, for exporters in other threads."""
         stages = {stage: histogram.copy() for stage, histogram in self.stages.items()}
         return Meter(
             self.counts.copy(),
@@ -153,7 +153,7 @@ class Meter:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The mover of one rank at one moment: nothing changes it any more, so any thread may read it."""
+    """The mover of one rank at one moment, unchanging: any thread may read it."""
 
     engine: str
     rank: int

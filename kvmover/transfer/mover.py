@@ -283,8 +283,9 @@ class Mover:
         `pages`: appended to its page tables, one list a component, as in `send`; lists may be empty. A prefill in
         chunks names each chunk's pages as it computes them: those of 512 tokens by `produced(transfer, Gate(event,
         tokens=512), [[4, 9]])`, and so on. Tokens move once their gate has passed and their pages are named. The
-        deadline starts anew. Raises PlanError, and adds nothing, for page ids as in `send`, for a request that was sent
-        without gates, and for a gate of fewer tokens than an earlier one. Ignored once the transfer has ended.
+        deadline starts anew. Raises PlanError, and adds neither gate nor pages, for page ids as in `send`, for a request
+        that was sent without gates, and for a gate of fewer tokens than an earlier one. Ignored once the transfer has
+        ended.
         `contents`: for a request that decodes, one for each longer prefix.
         """
         tables = None if pages is None else page_tables(pages)
@@ -344,7 +345,7 @@ class Mover:
 
         One list a component, as in `receive`; lists may be empty. Tokens move once they have pages, within the deadline
         of the transfer: of 8 pages, `allocated(transfer, [[4, 9]])` lets the first two land. The pages belong to the
-        transfer from here on. Raises PlanError, and adds nothing, for page ids as in `receive`, more pages than the
+        transfer from here on. Raises PlanError, and adds no page, for page ids as in `receive`, more pages than the
         request needs, and a request that was received with its pages. Ignored once the transfer has ended or is
         failing.
         """

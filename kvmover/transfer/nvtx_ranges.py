@@ -1,7 +1,7 @@
 """NVTX ranges of the domain `kvmover` show every step in a profiler, with its bytes and request.
 
-Free where nobody listens: without the nvtx package a range is one shared object that does nothing, and without a
-profiler nvtx's own stand-in takes 0.4 us.
+They are cheap without a profiler: without the nvtx package a range is one shared no-op, and otherwise nvtx's own
+stand-in takes 0.4 us.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NOTHING = nullcontext()
 
 
 class _Range:
-    """One range, opened and closed on the calling thread."""
+    """A range, opened and closed on the calling thread."""
 
     __slots__ = ("_attributes", "_domain")
 
@@ -34,7 +34,7 @@ class _Range:
 
 
 def span(step: str, request: str, nbytes: int = 0) -> AbstractContextManager[None]:
-    """A range named `step request` with `nbytes` for a payload, around the host's part of the step."""
+    """Return a range named `step request` with payload `nbytes`, around the host's part of the step."""
     domain = _domain()
     if domain is None:
         return _NOTHING
@@ -43,7 +43,7 @@ def span(step: str, request: str, nbytes: int = 0) -> AbstractContextManager[Non
 
 @cache
 def _domain() -> Any:
-    """The NVTX domain, or None where nothing could listen."""
+    """Return the NVTX domain, or None if nvtx is missing or disabled."""
     if find_spec("nvtx") is None:
         return None
     nvtx: Any = import_module("nvtx")

@@ -1,4 +1,4 @@
-"""What a caller sees of a transfer: a handle while it runs, gates of what is still computed, a Result at its end."""
+"""A caller holds a Transfer while a request runs, Gates of KV that is still computed, and a Result at its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALL = 1 << 62
 
 
 class Cause(StrEnum):
-    """Why a transfer failed, in a word that a metric can carry; the reason says it whole. A fault is our own side's."""
+    """The cause of a failed transfer, in a word for a metric; the reason is a sentence. A fault is our own side's."""
 
     ABORTED = "aborted"
     PEER_ABORTED = "peer_aborted"
@@ -31,8 +31,10 @@ class Cause(StrEnum):
 
 
 class Service(Enum):
-    """To whom a request is given. ONCE: to every engine that asks before one has all it wants, which ends it. REPEATED:
-    to whoever asks, as often as that is, with what is there by then. It ends when an engine asks for nothing of it, or
+    """The engines that a request is given to.
+
+    ONCE: every engine that asks before one has all it wants, which ends the request. REPEATED: every engine that asks,
+    as often as it asks, with the tokens present by then. It ends when an engine asks for no token of it, or
     `deadline_s` after it was sent or more of it was produced.
     """
 
@@ -41,21 +43,21 @@ class Service(Enum):
 
 
 class Passed(Protocol):
-    """What a CUDA event can say of itself."""
+    """A CUDA event, or another object with its `query`."""
 
     def query(self) -> bool:
-        """Whether the event has passed: everything queued before it is done. Must not block."""
+        """Return True if the event has passed: all work queued before it is done. Must not block."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Once `event` has passed (None: it has), layers below `layers` of positions below `tokens` are in the pages.
+    """The promise that layers below `layers` of positions below `tokens` are in the pages once `event` has passed.
 
-    Layers by number in the whole model, positions in the whole request. Raises PlanError for an event without `query`,
-    and for what is no number. A prefill that computes layer by layer records
-    an event a group of layers, one that computes in chunks an event a chunk; one that does both, for each pair. Pages
-    may be named later than the gate passes: what is in them moves when both has happened.
+    `event` None: they are. Layers are numbered in the whole model, positions in the whole request. A prefill that
+    computes layer by layer records an event a group of layers; in chunks, an event a chunk; in both, an event a pair.
+    Pages may be named later than the gate passes: their KV moves when both has happened. Raises PlanError for an event
+    without `query`, and for `layers` or `tokens` that are no numbers.
     """
 
     event: Passed | None
@@ -70,20 +72,20 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a request ended on this rank.
+    """The outcome of a request on this rank.
 
-    `reason`: None when it landed, else what went wrong, the same sentence on both sides.
-    `seconds`: from `send` or `receive` to the end.
-    `nbytes`: payload bytes of this rank's legs, whether or not they landed.
+    `reason`: None if it landed, else the failure in a sentence, the same on both sides.
+    `seconds`: time from `send` or `receive` to the end.
+    `nbytes`: payload bytes of this rank's legs, landed or not.
     `runs`: descriptors that the direct route takes for them.
     `writes`: chunks, each of them one write or read.
     `routes`: the route of each rank on the other side that has chunks of the request.
-    `peers`: how many such ranks there are.
+    `peers`: number of such ranks.
     `held`: a one-sided operation may still touch the pages, so they must not be reused; see `Transfer.held`.
-    `cause`: why it failed, in a word for a metric; None when it landed.
+    `cause`: the failure in a word for a metric; None if it landed.
     `resent`: chunks that did not match their digest at first.
     `incomplete`: one tuple a component, indices into the page table of the pages that this rank asked for and that are
-    not whole, also of those that were never named (`Mover.allocated`); empty where all landed.
+    not whole, also of pages that were never named (`Mover.allocated`); empty if all landed.
     `aux`: payloads by source rank.
     `spent_s`: seconds that chunks spent on this rank in each part of their way; chunks overlap.
     """
@@ -104,11 +106,11 @@ class Result:
 
     @property
     def landed(self) -> bool:
-        """Whether all bytes are in the pages (a receive), or all destinations have them (a send)."""
+        """True if all bytes are in the pages (a receive), or all destinations have them (a send)."""
         return self.reason is None
 
     def __str__(self) -> str:
-        """`landed: 40,960 bytes in 8.1 ms`, or `failed (deadline) after 5000.0 ms: ...`, whatever else is known."""
+        """Return `landed: 40,960 bytes in 8.1 ms`, or `failed (deadline) after 5000.0 ms: ...`."""
         took = f"{self.seconds * 1e3:.1f} ms"
         if self.landed:
             return f"landed: {self.nbytes:,} bytes in {took}"
@@ -117,7 +119,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How one transfer of one rank ended, for whoever watches a mover: logs, spans, the log of a run."""
+    """The ending of one transfer of one rank, for watchers of a mover: logs, spans, the log of a run."""
 
     engine: str
     rank: int
@@ -128,10 +130,10 @@ class Ending:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One request on one rank. Poll the mover and look at `result`.
+    """A request on one rank. Poll the mover and look at `result`.
 
-    `content`: the prompt that its caller named. `held`: an operation may still touch the pages. It can only be true of
-    a transfer that ended with `result.held`, and turns false when that is over: then they are the engine's again.
+    `content`: the prompt that its caller named. `held`: an operation may still touch the pages. It is only true after
+    an end with `result.held`, and turns false with the operation's end: the pages are the engine's again.
     """
 
     request: str
@@ -142,11 +144,11 @@ class Transfer:
 
     @property
     def ended(self) -> bool:
-        """Whether `result` is there. Pages may still be held: see `held`."""
+        """True if `result` is there. Pages may still be held: see `held`."""
         return self.result is not None
 
     def landed(self) -> Result:
-        """The result, once ended. Raises TransferFailed with the reason when it did not land."""
+        """Return the result. Raises TransferFailed, with the reason, if the transfer did not land, or has not ended."""
         if self.result is None:
             raise TransferFailed(f"{self.request} has not ended")
         if self.result.reason is not None:

@@ -108,7 +108,7 @@ class ReceiveAttempt:
     def name(self, core: Core, pages: Pages, claims: PageClaims) -> frozenset[WriterChunk]:
         """Append pages to the page tables. Returns the chunks that have all their pages now.
 
-        Raises PlanError, and adds none.
+        Raises PlanError, and adds no page.
         """
         if self.most is None:
             raise PlanError(f"request {self.transfer.request} was received with all of its pages")

@@ -31,7 +31,7 @@ class PageClaims:
         self._taken = [np.zeros(pool.pages, np.bool_) for pool in self.pools]
 
     def take(self, transfer: Transfer, pages: Pages) -> None:
-        """Claim pages, an array of ids a component. Raises PlanError for a page of another receive, and claims none.
+        """Claim pages, an array of ids a component. Raises PlanError for another receive's page, and claims no page.
 
         A receive may name its own page again: a window's last page may be its first.
         """

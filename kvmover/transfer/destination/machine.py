@@ -83,7 +83,7 @@ class PeerDead(msgspec.Struct, frozen=True):
 
 
 class Allocated(msgspec.Struct, frozen=True):
-    """An event: the engine has named the pages of chunks that had none, and sources that write into pages were told."""
+    """An event: the engine has named the pages of chunks without pages, and sources that write into pages were told."""
 
     chunks: frozenset[WriterChunk]
 

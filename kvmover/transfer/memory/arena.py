@@ -120,7 +120,7 @@ class Arena:
         return max(self._registrations)
 
     def registration_of(self, offset: int) -> int:
-        """Returns the renewal that a peer must know to reach a region; 0: none."""
+        """Returns the renewal that a peer must know to reach a region; 0: not renewed."""
         return self._registrations[self.slab_of(offset)]
 
     def leased(self) -> ItemsView[int, int]:
@@ -182,7 +182,7 @@ class Renewal:
     """The slabs to renew in an arena in which lost peers may write some regions.
 
     `now`: slabs whose regions only lost peers may write: registered anew, they are free. `next`: the slab that gets
-    there soonest if it takes no more leases; None if none waits, or the arena is one slab.
+    there soonest if it takes no more leases; None if no slab waits, or the arena is one slab.
     """
 
     now: tuple[int, ...] = ()

@@ -123,7 +123,7 @@ class Copier:
         self.configure(self.sms, self.engine)
 
     def configure(self, sms: int | None, engine: CopyEngine) -> None:
-        """Change the settings of later copies. Raises EngineUnavailable, and changes none."""
+        """Change the settings of later copies. Raises EngineUnavailable, and changes no setting."""
         if engine is not CopyEngine.AUTO:
             from kvmover.kernels import bulk
 

@@ -176,7 +176,7 @@ class _Seat:
 
 @dataclass(slots=True, eq=False)
 class Compiler:
-    """The programs by peer, compiled in one thread, each once. On a CPU none are needed.
+    """The programs by peer, compiled in one thread, each once. A CPU needs no programs.
 
     `_before`: programs in use while a peer's are compiled anew.
     """
@@ -235,7 +235,7 @@ class Compiler:
 
     def programs(self, peer: str, way: Way) -> Programs | None:
         """Returns the newest compiled programs of a peer and direction. Waits for the first ones unless `is_ready`.
-        Raises what the compiler raised.
+        Raises the compiler's exception.
         """
         begun = self._begun.get((peer, way))
         if begun is not None and not begun.done():

@@ -1,1 +1,1 @@
-"""Connected ranks: who they are, whether they live, how lost ones are reached again, and what their links cost."""
+"""Peers are connected ranks: their identity, their liveness, the redials of lost ranks, and the costs of links."""

@@ -1,8 +1,8 @@
 """The listeners of a process, for TCP connections, and a probe by a plain connection that tells if all are closed.
 
 UCX leaks a socket for each refused connection (NIXL 1.5.1, UCX over TCP: whether its agent connects, removes the peer,
-or has other settings for retries). A plain connection leaks none, so a lost peer is dialled unless all of its listeners
-refuse one.
+or has other settings for retries). A plain connection leaks no socket, so a lost peer is dialled unless all of its
+listeners refuse one.
 """
 
 from __future__ import annotations

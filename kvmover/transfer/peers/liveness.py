@@ -92,7 +92,7 @@ class Liveness:
             self._unanswered.pop(peer, None)
 
     def due(self, peer: str) -> float:
-        """Returns the next time at which `look` has work for a peer; math.inf: none until another call."""
+        """Returns the next time at which `look` has work for a peer; math.inf: no work until another call."""
         due = self._quiet.get(peer, math.inf)
         if peer in self._greeted:
             since, again = self._greeted[peer]

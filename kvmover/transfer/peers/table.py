@@ -195,7 +195,7 @@ class Peers:
         return self._by_name[name]
 
     def at(self, engine: str, rank: int) -> Peer:
-        """Returns the peer at a rank id. Raises PeerUnknown if none is connected there."""
+        """Returns the peer at a rank id. Raises PeerUnknown if no peer is connected there."""
         name = self._by_place.get((engine, rank))
         if name is None:
             raise PeerUnknown(f"rank {rank} of {engine} is not connected")

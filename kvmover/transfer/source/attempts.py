@@ -259,12 +259,12 @@ class Request:
         return f"{reason}: {missing}" if missing else reason
 
     def too_late(self) -> str:
-        """Returns the reason of a passed deadline: what was missing."""
+        """Returns the reason of a passed deadline: the missing step."""
         missing = "was served" if self.all_asked else "asked"
         return self.told(f"deadline passed before every destination {missing}")
 
     def look(self) -> None:
-        """Query the gates that have not passed. Raises what an event raises."""
+        """Query the gates that have not passed. Raises an event's exception."""
         for gate in [gate for gate in self.gates or () if has_passed(gate)]:
             self.let(gate)
 
@@ -295,7 +295,7 @@ class Request:
             self.passed = _uncovered([*self.passed, gate])
 
     def name(self, pages: Pages, pools: Sequence[Pool]) -> None:
-        """Append pages to the page tables. Raises PlanError, and adds none, for a wrong number of tables or a page
+        """Append pages to the page tables. Raises PlanError, and adds no page, for a wrong number of tables or a page
         outside its pool.
         """
         if len(pages) != len(self.pages):
@@ -366,7 +366,7 @@ def check_aux(payload: bytes | None) -> None:
 
 
 def has_passed(gate: Gate) -> bool:
-    """Returns True for a gate without an event, or whose event has passed. Raises what the event raises."""
+    """Returns True for a gate without an event, or with an event that has passed. Raises the event's exception."""
     return gate.event is None or gate.event.query()
 
 

@@ -521,7 +521,7 @@ class SourceDriver:
         return any(found)
 
     def _offer(self, request: Request, attempt: SendAttempt) -> bool:
-        """Offer chunks that are newly in the pages. Returns False if there are none."""
+        """Offer chunks that are newly in the pages. Returns False without such chunks."""
         try:
             ready = request.take_ready(attempt)
         except OwnTables as error:

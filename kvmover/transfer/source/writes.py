@@ -90,7 +90,7 @@ class Job:
             raise OwnTables(str(error)) from error
 
     def name_target(self, tables: Pages) -> None:
-        """Take longer page tables of the destination. Raises PlanError, and takes none."""
+        """Take longer page tables of the destination. Raises PlanError, and takes no table."""
         assert self.target is not None, "chunks are written from pool to pool"
         self.lane.check_named(self.lane.dst, tables)
         self.target[:] = [max(pair, key=len) for pair in zip(self.target, tables, strict=True)]
@@ -241,7 +241,7 @@ class Writes:
                     return  # its write goes before the next is packed, into a region that is free and in the cache
 
     def _turn(self, peer: str) -> bool:
-        """Begin a destination's first chunk. Returns False if none waits or staging memory is full."""
+        """Begin a destination's first chunk. Returns False if no chunk waits or staging memory is full."""
         waiting = self._queue.get(peer)
         if not waiting:
             return False

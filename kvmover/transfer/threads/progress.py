@@ -1,6 +1,6 @@
-"""Progress: the one thread that drives a mover, asleep when nothing happens, and makes calls for all the others.
+"""Progress drives a mover in one thread, which sleeps while idle and makes calls for all other threads.
 
-Nobody else touches the mover, so no lock is held while it copies: a call is queued, ends the thread's nap, and is
+No other thread touches the mover, so no lock is held while it copies: a call is queued, ends the thread's nap, and is
 answered between two polls.
 """
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: `close` waits so long for the poll that is under way.
+#: Seconds that `close` waits for the poll under way.
 CLOSE_S = 60.0
 
-#: `snapshot` waits so long for the poll that is under way: well below the 10 s that Prometheus waits for an answer.
+#: Seconds that `snapshot` waits for the poll under way: well below Prometheus' 10 s.
 LOOK_S = 2.0
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Fault:
-    """A poll raised. `struck`: the transfers that it fails. They have until `until` to end."""
+    """The fault of a poll that raised. `struck`: the transfers that it fails, which have until `until` to end."""
 
     reason: str
     until: float
@@ -50,13 +50,13 @@ class _Fault:
 
 
 class Progress:
-    """Owns `mover`, which nobody else may touch, until `close`.
+    """The owner of `mover`, which no other code may touch until `close`.
 
-    A poll that raises fails all open transfers, the error being the reason, and the mover goes on; where they do not
-    end, or every poll raises, it is closed. Methods are for any thread, and for signal handlers, of this one process:
-    workers are spawned, not forked.
+    A poll that raises fails all open transfers with its error, and the mover goes on; if these do not end, or every
+    poll raises, the mover is closed. Any thread of this process may call the methods, and signal handlers: spawn
+    workers, do not fork them.
 
-    Raises LayoutError for what is no Mover, and KvmoverError for one that another Progress drives.
+    Raises LayoutError for other than a Mover, and KvmoverError for a Mover that another Progress drives.
     """
 
     def __init__(self, mover: Mover, pace: Pace | None = None) -> None:
@@ -90,17 +90,18 @@ class Progress:
 
     @property
     def device(self) -> torch.device:
-        """Where the pools are."""
+        """The device of the pools."""
         return self._mover.device
 
     def poll(self) -> None:
-        """Have the thread look now, not after its nap: something happened that it cannot see. Returns at once."""
+        """Have the thread poll now, not after its nap, for an event that it cannot see. Returns at once."""
         self._queue(lambda: None)
 
     def ended(self, transfer: Transfer) -> Future[Result]:
-        """The result to come. Its callbacks run in the progress thread, or at once where the transfer has ended.
+        """Returns a future of the transfer's Result.
 
-        A callback may make any call that does not wait for a transfer. Raises PlanError for one that began elsewhere.
+        Its callbacks run in the progress thread, or at once if the transfer has ended. A callback may make any call
+        that does not wait for a transfer. Raises PlanError for a transfer of another mover.
         """
         self._check_process()
         future = self._open.get(transfer)
@@ -113,8 +114,8 @@ class Progress:
     def snapshot(self) -> Snapshot:
         """Returns counts, times and gauges between two polls; once closed, the last ones.
 
-        A poll or a call that takes longer than `LOOK_S` (a transport that copies at once, a busy machine) is not waited
-        for: the snapshot is then the one that was taken last, so that metrics are answered whatever a peer does.
+        If a poll or call takes longer than `LOOK_S` (a transport that copies at once, a busy machine), returns the
+        snapshot taken last, so that metrics are answered whatever a peer does.
         """
         try:
             return self.submit(self._look).result(LOOK_S)
@@ -131,7 +132,7 @@ class Progress:
         return self._seen
 
     def begin(self, call: Callable[[Mover], Transfer]) -> Future[Transfer]:
-        """As `submit`, for a call that begins a transfer, whose end can be waited for from then on."""
+        """Submit a call that begins a transfer; `ended` then has a future of its Result. See `submit`."""
 
         def begun(mover: Mover) -> Transfer:
             transfer = call(mover)
@@ -141,10 +142,10 @@ class Progress:
         return self.submit(begun)
 
     def submit(self, call: Callable[[Mover], T]) -> Future[T]:
-        """Have the thread make a call between two polls; the future has what it returns or raises.
+        """Have the thread make a call between two polls. Returns a future of its value or exception.
 
-        Returns at once, and in a callback of the thread after the call. Raises TransportError when the mover is closed,
-        or another process's.
+        Returns at once; in a callback of the thread, after the call. Raises TransportError if the mover is closed or
+        belongs to another process.
         """
         future: Future[T] = _uncancellable()
 
@@ -163,8 +164,10 @@ class Progress:
         return future
 
     def rejoin(self, make: Callable[[], Transport], model: Model, reason: str) -> None:
-        """Give up what is open, wait until peers have let go of its pages or their time is up, and have the mover join
-        anew: see Mover.rejoin, whose errors this raises. Blocks the caller, who begins nothing meanwhile.
+        """Abort open transfers, wait until they end, and have the mover join anew: see Mover.rejoin, which may raise.
+
+        They end once peers have released the pages, or their time is up. Blocks the caller, which must begin no
+        transfer meanwhile.
         """
 
         def give_up(mover: Mover) -> list[Future[Result]]:
@@ -176,14 +179,15 @@ class Progress:
         self.submit(lambda mover: mover.rejoin(make, model, reason)).result()
 
     def close(self) -> None:
-        """Close the mover and end the thread. Transfers still open end as failed. Raises DeadlineExceeded."""
+        """Close the mover and end the thread. Open transfers fail. Raises DeadlineExceeded if a poll takes `CLOSE_S`.
+        """
         self._queue(self._halt)
         self._join()
 
     def tell(self, transfer: Transfer, call: Callable[[Mover], None]) -> None:
-        """Have the thread make a call about a transfer, while that is open. What the call raises fails the transfer.
+        """Have the thread make a call about a transfer that is still open. Returns at once.
 
-        Returns at once.
+        An exception of the call fails the transfer.
         """
 
         def run() -> None:
@@ -200,7 +204,7 @@ class Progress:
             self._queue(run)
 
     def _queue(self, run: Callable[[], None]) -> bool:
-        """Whether the thread will run it."""
+        """Queue a call. Returns True if the thread will make it."""
         self._check_process()
         with self._gate:
             if self._over is None:
@@ -208,13 +212,13 @@ class Progress:
             return self._over is None
 
     def _check_process(self) -> None:
-        """A forked child has the queue and the locks, and no thread."""
+        """Raise TransportError in a forked child: it has the queue and the locks, but no thread."""
         if os.getpid() != self._pid:
             raise TransportError(f"{self._name} belongs to process {self._pid}: start workers by spawn, not fork")
 
     @property
     def inside(self) -> bool:
-        """Whether this is the thread, in a callback."""
+        """True in the progress thread, as in a callback."""
         return threading.current_thread() is self._thread
 
     def _join(self) -> None:
@@ -223,10 +227,10 @@ class Progress:
             if self._thread.is_alive():
                 raise DeadlineExceeded(f"a poll of {self._name} has not returned within {CLOSE_S} s")
 
-    # From here on in the thread alone.
+    # The progress thread alone runs the rest.
 
     def _halt(self) -> None:
-        """Behind all calls that were made before."""
+        """Stop the thread, after all calls queued before."""
         self._stop = self._stop or "this side closed"
 
     def _run(self) -> None:
@@ -241,7 +245,7 @@ class Progress:
             self._end(reason)
 
     def _drive(self) -> str:
-        """Sleep, answer, poll, tell who waits. Returns why it stopped."""
+        """Sleep, make calls, poll and complete the futures of ended transfers. Returns the reason to stop."""
         busy, moved = time.monotonic(), False
         while self._stop is None:
             nap_s = 0.0 if moved else self._pace.nap_s(time.monotonic() - busy, len(self._open))
@@ -253,12 +257,12 @@ class Progress:
         return self._stop
 
     def _answer(self, nap_s: float) -> bool:
-        """Sleep until somebody calls, at most `nap_s`, and make the calls that wait. Whether there were any."""
+        """Sleep until a call comes, at most `nap_s`, and make the waiting calls. Returns True if there were any."""
         try:
             run = self._calls.get(timeout=nap_s)
         except Empty:
             return False
-        waiting = self._calls.qsize()  # and no more: callers that do not stop must not keep it from polling
+        waiting = self._calls.qsize()  # and no more: steady callers must not keep the thread from polling
         run()
         while waiting and self._stop is None:
             self._calls.get()()
@@ -269,7 +273,7 @@ class Progress:
         moved = False
         try:
             moved = self._mover.poll()
-        except Exception as error:  # ours, or the device's; whom it concerns is not known
+        except Exception as error:  # our error, or the device's; its transfer is unknown
             self._mover.meter.add(Count.POLL_FAULTS)
             self._strike(error)
         else:
@@ -280,7 +284,7 @@ class Progress:
         return moved
 
     def _strike(self, error: Exception) -> None:
-        """Fail what is open: an aborted transfer ends when its peers have drained, or `drain_s` later."""
+        """Abort open transfers: each ends when its peers have drained, or `drain_s` later."""
         if self._fault is None:
             log.exception("a poll of %s failed", self._name)
             until = time.monotonic() + 2 * self._mover.config.drain_s
@@ -289,7 +293,7 @@ class Progress:
             self._fault.struck.add(transfer)
             try:
                 self._mover.abort(transfer, self._fault.reason)
-            except Exception:  # it ends with the mover
+            except Exception:  # the transfer ends with the mover
                 log.exception("%s cannot abort %s", self._name, transfer.request)
 
     def _announce(self) -> None:
@@ -298,7 +302,7 @@ class Progress:
             self._open.pop(transfer).set_result(transfer.result)
 
     def _end(self, reason: str) -> None:
-        """Close the mover, and leave nobody waiting."""
+        """Close the mover, and complete all futures and calls."""
         with self._gate:
             self._over = f"{self._name} is closed: {reason}"
         held = False
@@ -318,7 +322,7 @@ class Progress:
 
 
 def _uncancellable(*result: T) -> Future[T]:
-    """A future that runs, or has run: whoever holds one can wait for it, and not call it off for the others."""
+    """Return a running or completed future: holders can wait for it, but not cancel it for other holders."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
     for known in result:
@@ -331,14 +335,14 @@ def _words(error: BaseException) -> str:
 
 
 def _make_current(mover: Mover) -> None:
-    """CUDA's current device is a thread's own, and UCX registers, writes and reads with it."""
+    """Set CUDA's current device, which is a thread's own: UCX registers, writes and reads with it."""
     if mover.device.type == "cuda":
         import torch
 
         torch.cuda.set_device(mover.device)
 
 
-#: What to stop before the interpreter takes NIXL away under it. A forked child has nothing to stop.
+#: Movers to close before the interpreter takes NIXL away under them. A forked child has no mover to close.
 _running: weakref.WeakSet[Progress] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_running.clear)
 
@@ -350,5 +354,5 @@ def _close_all() -> None:
 
 
 def driven(given: Progress | Mover) -> Progress:
-    """A Progress as it is; a Mover gets one."""
+    """Return a Progress as it is, or a new one for a Mover."""
     return given if isinstance(given, Progress) else Progress(given)

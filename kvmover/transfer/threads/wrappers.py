@@ -1,4 +1,4 @@
-"""A mover for any thread, and one for tasks of asyncio. An engine that polls in its own loop holds a Mover instead."""
+"""SharedMover serves any thread, AsyncMover asyncio tasks; an engine that polls in its own loop holds a Mover."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ if TYPE_CHECKING:
 
 
 class SharedMover:
-    """The methods of Mover, where nobody has to poll. A call waits for the poll under way, at worst for its CPU copies.
+    """The methods of Mover without the need to poll. A call waits for the poll under way, at worst for its CPU copies.
 
     Arguments are read and copied in the calling thread: the caller's lists are its own again when a call returns, and
-    what cannot be read is refused there. `produced`, `allocated`, `attach` and `abort` wait for nothing: pages and
-    payloads that do not fit their transfer fail it. Every call raises TransportError once the mover is closed, but
-    those four, `poll` and `close`, which then have nothing to do.
+    unreadable arguments are refused there. `produced`, `allocated`, `attach` and `abort` wait for no poll: pages and
+    payloads that do not fit their transfer fail it. Once the mover is closed, every call raises TransportError but
+    these four, `poll` and `close`, which then do no work.
 
-    Of a `Progress`, or of a Mover, which gets one of the default pace.
+    Made of a `Progress`, or of a Mover, which gets a Progress of the default pace.
     """
 
     def __init__(self, progress: Progress | Mover) -> None:
@@ -96,7 +96,7 @@ class SharedMover:
         self._progress.submit(lambda mover: mover.watch(call)).result()
 
     def calibrations(self) -> Sequence[Calibration]:
-        """Returns what was measured of the way to each host; see Mover.calibrations."""
+        """Returns the measured speeds of the path to each host; see Mover.calibrations."""
         return self._progress.submit(Mover.calibrations).result()
 
     def configure(self, config: MoverConfig) -> None:
@@ -182,7 +182,7 @@ class SharedMover:
         self._progress.tell(transfer, lambda mover: mover.attach(*given))
 
     def abort(self, transfer: Transfer, reason: str) -> None:
-        """See Mover.abort. Returns at once; the transfer ends when nothing can touch its pages."""
+        """See Mover.abort. Returns at once; the transfer ends when no operation can touch its pages."""
         self._progress.tell(transfer_of(transfer), lambda mover: mover.abort(transfer, reason))
 
     def poll(self) -> None:
@@ -190,13 +190,13 @@ class SharedMover:
         self._progress.poll()
 
     def ended(self, transfer: Transfer) -> futures.Future[Result]:
-        """The result to come; see Progress. `ended(t).add_done_callback(call)` has the progress thread call back."""
+        """Returns a future of the Result. `ended(t).add_done_callback(call)` has the progress thread call back."""
         return self._progress.ended(transfer)
 
     def wait(self, transfers: Sequence[Transfer], timeout_s: float | None = None) -> None:
-        """Sleep until all have ended. Raises DeadlineExceeded, naming the others, after `timeout_s`.
+        """Sleep until all transfers have ended. Raises DeadlineExceeded, naming the open ones, after `timeout_s`.
 
-        None is not for ever: each transfer has a deadline of its own.
+        None is not for ever: each transfer has a deadline of its own. Raises KvmoverError in a callback.
         """
         if self._progress.inside:
             raise KvmoverError("a callback of the progress thread would wait for itself")
@@ -206,15 +206,15 @@ class SharedMover:
             raise DeadlineExceeded(f"not ended within {timeout_s} s: {', '.join(sorted(ends[end] for end in late))}")
 
     def snapshot(self) -> Snapshot:
-        """Counts, times and gauges; after `close` the last ones."""
+        """Returns counts, times and gauges; after `close` the last ones."""
         return self._progress.snapshot()
 
     def rejoin(self, make: Callable[[], Transport], model: Model, reason: str) -> None:
-        """See Mover.rejoin, once peers have let go of what was open, or their time is up: see Progress.rejoin."""
+        """See Mover.rejoin, once open transfers have ended: see Progress.rejoin."""
         self._progress.rejoin(make, model, reason)
 
     def close(self) -> None:
-        """Fail what is open with its reason, end the thread and close the mover. Safe to call twice."""
+        """Fail open transfers, end the thread and close the mover. Safe to call twice."""
         self._progress.close()
 
     def __enter__(self) -> SharedMover:
@@ -225,11 +225,11 @@ class SharedMover:
 
 
 class AsyncTransfer:
-    """A transfer that has been asked for. `await` it, in one task or in several, for its Result.
+    """A requested transfer. `await` it, in one task or in several, for its Result.
 
-    What does not fit, of arguments that could be read, is raised there. A cancelled task aborts the transfer, for all
-    who wait, and is not over before the transfer is: then `transfer` says whether it landed after all, and whether
-    pages are held. A task cancelled before its first step has not awaited anything: the transfer goes on.
+    Arguments that could be read but do not fit raise there. A cancelled task aborts the transfer, for all tasks that
+    wait, and ends after the transfer: then `transfer` says whether it landed after all, and whether pages are held. A
+    task cancelled before its first step has not awaited the transfer, which goes on.
     """
 
     def __init__(self, progress: Progress, begun: Future[Transfer]) -> None:
@@ -247,7 +247,7 @@ class AsyncTransfer:
 
     @property
     def transfer(self) -> Transfer | None:
-        """None before it has begun, which it has when it ended, and where it could not begin."""
+        """The transfer once it has begun, which it has if it ended; None before, and if it could not begin."""
         return self._begun.result() if self._begun.done() and self._begun.exception() is None else None
 
     def produced(
@@ -272,7 +272,7 @@ class AsyncTransfer:
         self._tell(lambda mover, transfer: mover.abort(transfer, reason))
 
     def _tell(self, call: Callable[[Mover, Transfer], None]) -> None:
-        """Say something of the transfer once it has begun; where it could not begin, who awaits it hears of that."""
+        """Make a call about the transfer once it has begun; if it could not begin, its `await` raises."""
 
         def then(begun: Future[Transfer]) -> None:
             if begun.exception() is None:
@@ -289,18 +289,19 @@ class AsyncTransfer:
             return await asyncio.wrap_future(self._ended)
         except asyncio.CancelledError:
             self.abort("the task that waited was cancelled")
-            while not self._ended.done():  # whoever cancels again: until then the pages are not the engine's
+            while not self._ended.done():  # a further cancel waits too: until then the pages are not the engine's
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wrap_future(self._ended)
             raise
 
 
 class AsyncMover:
-    """The methods of Mover for tasks. None blocks an event loop; `send` and `receive` return at once.
+    """The methods of Mover for asyncio tasks. Event loops are not blocked; `send` and `receive` return at once.
 
     `result = await mover.receive("r1", "prefill", range(4096), [pages])`. One serves all event loops of the process.
-    Their arguments, and those of an AsyncTransfer, are read and copied in the call: what cannot be read is refused by
-    it, and the caller's lists are its own again.
+    Arguments of these, and of an AsyncTransfer, are read and copied in the call, which refuses unreadable ones; the
+    caller's lists are its own again.
+
     `progress`: a Progress, or a Mover, which gets one of the default pace; `close` is its end too.
     """
 
@@ -334,7 +335,7 @@ class AsyncMover:
     ) -> AsyncTransfer:
         """See Mover.send: offer a request whose KV is in `pages`, one page table [page] of integers a component.
 
-        Returns at once, before the offer is made: `await` the result for its Result. What does not fit is raised there.
+        Returns at once, before the offer is made: `await` gives the Result, and raises for arguments that do not fit.
         The pages belong to the transfer until it has ended and is not held.
         """
         given = SendArguments.of(request, pages, gates, aux, deadline_s, service, content)
@@ -352,8 +353,8 @@ class AsyncMover:
     ) -> AsyncTransfer:
         """See Mover.receive: ask `engine` for tokens `positions` of a request and land them in `pages`.
 
-        Returns at once: `await` the result for its Result. PeerUnknown, and PlanError for what does not fit, are raised
-        there. A cancelled task aborts the transfer.
+        Returns at once: `await` gives the Result, and raises PeerUnknown, and PlanError for arguments that do not fit.
+        A cancelled task aborts the transfer.
         """
         given = ReceiveArguments.of(request, engine, positions, pages, aux_from, deadline_s, content)
         return AsyncTransfer(self._progress, self._progress.begin(lambda mover: mover.receive(*given)))
@@ -380,7 +381,7 @@ class AsyncMover:
         await asyncio.wrap_future(self._progress.submit(lambda mover: mover.watch(call)))
 
     async def calibrations(self) -> Sequence[Calibration]:
-        """Returns what was measured of the way to each host; see Mover.calibrations."""
+        """Returns the measured speeds of the path to each host; see Mover.calibrations."""
         return await asyncio.wrap_future(self._progress.submit(Mover.calibrations))
 
     async def configure(self, config: MoverConfig) -> None:
@@ -408,18 +409,18 @@ class AsyncMover:
         self._progress.poll()
 
     def snapshot(self) -> Snapshot:
-        """Counts, times and gauges, for a MoverCollector; after `close` the last ones. For any thread but a loop's."""
+        """Returns counts, times and gauges, after `close` the last ones. For any thread but a loop's."""
         return self._progress.snapshot()
 
     async def rejoin(self, make: Callable[[], Transport], model: Model, reason: str) -> None:
-        """See Mover.rejoin, once peers have let go of what was open, or their time is up: see Progress.rejoin.
+        """See Mover.rejoin, once open transfers have ended: see Progress.rejoin.
 
         Waits in a thread of its own, not in the event loop.
         """
         await asyncio.to_thread(self._progress.rejoin, make, model, reason)
 
     async def close(self) -> None:
-        """Fail what is open, end the thread and close the mover.
+        """Fail open transfers, end the thread and close the mover.
 
         Waits in a thread of its own, not in the event loop.
         """
