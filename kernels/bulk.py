@@ -85,10 +85,10 @@ def move(
     """Copy every row of every region on the current stream, each by the engine that suits it, without a synchronise.
 
     All GPU memory must be on one device, host memory opposite a GPU pinned, and no region may touch memory that another
-    writes. Reads start after `after`. `sms`: SM budget (None: DEFAULT_SMS). `using`: see `rows.move`, for the regions
-    that the row mover takes. The memory must stay allocated until the stream has passed the move. With both ends on the
-    host, the host waits for `after` and copies. Raises RegionError before anything is moved, and EngineUnavailable if
-    the `engine` asked for cannot run here or cannot move a region.
+    writes. Reads start after `after`. `sms`: SM budget (None: DEFAULT_SMS). `using`: see `rows.move`. The memory must
+    stay allocated until the stream has passed the move. With both ends on the host, the host waits for `after` and
+    copies. Raises RegionError before anything is moved, and EngineUnavailable if a named `engine` cannot run or move a
+    region.
     """
     prepare(regions, sms, engine, using).run(after)
 
@@ -99,7 +99,7 @@ def prepare(
     engine: CopyEngine = CopyEngine.AUTO,
     using: Program | None = None,
 ) -> PreparedBulk:
-    """Do all of `move` but the launch. Tables are uploaded on the current stream, before any producer is waited for."""
+    """Do all of `move` but the launch. Tables are uploaded on the current stream, before any wait for a producer."""
     engine = engine_of(engine)
     devices = {_checked(region) for region in regions}
     if len(devices) > 1:

@@ -44,13 +44,12 @@ from .table import (
 
 FLOOR = tl.constexpr(SCALE_FLOOR)
 
-#: Word offsets of a region's streams, each described as a side: elements and block scales that are read, elements and
-#: block scales that are written. Then of the words that say where in the table the scales of source and destination
-#: planes lie, and the number of words.
+#: Word offsets of a region's streams, each as a side: elements and block scales read, then written; of the places of
+#: the plane scales of source and destination; and the number of words.
 SRC, SRC_SCALES, DST, DST_SCALES = (tl.constexpr(SIDES.value + i * SIDE_WORDS.value) for i in range(4))
 SRC_PLANES, DST_PLANES, WORDS = (tl.constexpr(DST_SCALES.value + SIDE_WORDS.value + i) for i in range(3))
 
-#: Index of each field of a ColumnShape in the kernel's `OF`.
+#: Index of each ColumnShape field in the kernel's `OF`.
 (
     OF_SRC_ELEMENT,
     OF_DST_ELEMENT,
@@ -227,26 +226,26 @@ def widest(conversions: Sequence[Conversion]) -> Region:
 
 
 def kind_of_most(conversions: Sequence[Conversion]) -> RowKind:
-    """Return the row kind that selects the launch configuration of these conversions."""
+    """Return the row kind that selects their launch configuration."""
     wide = widest(conversions)
     return RowKind(wide.row_bytes, wide.tokens * wide.row_bytes)
 
 
 def configured(conversions: Sequence[Conversion], sms: int | None) -> RowConfig:
-    """Return the launch configuration of these conversions: measured for their kind, or by rule."""
+    """Return their launch configuration, measured for their kind, or by rule."""
     return choose(kind_of_most(conversions), sms, conversions[0].device, Kernel.CONVERT)
 
 
 #: Most numbers of a grain: wider grains make no access wider.
 MOST_COLUMNS = 128
 
-#: Most grains of a tile: with more, of rows with few numbers, it would read offsets instead of payload.
+#: Most grains of a tile: more, of few numbers each, would read offsets instead of payload.
 MOST_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OverlapEnd:
-    """One end of an overlap: each row's first element, and its first block scale if the part has blocks.
+    """One end of an overlap: each row's first element, and first block scale if there are blocks.
 
     `size`, `scale_size`: bytes of an element and of a block scale. `planes`: plane scales [plane], or ones.
     """
@@ -316,8 +315,8 @@ class ColumnShape(NamedTuple):
 
     `src_element`, `dst_element`: numbers of ELEMENTS. `src_block`, `dst_block`: numbers that share a scale; 0: no
     blocks. `largest`: the number that infinity counts as. A tile is `rows` grains of `width` numbers. `src_vec`,
-    `dst_vec`: every row starts at a multiple of so many elements. `src_kind`, `dst_kind`: whether a side's units are
-    listed, or follow each other at one distance, as on the wire, and need no table.
+    `dst_vec`: rows start at multiples of so many elements. `src_kind`, `dst_kind`: whether a side's units are listed,
+    or follow each other at one distance, as on the wire, without a table.
     """
 
     src_element: int

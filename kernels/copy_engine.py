@@ -10,9 +10,9 @@ class CopyEngine(StrEnum):
 
     ROWS: the row mover. COPY: the copy engine, runs in batches; LOOP: one call a run, for drivers without batches.
 
-    Experimental engines, which no GPU has measured and AUTO never takes: GREEN, the row mover on SMs set aside for it;
-    BULK, the ring of bulk copies; TENSOR, the ring with one copy by a tensor map for a head's rows of a page; BOXES,
-    the copy engine with batches of rows at a pitch.
+    Not measured on a GPU, so never taken by AUTO: GREEN, the row mover on SMs set aside for it; BULK, the ring of bulk
+    copies; TENSOR, the ring with one tensor-map copy for a head's rows of a page; BOXES, the copy engine with batches
+    of rows at a pitch.
     """
 
     AUTO = "auto"
@@ -25,7 +25,7 @@ class CopyEngine(StrEnum):
     LOOP = "copy_each"
 
 
-#: Engines that no GPU has measured yet: they run only if named, AUTO takes no such engine.
+#: Engines that run only if named.
 EXPERIMENTAL = frozenset({CopyEngine.GREEN, CopyEngine.BULK, CopyEngine.TENSOR, CopyEngine.BOXES})
 
 #: Engines whose copies within a GPU are the row mover's, under the budget and with a digest of the bytes read.

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 #: Most copies of a call: 51,828 in one call crashed driver 580 (vllm#49276).
 BATCH_COPIES = 4096
 
-#: Batches whose longest copy has at most so many bytes ask to overlap with kernels; longer copies are faster without
-#: (cudf#23675).
+#: Batches of copies up to this size ask to overlap with kernels; longer copies are faster without (cudf#23675).
 OVERLAP_BYTES = 128 << 10
 
 #: `CUmemcpySrcAccessOrder`: sources are read in stream order. With ANY a copy to the host read pages before their
@@ -59,8 +58,8 @@ def copy_batch(src: Offsets, dst: Offsets, sizes: Offsets, stream: int) -> None:
     driver = library()
     attribute = np.zeros(ATTRIBUTE_WORDS, np.int32)
     attribute[0], attribute[-1] = ORDER_STREAM, sizes.max(initial=0) <= OVERLAP_BYTES
-    # One attribute, from copy 0 on. A zero for each copy is also right if the driver reads an index for every copy, as
-    # vllm#53860 understands the parameter.
+    # One attribute, from copy 0 on. A zero for each copy is right too if an index is read for every copy, as vllm#53860
+    # understands the parameter.
     first = np.zeros(min(len(sizes), BATCH_COPIES), np.uintp)
     for begin in range(0, len(sizes), BATCH_COPIES):
         part = slice(begin, begin + BATCH_COPIES)

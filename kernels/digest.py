@@ -48,8 +48,8 @@ from .table import (
     unit_start,
 )
 
-#: Word offsets after source and destination: the coordinates, as a side with keys for planes, positions for units, and
-#: steps of heads and positions for strides; then the first head, and the element of the result.
+#: Word offsets after source and destination: the coordinates, as a side with plane keys, positions for units, and steps
+#: of heads and positions for strides; the first head; the element of the result.
 LOGICAL = tl.constexpr(DST.value + SIDE_WORDS.value)
 FIRST_HEAD, OUT, WORDS = (tl.constexpr(LOGICAL.value + SIDE_WORDS.value + i) for i in range(3))
 
@@ -57,7 +57,7 @@ H, T = tl.constexpr(definition.H), tl.constexpr(definition.T)
 A, B = tl.constexpr(definition.A), tl.constexpr(definition.B)
 M1, M2 = tl.constexpr(definition.M1), tl.constexpr(definition.M2)
 
-#: Index of each field of a DigestShape in the kernel's `OF`.
+#: Index of each DigestShape field in the kernel's `OF`.
 (
     OF_ELEMENT_BYTES,
     OF_VEC,
@@ -198,10 +198,9 @@ def move_and_digest(
 ) -> None:
     """Copy every row of every region and add the digest of the bytes read to `out`, in one launch.
 
-    The launch goes to the current stream. `out`: int64 on the regions' device, zeros or earlier digests, [1] for all or
-    [region]; modulo 2^64 they are `digest_reference`'s. `sms`: SM budget (None: no budget). The memory must stay
-    allocated until the stream has passed the launch, which is not waited for. Raises RegionError before anything is
-    launched.
+    It goes to the current stream and is not waited for. `out`: int64 on the regions' device, zeros or earlier digests,
+    [1] for all or [region]; modulo 2^64 they are `digest_reference`'s. `sms`: SM budget (None: no budget). The memory
+    must stay allocated until the stream has passed the launch. Raises RegionError before anything is launched.
     """
     launch = prepare(regions, logicals, out, config, sms)
     if launch is not None:
@@ -294,7 +293,7 @@ class DigestShape(NamedTuple):
 
     `element_bytes`: 4, or 1 if rows move byte by byte; `vec` words make the widest access. `grains` 0: rows of any
     width, counted at run time. `recut`: 1 if rows are cut without regard to tokens. `span`: how a tile takes units. The
-    kinds of sides and positions: whether units are listed, or follow each other at one distance.
+    kinds: whether units and positions are listed, or at one distance.
     """
 
     element_bytes: int

@@ -65,7 +65,7 @@ def cannot_move(engine: CopyEngine, region: Region) -> str | None:
 
 
 def without_boxes(engine: CopyEngine, regions: Sequence[Region]) -> str | None:
-    """Returns why TENSOR would move the largest region as short runs, which other engines move faster, or None."""
+    """Returns why TENSOR would move the largest region as short runs, slower than other engines, or None."""
     if engine is not CopyEngine.TENSOR:
         return None
     most = merged(max(regions, key=lambda region: region.nbytes))
@@ -78,7 +78,7 @@ def without_boxes(engine: CopyEngine, regions: Sequence[Region]) -> str | None:
 def prepared(
     engine: CopyEngine, regions: Sequence[Region], device: torch.device, sms: int, using: Program | None
 ) -> Callable[[], None]:
-    """Return a move of the regions by `engine`, to be launched on the current stream; its tables are being uploaded."""
+    """Return a move by `engine`, to be launched on the current stream; its tables are being uploaded."""
     if engine is CopyEngine.BOXES:
         return partial(off_legacy, partial(copy_boxes, np.concatenate([*map(boxes, regions)])))
     if engine is CopyEngine.GREEN:
@@ -123,9 +123,8 @@ class Ring:
 
 RING = Ring()
 
-#: The words of the table that bulk.cu reads. After the sides: the first item past the region, its pieces, pieces of an
-#: item, bytes of a stage for a piece, bytes of the run that pieces are cut from or of the box that a piece is; then
-#: which sides have maps, `SRC_MAPPED` and `DST_MAPPED`.
+#: Table words that bulk.cu reads. After the sides: the first item past the region, its pieces, pieces of an item, stage
+#: bytes of a piece, bytes of the run that pieces are cut from or of the box that a piece is; which sides have maps.
 _COMMON = "FIRST_TILE", "PLANES", "HEADS", "TOKENS", "PIECES"
 _OF_SIDES = "ADDRESSES", "LIST", "HEAD_STRIDE", "TOKEN_STRIDE"
 _FURTHER = "END", "COUNT", "PER_ITEM", "PIECE_BYTES", "RUN_BYTES", "MAPPED", "WORDS"
@@ -268,10 +267,10 @@ def launch_kernel(function: int, shape: tuple[int, int, int], stream: int, argum
     check(call(ctypes.c_void_p(function), *sizes, ctypes.c_void_p(stream), pointers, None), "cuLaunchKernel")
 
 
-# Rows at a pitch as boxes, each moved by one tensor copy (`UTMALDG`, `UTMASTG`): a head's rows of a page are one. A
-# tensor map is a plane as rows of its token pitch, by words of 8 bytes: two axes and one pitch, so CUDA's rules for
-# further pitches never matter. A box begins at a coordinate, its row in the upper 32 bits of a number and its word in
-# the lower: steps of units, heads and boxes add to it as to an address.
+# Rows at a pitch as boxes, each one tensor copy (`UTMALDG`, `UTMASTG`): a head's rows of a page. A tensor map is a
+# plane as rows of its token pitch, by words of 8 bytes: two axes and one pitch, so CUDA's rules for further pitches
+# never matter. A box begins at a coordinate, its row in the upper 32 bits of a number and its word in the lower: steps
+# of units, heads and boxes add to it as to an address.
 
 #: 64-bit words of a `CUtensorMap`; its elements, `CU_TENSOR_MAP_DATA_TYPE_UINT64`, are as wide.
 MAP_WORDS = 16

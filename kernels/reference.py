@@ -25,8 +25,8 @@ Bytes = npt.NDArray[np.uint8]
 #: Bytes, about, of the temporary for rows that are dense on neither side, so that it stays in the L2 cache.
 TEMPORARY_BYTES = 1 << 19
 
-#: Least bytes of boxes laid out alike at both ends to be copied one by one: twice as fast as through a temporary, on
-#: 512-byte rows in memory 6 GB/s against 3. A box takes 2 us beside its bytes.
+#: Least bytes of boxes to be copied one by one: twice as fast as through a temporary, on 512-byte rows in memory 6 GB/s
+#: against 3. A box takes 2 us beside its bytes.
 LEAST_BOX_BYTES = 16 << 10
 
 

@@ -325,9 +325,9 @@ Extents = Callable[[Region, Side], tuple[Offsets, Offsets]]
 def check_apart(regions: Sequence[Region]) -> None:
     """Raise RegionError if a source of the call overlaps a destination, or a destination is written twice.
 
-    For the latter see `check_written_once`. Separate memory on each side, the usual case, is settled by comparing
-    allocations; pages of one pool by the bytes from a unit's first row to its last; row by row only if units
-    interleave, as heads of one page do.
+    For the latter see `check_written_once`. Separate memory on each side, the usual case, is settled by allocations;
+    pages of one pool by the bytes from a unit's first row to its last; row by row only if units interleave, as heads of
+    a page.
     """
     check_written_once(regions)
     read, written = ({id(side.planes): side.planes for side in sides} for sides in _sides(regions))
@@ -344,8 +344,8 @@ def check_apart(regions: Sequence[Region]) -> None:
 def check_written_once(regions: Sequence[Region]) -> None:
     """Raise RegionError if rows of a region overlap, or begin at one address in one region or two.
 
-    The last to be written would be chance. The starts of units are compared, not their reach. A region takes 3 us, 34
-    with 2,048 units in any order; two regions of 64 planes take 27, four 44.
+    The last writer would be chance. Starts of units are compared, not their reach. A region takes 3 us, 34 with 2,048
+    units in any order; two regions of 64 planes take 27, four 44.
     """
     for region in regions:
         dst, planes = region.dst, region.dst.planes

@@ -52,7 +52,7 @@ PASS_BYTES = tl.constexpr(8192)
 Shape = TypeVar("Shape", bound=Hashable)
 
 
-#: Index of each field of a RowShape in the kernel's `OF`.
+#: Index of each RowShape field in the kernel's `OF`.
 OF_WORD_BYTES, OF_VEC, OF_GRAINS, OF_GRAIN, OF_SPAN, OF_TOKENS, OF_SRC_KIND, OF_DST_KIND = map(tl.constexpr, range(8))
 
 
@@ -192,8 +192,8 @@ class RowShape(NamedTuple):
     """The parameters a kernel is compiled for: rows of `grains` x `grain` words; `vec` words make the widest access.
 
     `grains` 0: rows of any width, counted at run time. `span`: how a tile takes units; several if one would leave tiles
-    below `FULL_TILE`. `tokens` of a unit, if tiles take whole units; else 0. `src_kind`, `dst_kind`: whether a side's
-    units are listed, or follow each other at one distance, as on the wire, and need no table.
+    below `FULL_TILE`. `tokens`: of a unit, if tiles take whole units; else 0. `src_kind`, `dst_kind`: whether a side's
+    units are listed, or follow each other at one distance, as on the wire, without a table.
     """
 
     word_bytes: int
@@ -254,7 +254,7 @@ class RowShape(NamedTuple):
         return alike and self.span in spans and self.src_kind >= own.src_kind and self.dst_kind >= own.dst_kind
 
 
-#: Rows with this share of a launch's bytes have their own code; rows with less share the code for any rows.
+#: Rows with this share of a launch's bytes have their own code; other rows share the code for any rows.
 LEAST_SHARE = 1 / 8
 
 
@@ -418,8 +418,8 @@ def move(
     """Copy every row of every region in one launch on the current stream of their device, without a synchronise.
 
     All regions must be on one device. `sms`: SM budget (None: no budget). `using`: a kernel made for regions like
-    these; None: the kernel that suits these best, compiled on first use. The regions' memory must stay allocated until
-    the stream has passed the launch. Regions without rows are skipped. Raises RegionError before anything is launched.
+    these; None: the best for these, compiled on first use. The memory must stay allocated until the stream has passed
+    the launch. Regions without rows are skipped. Raises RegionError before anything is launched.
     """
     launch = prepare(regions, config, sms, using)
     if launch is not None:

@@ -283,9 +283,8 @@ class Mover:
         `pages`: appended to its page tables, one list a component, as in `send`; lists may be empty. A prefill in
         chunks names each chunk's pages as it computes them: those of 512 tokens by `produced(transfer, Gate(event,
         tokens=512), [[4, 9]])`, and so on. Tokens move once their gate has passed and their pages are named. The
-        deadline starts anew. Raises PlanError, and adds neither gate nor pages, for page ids as in `send`, for a request
-        that was sent without gates, and for a gate of fewer tokens than an earlier one. Ignored once the transfer has
-        ended.
+        deadline starts anew. Raises PlanError, and adds neither gate nor pages, for page ids as in `send`, a request
+        sent without gates, and a gate of fewer tokens than an earlier one. Ignored once the transfer has ended.
         `contents`: for a request that decodes, one for each longer prefix.
         """
         tables = None if pages is None else page_tables(pages)
