@@ -186,8 +186,7 @@ class Core:
         self.components = tuple(pool.component for pool in self.end.pools)  # interned, as the pools are
 
     def seat(self, peer: Peer) -> tuple[str, ...]:
-        """Seat an admitted peer and have its copies compiled. Returns the names of peers that lost their seats to it.
-        """
+        """Seat an admitted peer and have its copies compiled. Returns the names of peers that lost their seats."""
         config = self.config
         if self.compiler.compiles:
             rules = Rules(config.replicas, config.sms, config.integrity is Integrity.DIGEST, config.engine)

@@ -56,8 +56,7 @@ class Directory(Protocol):
 
 
 def newest(entries: Iterable[Entry]) -> tuple[Entry, ...]:
-    """Return each rank's entry of the highest generation, by engine and rank; other entries are of replaced processes.
-    """
+    """Return each rank's entry of the highest generation, by engine and rank; others are of replaced processes."""
     best: dict[tuple[str, int], Entry] = {}
     for entry in entries:
         known = best.setdefault((entry.engine, entry.rank), entry)
