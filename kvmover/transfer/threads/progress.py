@@ -179,7 +179,7 @@ class Progress:
         self.submit(lambda mover: mover.rejoin(make, model, reason)).result()
 
     def close(self) -> None:
-        """Close the mover and end the thread. Open transfers fail. Raises DeadlineExceeded if a poll lasts `CLOSE_S`."""
+        """Close the mover, end the thread. Open transfers fail. Raises DeadlineExceeded if a poll lasts `CLOSE_S`."""
         self._queue(self._halt)
         self._join()
 
