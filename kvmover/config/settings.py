@@ -106,7 +106,7 @@ class PeerSettings:
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"peers has {name} = {getattr(self, name)}; it must be a time above 0")
         if self.engines and self.address is None:
-            raise ConfigError("peers has engines and no address: who reads from others is read by them")
+            raise ConfigError("peers has engines and no address: an engine that reads from peers is read by them")
         for each in (*self.engines, *([] if self.address is None else [self.address])):
             host_and_port(each)
         if len({*self.engines}) < len(self.engines):
@@ -263,8 +263,8 @@ class Settings:
             )
         if mover.lease_s > mover.silence_s:
             raise ConfigError(
-                f"mover.lease_s = {mover.lease_s} and mover.silence_s = {mover.silence_s}; what a lost peer may write"
-                " would be kept from use long after it was lost"
+                f"mover.lease_s = {mover.lease_s} and mover.silence_s = {mover.silence_s}; memory of a lost"
+                " peer would stay out of use long after its loss"
             )
         self.mover_config()
         for name, path in (("logging.file", self.logging.file), ("record.run_log", self.record.run_log)):
@@ -398,7 +398,7 @@ TEXTS: Mapping[str, str] = {
     "mover.verb": "push: the source writes; pull: the destination reads. Unset: in vLLM pull.",
     "mover.replicas": "stripe: ranks with equal shards each send a part of the pages; elect: one of them sends all.",
     "mover.chunk_layers": "Layers in a chunk, so that chunks can leave while a prefill computes; 0: all layers.",
-    "mover.integrity": "digest: a digest of each chunk is compared after it has landed; none: nothing is.",
+    "mover.integrity": "digest: a digest of each chunk is compared after it has landed; `none`: no check.",
     "mover.identity": "checked: a request whose prompt one side cannot name by content is refused; trust: it is served."
     " A prompt that differs is refused by either.",
     "mover.sms": "Streaming multiprocessors that a copy kernel on the GPU may use; `none`: all.",
@@ -406,7 +406,7 @@ TEXTS: Mapping[str, str] = {
     " Experimental, measured on no GPU and never taken by auto: green_context: the row mover on SMs set aside for it;"
     " ring: bulk copies through shared memory; tensor_ring: the same, a head's rows of a page at once; copy_3d: the"
     " copy engine, by boxes of rows. One that cannot run or cannot move the rows is refused.",
-    "mover.exports": "Memory of a GPU that peers may map: none; arenas, over the NVLink fabric; pools, and arenas.",
+    "mover.exports": "Memory of a GPU that peers may map: `none`; arenas, over the NVLink fabric; pools, and arenas.",
     "mover.lossy": "How much a number of the cache may be off, against the largest that shares its scale, where a peer"
     " stores it in another form: 0.0625 for fp8, 0.177 for NVFP4. 0: such peers are refused.",
     "mover.backoff.first_s": "Seconds before the first attempt to reconnect a lost peer; doubled after each failure.",
@@ -432,20 +432,20 @@ TEXTS: Mapping[str, str] = {
     "store.ttl_s": "Seconds without a read after which a page is deleted; `none`: never.",
     "store.segment_bytes": "Size at which a new data file is begun, in bytes.",
     "store.stamp_s": "Last-read times in object headers are updated at most every so many seconds.",
-    "store.root": "Directory, `s3://bucket/prefix` or `mooncake://HOST:PORT`, for all ranks; `none`: vLLM has none.",
+    "store.root": "Directory, `s3://bucket/prefix` or `mooncake://HOST:PORT`, for all ranks; `none`: no store in vLLM.",
     "store.namespace_ttl_s": "Seconds without use after which other namespaces under `store.root`, of replaced weights"
     " for example, are emptied; `none`: never.",
     "store.upkeep_s": "Seconds between two checks of quota and TTL in an engine.",
     "store.flush_s": "Seconds between flushes. Flushed pages survive a power cut, and other machines see them.",
     "peers.address": "host:port where other engines find this one's ranks, and its name among them; `none`: no peers.",
     "peers.engines": "Addresses of all engines that read each other's host memory; this one's own may be among them.",
-    "peers.ask_s": "Seconds to wait for a peer's answer; who gives none holds nothing.",
+    "peers.ask_s": "Seconds to wait for a peer's answer; a late peer counts as holding no page.",
     "peers.quiet_s": "Seconds that a peer which gave no answer is not asked again.",
-    "peers.lend_s": "Seconds that a peer which was told what is here has, to come and read it.",
+    "peers.lend_s": "Seconds an answered lookup stays valid: the peer must start reading within it.",
     "peers.read_s": "Seconds until a read from a peer has failed, and its tokens are read elsewhere or computed.",
     "peers.silence_s": "Seconds without a word until a peer that owes an answer is lost, and reads from it fail.",
     "peers.meet_s": "Seconds between two tries to find the engines that are not connected.",
-    "hints.pin_share": "Fraction of the device's pages that pinned prefixes may take together; 0: nothing is pinned.",
+    "hints.pin_share": "Fraction of the device's pages that pinned prefixes may take together; 0: no pins.",
     "hints.longest_pin_s": "The longest time that a prefix may be pinned for, in seconds; longer pins are refused.",
     "logging.level": "The lowest level that is logged; `none` leaves it to the engine.",
     "logging.format": "text: a line a record; json: a JSON object a line, with the request's id.",

@@ -76,7 +76,7 @@ def rates(texts: Sequence[str], first_words: Sequence[str]) -> dict[str, float]:
     >>> rates(["What is kept is what nobody reads."], ["What", "Returns"])["what"]
     285.7142857142857
     """
-    prose = "\n".join(texts)
+    prose = "\n".join(texts).replace("`none`", "")  # the value of a setting
     total = max(1, len(re.findall(r"[A-Za-z']+", prose)))
     found = {kind: 1000 * len(words.findall(prose)) / total for kind, words in WORDS.items()}
     return {**found, "openings": sum(word in OPENINGS for word in first_words)}
