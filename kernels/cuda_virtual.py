@@ -51,18 +51,26 @@ class _Steps:
         """Make a driver call. Raises CudaError if it fails, once the calls before it are undone."""
         try:
             check(getattr(cuda_driver.library(), call)(*arguments), call)
-        except CudaError:
-            self.back()
+        except CudaError as error:
+            try:
+                self.back()
+            except CudaError as refused:
+                error.add_note(f"and then {refused}")
             raise
         if undo is not None:
             self._undo.append((undo[0], undo[1:]))
 
     def back(self) -> None:
-        """Undo all calls, the last first. Raises CudaError if the driver refuses an undo."""
-        driver = cuda_driver.library()
+        """Undo all calls, the last first. Raises the first CudaError of a refused undo, once all were tried."""
+        driver, refused = cuda_driver.library(), list[CudaError]()
         while self._undo:
             call, arguments = self._undo.pop()
-            check(getattr(driver, call)(*arguments), call)
+            try:
+                check(getattr(driver, call)(*arguments), call)
+            except CudaError as error:
+                refused.append(error)
+        if refused:
+            raise refused[0]
 
 
 def supports(attribute: int, device: torch.device) -> bool:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Generator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from keepers import location
@@ -27,8 +28,10 @@ from kvmover.store import Found, Got, Namespace, PageStore, Policy, Put, clear_s
 from kvmover.store.deletion import DeletionOrder
 from kvmover.store.keeper import memory
 from kvmover.store.keeper.keeper_objects import KeeperLocation, keeper_namespaces
+from kvmover.store.keeper.link import StoreFenced
 from kvmover.store.keeper.messages import PACKET_BYTES, ListNamespaces, decode_answer, encode
 from kvmover.store.keeper.server import KeeperServer
+from kvmover.store.objects import Verdict
 
 ALONE, TP2 = Fleet(page_tokens=PAGE), Fleet(tp=2, page_tokens=PAGE)
 PAGE_BYTES = 32 << 10
@@ -411,3 +414,24 @@ def test_the_command_says_what_it_serves_and_a_keeper_without_pages_is_told_from
         served.send_signal(signal.SIGINT)
     assert served.returncode == 0
     assert not path.exists()
+
+
+def test_a_client_that_finds_itself_fenced_judges_no_object(keeper: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    with keeper.open("engine", 1) as store:
+        objects = store.objects
+
+        def fenced(_: object) -> object:
+            raise StoreFenced("generation 1 is fenced by generation 2")
+
+        monkeypatch.setattr(objects.catalog, "look_again", fenced)
+        failure = SimpleNamespace(read=SimpleNamespace(each=None), reason="digest")
+        assert objects.judge(failure) == (Verdict.UNKNOWN, "generation 1 is fenced by generation 2")
+
+
+def test_verify_without_a_keeper_is_an_error_of_the_store(tmp_path: Path) -> None:
+    served = Served(tmp_path)
+    with served.open() as store:
+        assert all(oks(whole(store).put(pages_of(2))))
+        served.close()
+        with pytest.raises(StoreError, match="cannot verify"):
+            store.verify()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_cuda import GRAIN, FakeCuda
+from fake_cuda import GRAIN, REFUSED, FakeCuda
 
 from kvmover.kernels import cuda_driver
 from kvmover.kernels.cuda_exports import HandleKind, exported
@@ -96,3 +96,17 @@ def test_the_doctor_says_what_crosses_hosts_over_nvlink(tmp_path: Path):
     assert (found.status, found.detail[:37]) == (Status.OK, "across hosts: arenas yes, with mover.")
     assert found.detail.endswith("pools no")
     assert segments.status is Status.PROBLEM
+
+
+def test_an_undo_that_the_driver_refuses_keeps_no_other_undo_from_being_made(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    fake.fails = "cuMemSetAccess"
+    monkeypatch.setattr(fake, "cuMemUnmap", lambda *_: REFUSED, raising=False)
+    tensor = of_driver(NBYTES, CPU, Exports.ARENAS)
+    assert len(tensor) == NBYTES
+    assert "cuMemSetAccess failed" in caplog.text, "the error of the call, and not of its undo"
+    assert fake.calls[-3:] == ["cuMemAddressFree", "cuMemRelease", "cuMemAlloc_v2"]
+    del tensor
+    gc.collect()
+    assert fake.calls[-1] == "cuMemFree_v2"

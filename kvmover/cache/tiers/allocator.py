@@ -82,11 +82,14 @@ class FreeList:
         self._heap = sorted(self._ids)
 
     def give(self, ids: Iterable[int]) -> None:
-        """Free ids. Raises TierError for an id that is free already or out of range."""
-        for page in ids:
-            if page in self._ids or not 0 <= page < self.pages:
+        """Free ids. Raises TierError, and frees none, for an id that is free, repeated or out of range."""
+        pages, new = list(ids), set[int]()
+        for page in pages:
+            if page in self._ids or page in new or not 0 <= page < self.pages:
                 raise TierError(f"page {page} of {self._name} comes back, and is free already or outside {self.pages}")
-            self._ids.add(page)
+            new.add(page)
+        self._ids |= new
+        for page in pages:
             heappush(self._heap, page)
 
     def places(self, ids: Sequence[int]) -> Sequence[int]:

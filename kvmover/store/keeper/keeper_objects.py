@@ -260,6 +260,8 @@ class KeeperObjects(Objects[StoredObject]):
     def judge(self, failure: SegmentFailure) -> tuple[Verdict, str]:
         try:
             return self._judge(failure.read.each, failure.reason)
+        except StoreFenced as error:
+            return Verdict.UNKNOWN, str(error)
         except OSError as error:
             return Verdict.UNKNOWN, reason_of(error)
 
@@ -396,9 +398,15 @@ class KeeperObjects(Objects[StoredObject]):
     def verify(self, progress: Callable[[int], None] | None = None) -> Verified:
         """Read and check every object, and delete bad ones within the deletion budget.
 
-        `progress` is called with the bytes of each object. Raises OSError or StoreFenced if the keeper does not answer,
-        which deletes no object.
+        `progress` is called with the bytes of each object. Raises StoreError if the keeper does not answer, StoreFenced
+        if a newer generation owns the pages; neither deletes an object.
         """
+        try:
+            return self._verify(progress)
+        except OSError as error:
+            raise self._failed("verify", error) from error
+
+    def _verify(self, progress: Callable[[int], None] | None) -> Verified:
         self.catalog.sync()
         with self.lock:
             by_slab = {name: self.catalog.index.objects(name) for name in sorted(self.catalog.slabs)}

@@ -298,14 +298,14 @@ class PoolClient:
     @classmethod
     def open(cls, address: PoolAddress) -> PoolClient:
         """Join the pool. Raises StoreError if Mooncake is missing, its master does not answer, or its setup fails."""
-        _see_alive(address)
+        own_host = _see_alive(address)
         try:
             mooncake: Any = import_module("mooncake.store")
         except ImportError as error:
             raise StoreError(f"{address.location} needs Mooncake: {how_to_install('mooncake')} ({error})") from error
         client, kept = mooncake.MooncakeDistributedStore(), mooncake.ReplicateConfig()
         kept.with_hard_pin, kept.replica_num = True, 2
-        here = (_own_host(address), address.metadata, address.donate_bytes, _ENTRIES_BYTES)
+        here = (own_host, address.metadata, address.donate_bytes, _ENTRIES_BYTES)
         code = client.setup(*here, address.protocol, "", address.master)
         if code:
             raise StoreError(f"cannot join {address.location}: Mooncake's setup says {code}")
@@ -467,22 +467,19 @@ def _checked(code: int) -> int:
     return code
 
 
-def _see_alive(address: PoolAddress) -> None:
-    """Raise StoreError unless the master answers: Mooncake's setup would hold the GIL for minutes.
+def _see_alive(address: PoolAddress) -> str:
+    """Return this process's address for other members, of its route to the master, once the master has answered.
 
-    A living master hangs up on 64 zero bytes. A stopped one stays silent, although its kernel accepts connections.
+    A living master hangs up on 64 zero bytes. A stopped one stays silent, although its kernel accepts connections:
+    Mooncake's setup would hold the GIL for minutes. Raises StoreError.
     """
     try:
         with socket.create_connection((address.host, address.port), _ALIVE_S) as connection:
+            own_host = connection.getsockname()[0]
             connection.settimeout(_ALIVE_S)
             connection.sendall(bytes(64))
             with suppress(ConnectionResetError):
                 connection.recv(64)
+            return str(own_host)
     except OSError as error:
         raise StoreError(f"cannot join {address.location}: {SILENT_MASTER} ({error})") from error
-
-
-def _own_host(address: PoolAddress) -> str:
-    """Return this process's address for other members: the local address of its route to the master."""
-    with socket.create_connection((address.host, address.port), _ALIVE_S) as connection:
-        return str(connection.getsockname()[0])

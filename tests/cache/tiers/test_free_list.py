@@ -1,0 +1,20 @@
+"""A FreeList takes all ids of a call or none."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvmover.cache.tiers import FreeList
+from kvmover.errors import TierError
+
+
+@pytest.mark.parametrize("ids", [(1, 5), (1, 9), (1, 2, 1)])
+def test_ids_of_which_one_cannot_be_free_change_nothing(ids: tuple[int, ...]) -> None:
+    free = FreeList("kv", 8)
+    assert free.take(4) == [0, 1, 2, 3]
+    with pytest.raises(TierError, match=f"page {ids[-1]} of kv comes back"):
+        free.give(ids)
+    free.check([0, 1, 2, 3])
+    free.give((3, 1))
+    free.check([0, 2])
+    assert free.take(2) == [1, 3]
