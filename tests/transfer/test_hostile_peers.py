@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from mover_fleets import CONFIG, Bench, HandClock, Pair
 
-from kvmover.errors import PeerRefused, PlanError
-from kvmover.layout import Fleet, Layout, Pool, PoolSpec
+from kvmover.errors import PeerRefused, PlanError, RefusedFor, RefusedFor
 from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
 from kvmover.transfer import tombstones
@@ -183,6 +182,7 @@ def test_what_a_peer_says_fills_its_budget_and_no_more(flood: Flood, count: int,
     filled = max(counted.kept_bytes(name) for name in source._core.peers._by_name)
     least = {payloads: 0, aborts: 1 << 18}.get(flood, 1 << 19)  # the past fills half of it
     assert least <= filled <= 1 << 20
+    assert (source.meter.refused[RefusedFor.CAPACITY] > 0) == (flood in (wants, tables))
     assert kept < 1.5 * (1 << 20), f"{kept >> 10} KiB are kept of {filled >> 10} counted"
     lands(pair)
 

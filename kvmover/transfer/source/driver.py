@@ -493,7 +493,9 @@ class SourceDriver:
             return
         key, keeps_s, known = (want.request, peer.name), self.core.config.deadline_s, len(self.early)
         if not self.early.wait(peer, want, self.core.clock() + keeps_s):
-            self.core.say(peer.name, wire.Abort(*id_, "too many requests wait to be sent"))
+            full = "too many requests wait to be sent"
+            self.core.refused(peer.name, RefusedFor.CAPACITY, f"{want.request}: {full}")
+            self.core.say(peer.name, wire.Abort(*id_, full))
             return
         if len(self.early) > known:
             self.core.awaits(peer.name)
