@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from mover_fleets import CONFIG, Bench, HandClock, Pair
 
-from kvmover.errors import PeerRefused, PlanError, RefusedFor, RefusedFor
+from kvmover.errors import PeerRefused, PlanError, RefusedFor
+from kvmover.layout import Fleet, Layout, Pool, PoolSpec
 from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
 from kvmover.transfer import tombstones
