@@ -1,6 +1,6 @@
 """The command line has every command of kvmover, its options, and the exit status of each answer.
 
-Nothing heavy is imported before a command runs: `kvmover --help` needs neither torch nor nixl, nor numpy.
+Heavy imports wait until a command runs: `kvmover --help` needs neither torch nor nixl, nor numpy.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvmover.tools.cli.command_options import (
 from kvmover.tools.cli.plan_options import PlanOptions, show_plan
 from kvmover.tools.cli.store_commands import keep, store_app
 
-#: Errors that say what happened to a transfer. All others say what is wrong with the input.
+#: Errors of a transfer. All others are errors of the input.
 _HAPPENED = (TransportError, PeerRefused, ProtocolError, TransferFailed)
 _FAILED, _REFUSED = 1, 2
 
@@ -51,9 +51,9 @@ app = typer.Typer(
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run a command. Input that cannot be is one line on stderr, naming the value, and exit status 2.
+    """Run a command. Wrong input is one line on stderr that names the value, and exit status 2.
 
-    A reader that has had enough, as `head` has, is no error; and what a terminal has no letters for is escaped.
+    A reader that closes the pipe, as `head` does, is no error; characters outside the terminal's encoding are escaped.
     """
     _escape_where_letters_lack(sys.stdout)
     try:
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.stdout.flush()
     except BrokenPipeError:
         _hang_up()
-    except SystemExit as leaving:  # what printing makes of a pipe that nobody reads
+    except SystemExit as leaving:  # printing to a closed pipe ends so
         if isinstance(leaving.__context__, BrokenPipeError):
             _hang_up()
         raise
@@ -80,7 +80,7 @@ def _escape_where_letters_lack(stream: object) -> None:
 
 
 def _hang_up() -> NoReturn:
-    """Leave without a word of what is still to be flushed."""
+    """Exit with status 0, dropping unflushed output."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(0)
 
@@ -110,13 +110,13 @@ def version() -> None:
 @app.command()
 @takes(PlanOptions)
 def plan(options: PlanOptions) -> None:
-    """Show who sends what to whom, by which route, and why."""
+    """Show which rank sends which bytes to which rank, by which route, and why."""
     show_plan(options)
 
 
 @app.command()
 def doctor(as_json: Json = False) -> int:
-    """Show what this machine can do. Exit status 1 if something that is there does not work."""
+    """Show the abilities of this machine. Exit status 1 if an installed part does not work."""
     from kvmover.tools.doctor.examination import Status, examine, findings_as_data, print_findings
 
     findings = examine()
@@ -179,7 +179,7 @@ def replay(given: ReplayArguments) -> None:
 @app.command()
 @takes(AdviseArguments)
 def advise(given: AdviseArguments) -> None:
-    """Compare shapes and sizes of fleets by what KV adds to the time to first token of a trace's requests."""
+    """Compare shapes and sizes of fleets by the KV share of the time to first token of a trace's requests."""
     show_advice(given)
 
 

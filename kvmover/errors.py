@@ -102,7 +102,7 @@ class TierError(KvmoverError, ValueError):
 
 
 class HintError(KvmoverError, ValueError):
-    """A hint that cannot be met: the message names the value. Nothing was changed."""
+    """A hint that cannot be met: the message names the value. No state was changed."""
 
 
 class ConsensusBroken(KvmoverError):
@@ -122,7 +122,7 @@ class InvariantBroken(KvmoverError, AssertionError):
 
 
 class MissingLibrary(KvmoverError, ImportError):
-    """A library that is not installed: the message says what needs it, and how to install it."""
+    """A library that is not installed: the message names its user, and says how to install it."""
 
 
 def how_to_install(extra: str) -> str:

@@ -3,7 +3,7 @@
 A share is an anonymous file in memory (memfd_create(2)): it has no name in any file system, is freed with the last
 process that maps it, and is sealed, so that it cannot shrink under a reader. Another process opens it through
 /proc/PID/fd, which the kernel allows to processes of the same user, and recognises it by its token, 128 random bits. So
-a reused process number, or another container's, opens nothing.
+a reused process number, or another container's, opens no memory.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def map_file(share: SharedRange, access: MapMode) -> memoryview:
         if _token(f"/proc/self/fd/{fd}") != share.token:
             raise NotShared(f"{path} is not the memory that was announced")
         if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-            raise NotShared(f"{path} may be shrunk by who made it")
+            raise NotShared(f"{path} may be shrunk by its maker")
         how = mmap.ACCESS_WRITE if access is MapMode.WRITE else mmap.ACCESS_READ
         return memoryview(mmap.mmap(fd, 0, access=how))  # all of it
     finally:

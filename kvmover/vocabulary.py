@@ -50,8 +50,8 @@ V an element lies at `page * S_page + token * S_token + head * S_head + dim`.
     >>> pools[0].plane(layer=1, kv=0).stride() == tuple(map(stride_of, ("page", "token", "head", "dim")))
     True
 
-Who sends what
---------------
+Plans and transfers
+-------------------
 
 Plan: all Legs between two Fleets. They tile the destination: exactly one of them writes an element.
 
@@ -119,8 +119,8 @@ Transfer: one request on one rank. Its pages are the engine's again when it has 
     >>> pools[2].plane(layer=1, kv=0)[3, 3, 5, 5].item()
     7.0
 
-What is kept
-------------
+Trees and stores
+----------------
 
 PrefixTree: which pages hold which tokens. A match is the longest prefix of whole pages that was inserted.
 
@@ -131,7 +131,7 @@ PrefixTree: which pages hold which tokens. A match is the longest prefix of whol
     (True, [2, 0])
 
 PageStore: pages as objects in files, each named by a hash of its tokens and all before them. A fleet of any shape reads
-what another wrote.
+the pages of any other.
 
     >>> import pathlib, tempfile
     >>> from kvmover.store import Namespace, PagePart
