@@ -1,4 +1,4 @@
-"""The page store keeps checked objects in files, shared by fleets of any shape. Loads neither torch nor nixl."""
+"""The page store keeps checksummed objects in files shared by ranks of any parallelism; loads no torch or nixl."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     )
     from kvmover.store.unused import clear_unused
 
-#: Public names by the module that defines them, imported on first use: settings want a Policy and no store.
+#: Public names by defining module, imported on first use: settings need a Policy without loading the store.
 _HOMES = {
     "command": ("StoreRow", "chosen_stores", "clear_stores", "collect_stores", "stat_stores", "verify_stores"),
     "files": ("DIRECT_BYTES", "Access", "FileRun", "Files", "OpenFile", "PlainFiles", "memory_of_buffer"),

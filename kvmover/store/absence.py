@@ -1,7 +1,7 @@
-"""Two looks at a folder, of different kinds, say that something is not there, or that nothing lives in it.
+"""Two independent checks of a folder establish that a file is absent, or that a segment holds no live object.
 
-What one look says is no ground to delete anything for others: a listing may be of a while ago, a file that one process
-cannot open is there for the next, and an error says nothing at all.
+A single check never justifies deleting shared data: a listing may be stale, a file that one process cannot open may
+open for the next, and an error proves neither presence nor absence.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from kvmover.store.segment import DATA, HEAD, Life, Segment
 STILLBORN, ORPHAN = "head without a first line", "data without a head"
 TORN = "torn header"
 
-#: Where something begins in a data file, and its bytes.
+#: A byte range of a data file: offset and length.
 ByteRange = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class WholeHead:
-    """Returns the words of a head by a descriptor that was opened for it.
+    """The contents of a head file, read through a freshly opened descriptor.
 
-    `living`: offset and bytes of the payloads of objects that live. `end`: where the last whole record ends. `damages`:
-    stretches that are no whole record, a torn end among them.
+    `living`: offset and bytes of each live object's payload. `end`: the byte after the last whole record. `damages`:
+    number of stretches that hold no whole record, a torn end among them.
     """
 
     nbytes: int
@@ -42,17 +42,17 @@ class WholeHead:
 
     @property
     def torn(self) -> TwoLooks:
-        """Grounds to cut off what follows the last whole record, which who reads on could not read either."""
+        """Grounds to truncate the head after its last whole record, beyond which it is unreadable to every reader."""
         return TwoLooks(Look(Seen.READ, TORN), Look(Seen.ANEW, TORN), _records_in(self.nbytes - self.end))
 
 
 def _records_in(nbytes: int) -> int:
-    """Returns how many objects a stretch of a head may describe that cannot be read; those of a mark are none."""
+    """Returns the most objects that an unreadable stretch of `nbytes` of a head can describe; 0 for a mark."""
     return nbytes // (FIXED_BYTES + DIGEST_BYTES)
 
 
 def read_head_anew(segment: Segment) -> WholeHead:
-    """Read all of a head, in pieces. Raises OSError."""
+    """Read a whole head file, in pieces. Raises OSError."""
     fd = open_shared(segment.head)
     try:
         nbytes, end, living, damages, sealed = os.fstat(fd).st_size, PREAMBLE_BYTES, list[ByteRange](), 0, False
@@ -69,14 +69,15 @@ def read_head_anew(segment: Segment) -> WholeHead:
 
 
 def names_in(folder: Path) -> set[str]:
-    """Names of the files that a listing of `folder` has. Raises OSError."""
+    """List the file names in `folder`. Raises OSError."""
     with os.scandir(folder) as entries:
         return {entry.name for entry in entries}
 
 
 def why_empty(segment: Segment) -> TwoLooks | None:
-    """Grounds to remove a finished segment: its head has no object that lives, and all of it was read. None where
-    something lives, or the looks do not agree. Raises OSError.
+    """Returns grounds to remove a finished segment whose head was read whole and has no live object.
+
+    None if an object lives, the checks disagree, or the segment is unsealed and another's. Raises OSError.
     """
     named_bytes, found = os.lstat(segment.head).st_size, read_head_anew(segment)
     if found.living or found.nbytes != named_bytes or not (found.sealed or segment.is_ours):
@@ -85,15 +86,15 @@ def why_empty(segment: Segment) -> TwoLooks | None:
 
 
 def is_data_missing(segment: Segment) -> bool:
-    """Returns whether a listing has a segment's head without its data, which did not open. Raises OSError."""
+    """Returns True if a listing has the segment's head file but not its data file. Raises OSError."""
     names = names_in(segment.folder)
     return segment.name + HEAD in names and segment.name + DATA not in names
 
 
 def why_orphan(folder: Path, name: str) -> TwoLooks | None:
-    """Grounds to remove data of which a listing has no head: nor has the head a name. Raises OSError.
+    """Returns grounds to remove a data file without a head: a listing lacked the head, and so does its path.
 
-    None where there is one.
+    None if the head exists. Raises OSError.
     """
     try:
         os.lstat(folder / (name + HEAD))
@@ -106,14 +107,14 @@ def why_orphan(folder: Path, name: str) -> TwoLooks | None:
 
 
 def remove_orphan(folder: Path, name: str, permit: Permit) -> None:
-    """Remove data without a head. Raises OSError; one that is gone is no matter."""
+    """Remove a data file without a head, unless already removed. Raises OSError."""
     (folder / (name + DATA)).unlink(missing_ok=True)
 
 
 def remove_stillborn(folder: Path, name: str, door: DeletionDoor, now_s: float) -> None:
-    """Remove a pair whose head never got its first line, unless its writer lives. Raises OSError.
+    """Remove a segment whose head lacks its preamble, unless its writer lives. Raises OSError.
 
-    The lock is held meanwhile: a writer that has just made the head takes another name.
+    Holds the head's lock meanwhile: a writer that has just created the head then picks another name.
     """
     fd = -1
     try:
@@ -131,7 +132,7 @@ def remove_stillborn(folder: Path, name: str, door: DeletionDoor, now_s: float) 
 
 
 def gaps(nbytes: int, held: Sequence[ByteRange]) -> list[ByteRange]:
-    """Returns the gaps between ranges of the first `nbytes` bytes of a file, whole blocks being held.
+    """Returns the gaps between the `held` ranges, rounded up to whole blocks, in a file's first `nbytes` bytes.
 
     >>> gaps(5 * 4096, [(4096, 100), (8192, 4096), (4096, 4096)])
     [(0, 4096), (12288, 8192)]

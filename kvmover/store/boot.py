@@ -1,4 +1,4 @@
-"""A HostBoot says on which boot of its host a process runs: objects of another boot are believed only if synced."""
+"""A HostBoot identifies the boot of a process's host: objects of another boot are trusted only if synced."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from uuid import UUID
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
-#: The boot of nobody: its objects are believed once they are checked.
+#: A boot that equals no host's: its objects are trusted only once verified.
 NO_BOOT = b""
 
 
 @dataclass(frozen=True, slots=True)
 class HostBoot:
-    """A boot of a host: decides whether objects that were not synced are believed.
+    """A boot of a host, which decides if unsynced objects are trusted.
 
-    `boot`: 16 bytes that are equal for two processes if they share a kernel, and so its page cache.
+    `boot`: 16 bytes, equal for two processes that share a kernel and so its page cache.
 
-    A process that is killed leaves its writes in the page cache, whole; a host that loses power may keep a header and
-    lose the payload. So objects of the same boot are believed, others only if they were synced, or once verified.
+    A killed process leaves its writes whole in the page cache; a host that loses power may keep a header and lose the
+    payload. So objects of the same boot are trusted, others only once synced or verified.
     """
 
     boot: bytes
 
     @staticmethod
     def now() -> int:
-        """Seconds since 1970, as stamps count them."""
+        """Returns the time in whole seconds since 1970, the unit of stamps."""
         return int(time.time())
 
 
 @cache
 def this_boot() -> HostBoot:
-    """Returns the boot of this process's host, read once from `boot_id` of Linux."""
+    """Returns the boot of this process's host, read once from Linux's `boot_id`."""
     return HostBoot(UUID(_BOOT_ID.read_text().strip()).bytes)

@@ -1,4 +1,4 @@
-"""`kvmover store` looks at the page stores of a directory, checks them, and tidies them up."""
+"""The `kvmover store` command inspects, verifies, collects and clears the page stores below a root."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StoreRow:
-    """One namespace, and what was found of it or done to it."""
+    """A namespace with its statistics and the results of an operation on it."""
 
     found: Found
     stat: Stat
@@ -30,7 +30,7 @@ class StoreRow:
     deleted_pages: int = 0
 
     def as_data(self) -> dict[str, object]:
-        """The row as JSON has it, flat: sizes in bytes, times in seconds since 1970."""
+        """Returns the row as a flat JSON object: sizes in bytes, times in seconds since 1970."""
         manifest = self.found.manifest
         return {
             "namespace": self.found.name,
@@ -54,7 +54,7 @@ def _namespaces(root: Path | str) -> list[Found]:
 
 
 def chosen_stores(root: Path | str, name: str | None) -> list[Found]:
-    """The namespaces of `root` whose folder begins with `name`; all without one. Raises StoreError where none does."""
+    """List the namespaces of `root` whose folder begins with `name`, or all. Raises StoreError if no folder does."""
     found = [each for each in _namespaces(root) if each.name.startswith(name or "")]
     if name is not None and not found:
         raise StoreError(f"no namespace in {root} begins with {name!r}")
@@ -62,12 +62,12 @@ def chosen_stores(root: Path | str, name: str | None) -> list[Found]:
 
 
 def stat_stores(root: Path | str, name: str | None) -> list[StoreRow]:
-    """What the namespaces hold, once each was opened and recovered. Raises StoreError."""
+    """Open and recover each namespace and return its statistics. Raises StoreError if one cannot be opened."""
     return [_row(each, store) for each, store in _opened(chosen_stores(root, name))]
 
 
 def collect_stores(root: Path | str, name: str | None, policy: Policy) -> list[StoreRow]:
-    """Apply a quota and a TTL, and take over what dead writers left."""
+    """Apply a quota and a TTL, and take over segments of dead writers. Raises StoreError as `stat_stores`."""
     rows: list[StoreRow] = []
     for each, store in _opened(chosen_stores(root, name), policy):
         done = store.collect()
@@ -76,7 +76,7 @@ def collect_stores(root: Path | str, name: str | None, policy: Policy) -> list[S
 
 
 def clear_stores(root: Path | str, name: str) -> list[StoreRow]:
-    """Delete all pages of the namespaces that begin with `name`."""
+    """Delete all pages of the namespaces that begin with `name`. Raises StoreError as `stat_stores`."""
     rows: list[StoreRow] = []
     for each, store in _opened(chosen_stores(root, name)):
         pages = store.clear()
@@ -85,7 +85,7 @@ def clear_stores(root: Path | str, name: str) -> list[StoreRow]:
 
 
 def verify_stores(root: Path | str, name: str | None) -> list[StoreRow]:
-    """Read every object of every namespace, with a bar on standard error; bad ones are deleted."""
+    """Read every object of the namespaces and delete bad objects; a progress bar goes to standard error."""
     rows: list[StoreRow] = []
     with _progress() as progress:
         for each, store in _opened(chosen_stores(root, name)):

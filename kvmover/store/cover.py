@@ -1,4 +1,4 @@
-"""`cover` says which cells of which objects make up a part of a page, whoever wrote them under whatever parallelism."""
+"""`cover` picks cells of stored objects that together form a page part, written under any parallelism."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvmover.store.part import PageBox
 
 @dataclass(frozen=True, slots=True)
 class CoverPiece:
-    """What is read of object number `source` of the candidates, whole cells only.
+    """The cells to read of candidate object `source`: whole cells only.
 
-    `heads` and `layers` are of the model. `tokens` are pairs (place in the object's cell, place in the part's cell);
-    empty where the two cells hold the same tokens, so that a cell goes to its place in one run.
+    `heads` and `layers` are the model's. `tokens`: pairs (place in the object's cell, place in the part's cell); empty
+    if both cells hold the same tokens, so that a cell is copied in one run.
     """
 
     source: int
@@ -26,7 +26,7 @@ class CoverPiece:
 
 @dataclass(frozen=True, slots=True)
 class CellRun:
-    """`count` neighbouring cells: the first one's number in the object, and in the part."""
+    """A run of `count` contiguous cells, with the first cell's number in the object and in the part."""
 
     source_cell: int
     part_cell: int
@@ -35,7 +35,7 @@ class CellRun:
 
 @dataclass(frozen=True, slots=True)
 class ObjectShare:
-    """What is read of object `number` of a page: whole cells to their places, or tokens of cells by way of a copy."""
+    """The share read from a page's object `number`: whole cells in place, or tokens of cells through a copy."""
 
     number: int
     piece: CoverPiece
@@ -44,7 +44,7 @@ class ObjectShare:
 
 @dataclass(frozen=True, slots=True)
 class _Rest:
-    """What is still to be covered: a range of heads and of layers, and a set of tokens as the bits of an integer."""
+    """A box still to be covered: ranges of heads and of layers, and a set of tokens as an integer's bits."""
 
     heads: range
     layers: range
@@ -65,9 +65,9 @@ def _both(left: range, right: range) -> range:
 
 @lru_cache(maxsize=4096)
 def cover(wanted: PageBox, held: tuple[PageBox, ...]) -> tuple[CoverPiece, ...] | None:
-    """Pieces of the boxes `held` that together are `wanted`, each token of each cell once; None where one is missing.
+    """Returns pieces of the `held` boxes that cover each token of each `wanted` cell once; None if any is missing.
 
-    The largest share comes first, so that one object that holds it all is one piece.
+    The largest share comes first, so that an object that holds all of `wanted` gives one piece.
 
     >>> from kvmover.layout import Stripe
     >>> page = Stripe(0, 1, 64, 64)
@@ -103,7 +103,7 @@ def _size(part: _Rest) -> int:
 
 
 def _without(part: _Rest, taken: _Rest) -> list[_Rest]:
-    """`part` without `taken`, which lies in it: up to five boxes."""
+    """Returns `part` minus `taken`, which lies in it, as up to five boxes."""
     heads, layers = part.heads, part.layers
     rests = [
         _Rest(range(heads.start, taken.heads.start), layers, part.tokens),
@@ -126,7 +126,7 @@ def _piece(source: int, taken: _Rest, held: PageBox, wanted: PageBox) -> CoverPi
 
 @lru_cache(maxsize=4096)
 def cell_runs(piece: CoverPiece, held: PageBox, wanted: PageBox) -> tuple[CellRun, ...]:
-    """The cells of `piece` as runs that are contiguous on both sides: one where all layers are held and wanted."""
+    """Returns `piece` as runs contiguous on both sides: a single run if all layers are held and wanted."""
     runs: list[CellRun] = []
     for head in piece.heads:
         source = (head - held.heads.start) * held.layers.count + piece.layers.start - held.layers.start
@@ -140,7 +140,7 @@ def cell_runs(piece: CoverPiece, held: PageBox, wanted: PageBox) -> tuple[CellRu
 
 
 def shares(wanted: PageBox, held: Mapping[int, PageBox]) -> tuple[ObjectShare, ...] | None:
-    """What is read of which of the numbered objects `held`, so that all of `wanted` comes once; None if some lacks."""
+    """Returns the shares of the numbered objects `held` that cover `wanted` once; None if any cell is missing."""
     numbers, boxes = list(held), tuple(held.values())
     pieces = cover(wanted, boxes) or ()
     found = tuple(

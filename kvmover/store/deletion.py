@@ -1,11 +1,11 @@
-"""One door for every deletion of what may be another's: it asks for grounds, keeps a budget, and gives a permit.
+"""A DeletionDoor permits every deletion of shared data: it asks for grounds, keeps a budget, and issues a permit.
 
-Grounds are two looks at the truth of different kinds that agree, or an order: a policy's, or a person's. An index is no
-look, since it may lag. Whatever unlinks a file of a segment, kills a header, gives blocks back, or removes an object of
-a service takes a `Permit`, which is made here alone.
+Grounds are two agreeing looks of different kinds at the stored data, or an order by a policy or a person. An index is
+no look, since it may lag. Code that unlinks a segment's file, kills a header, frees blocks, or removes a service's
+object takes a `Permit`, which only this module makes.
 
-A DeletionBudget bounds what one process deletes as bad: with bad memory, or a stale cache, it finds every page bad.
-Beyond its budget it forgets them alone.
+A DeletionBudget bounds the objects one process deletes as bad: with bad memory or a stale cache it finds every page
+bad. Beyond the budget it only drops them from its own index.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from threading import Lock
 
 from kvmover.errors import StoreError
 
-#: Bad objects that a process may delete at once, and again in so many seconds.
+#: Bad objects that a process may delete at once, and the seconds in which that budget refills.
 DELETIONS, _REFILL_S = 32, 3600
 
 
 @dataclass(slots=True)
 class DeletionBudget:
-    """What is left at second `asked_s`; it fills up again with time.
+    """The deletions left at second `asked_s`, refilled over time.
 
     >>> budget = DeletionBudget(100)
     >>> sum(budget.spend(1, 100) for _ in range(99)), budget.spend(1, 200), budget.spend(1, 300)
     (32, False, True)
 
-    What may cost others more than all of it takes all of it.
+    A deletion that costs more than the full budget takes all of it.
 
     >>> budget = DeletionBudget(100)
     >>> budget.spend(1000, 100), budget.spend(1, 100), budget.spend(0, 100)
@@ -40,7 +40,7 @@ class DeletionBudget:
     _left: float = DELETIONS
 
     def spend(self, count: int, now_s: float) -> bool:
-        """Returns whether `count` more may be deleted: all of them, or none."""
+        """Returns True and charges the budget if `count` more objects may be deleted; all or not at all."""
         self._left = min(DELETIONS, self._left + max(0, now_s - self.asked_s) * DELETIONS / _REFILL_S)
         self.asked_s = now_s
         cost = min(count, DELETIONS)
@@ -50,16 +50,16 @@ class DeletionBudget:
         return True
 
 
-#: Why a segment goes in which nothing lives.
+#: The reason to remove a segment without live objects.
 EMPTY = "empty segment"
 
 
 class Seen(StrEnum):
-    """Ways of looking, which fail apart from each other.
+    """The kinds of look, which fail independently.
 
-    READ: the bytes, as they came to who wanted them. ANEW: the bytes, by files or requests of their own. LISTING: names
-    and sizes of a folder. NAME: one name, asked for by itself. TIMES: when files were written last. LOCK: whether a
-    writer lives.
+    READ: the bytes, as the reader received them. ANEW: the bytes, through newly opened files or new requests. LISTING:
+    names and sizes of a folder. NAME: a lookup of one name. TIMES: last write times of files. LOCK: a writer's
+    liveness.
     """
 
     READ = "read"
@@ -72,16 +72,16 @@ class Seen(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One look, and its words: `Look(Seen.ANEW, "digest")`."""
+    """A look and its finding: `Look(Seen.ANEW, "digest")`."""
 
     seen: Seen
     says: str
 
 
 class DeletionOrder(StrEnum):
-    """Deletions that nobody has to find anything bad for: a policy or a person says so, or the writer itself.
+    """The deletions that need no finding: ordered by a policy, a person, or the object's writer.
 
-    LOST: the disk did not take what this process wrote. REPLACED: another object says the same.
+    LOST: the disk refused this process's write. REPLACED: another object holds the same content.
     """
 
     EVICTED = "evicted"
@@ -92,20 +92,20 @@ class DeletionOrder(StrEnum):
 
     @property
     def reason(self) -> str:
-        """The word under which deletions are counted."""
+        """Returns the key under which deletions are counted."""
         return self.value
 
     @property
     def promised(self) -> int:
-        """Nobody counts on what an order deletes."""
+        """Returns 0: an order costs no budget."""
         return 0
 
 
 @dataclass(frozen=True, slots=True)
 class TwoLooks:
-    """Two looks of different kinds, which agree. Raises StoreError for two of one kind.
+    """A pair of agreeing looks. Raises StoreError if both are of one kind.
 
-    `promised`: how many objects others may count on, if both looks are wrong; the budget is for them.
+    `promised`: objects that would be lost if both looks are wrong, which is the cost to the budget.
     """
 
     first: Look
@@ -118,7 +118,7 @@ class TwoLooks:
 
     @property
     def reason(self) -> str:
-        """The word under which deletions are counted: the second look's."""
+        """Returns the key under which deletions are counted: the second look's finding."""
         return self.second.says
 
 
@@ -127,23 +127,23 @@ Grounds = DeletionOrder | TwoLooks
 
 @dataclass(frozen=True, slots=True)
 class Permit:
-    """Leave to delete what was asked for, on these grounds. Only a DeletionDoor makes one."""
+    """A permit to delete on these grounds. Only a DeletionDoor makes one."""
 
     grounds: Grounds
 
 
 class DeletionDoor:
-    """Gives leave to delete, and counts by reason what it gave leave for. Safe for any thread."""
+    """A door that issues permits to delete, and counts permitted deletions by reason. Safe for any thread."""
 
     def __init__(self, now_s: float) -> None:
-        #: Objects, and segments and left-overs of some, by the reason for which they were deleted.
+        #: Deleted objects, segments and left-over files, counted by reason.
         self.deleted: Counter[str] = Counter()
         self._budget, self._lock = DeletionBudget(now_s), Lock()
 
     def ask(self, grounds: Grounds, count: int, now_s: float) -> Permit | None:
-        """Leave to delete `count` things at second `now_s`.
+        """Returns a permit to delete `count` objects at second `now_s`.
 
-        None where what others may count on is more than the budget has left.
+        None if the grounds' `promised` exceeds the rest of the budget.
         """
         with self._lock:
             if not self._budget.spend(grounds.promised, now_s):
@@ -153,7 +153,7 @@ class DeletionDoor:
         return Permit(grounds)
 
     def order(self, order: DeletionOrder, count: int = 0) -> Permit:
-        """Leave to do what a policy or a person has ordered, which costs no budget."""
+        """Returns a permit for a deletion ordered by a policy, a person or the writer; costs no budget."""
         with self._lock:
             if count:
                 self.deleted[order.reason] += count

@@ -1,4 +1,4 @@
-"""Eviction takes a segment whole: which segment goes, and which of its objects are carried forward. Pure."""
+"""Eviction frees a whole segment: it picks the segment and the objects to carry forward. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-#: At most this share of a segment is carried forward: beyond it, carrying costs more than it frees.
+#: Largest share of a segment carried forward: beyond it, carrying costs more than it frees.
 CARRIED_SHARE = 1 / 2
 
 
 @dataclass(frozen=True, slots=True)
 class EvictionCandidate:
-    """A segment that may go: its size, and its hot bytes, which are neither dead nor of pages that would go next."""
+    """A segment that may be evicted: its size, and its hot bytes, neither dead nor of the next pages to evict."""
 
     name: str
     data_bytes: int
@@ -22,7 +22,7 @@ class EvictionCandidate:
 
 
 def victim(candidates: Sequence[EvictionCandidate]) -> EvictionCandidate | None:
-    """Returns the candidate with the smallest share of hot bytes, the first of equals; None where all bytes are hot.
+    """Returns the candidate with the smallest share of hot bytes, the first of equals; None if all bytes are hot.
 
     >>> victim([EvictionCandidate("a", 100, 60), EvictionCandidate("b", 50, 10), EvictionCandidate("c", 9, 9)])
     EvictionCandidate(name='b', data_bytes=50, hot_bytes=10)
@@ -34,8 +34,8 @@ def victim(candidates: Sequence[EvictionCandidate]) -> EvictionCandidate | None:
 def carried(segment_bytes: int, held: npt.ArrayLike, stamps: npt.ArrayLike, kept: npt.ArrayLike = ()) -> list[int]:
     """Returns positions of the hot objects to carry forward: first all that are `kept`, then the most recently used.
 
-    `held`, `stamps`: bytes and second of last use of each hot object. Without those of `kept`, carried objects take
-    CARRIED_SHARE of the segment at most.
+    `held`, `stamps`: bytes and second of last use of each hot object. Objects that are not `kept` are carried only
+    while the total stays within CARRIED_SHARE of the segment.
 
     >>> carried(100, held=[20, 20, 20, 20], stamps=[1, 4, 4, 2])
     [1, 2]

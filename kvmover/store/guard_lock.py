@@ -1,4 +1,4 @@
-"""A GuardLock knows which thread has it, so that what needs it, or must not run under it, says so and is held to it."""
+"""A GuardLock knows its owning thread, so that methods can assert that they run under it, or outside it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Answer = TypeVar("Answer")
 
 
 class GuardLock:
-    """A lock that a thread may take again while it has it. `inner`: locks that are taken after this one, never before.
+    """A reentrant lock. `inner`: locks that a thread acquires only after this one; asserted on entry.
 
     >>> lock = GuardLock()
     >>> with lock:
@@ -30,7 +30,7 @@ class GuardLock:
 
     @property
     def held(self) -> bool:
-        """Whether this thread has it."""
+        """Returns True if the calling thread holds the lock."""
         return self._owner == get_ident()
 
     def __enter__(self) -> None:
@@ -48,11 +48,11 @@ class GuardLock:
 
 
 class Locked(Protocol):
-    """What has a lock."""
+    """An object with a GuardLock."""
 
     @property
     def lock(self) -> GuardLock:
-        """Held for a moment at a time."""
+        """The lock, held only briefly at a time."""
         ...
 
 
@@ -62,7 +62,7 @@ Owner = TypeVar("Owner", bound=Locked)
 def under_lock(
     method: Callable[Concatenate[Owner, Arguments], Answer],
 ) -> Callable[Concatenate[Owner, Arguments], Answer]:
-    """Of a method: whoever calls it has the lock."""
+    """Decorate a method to assert that its caller holds the lock."""
 
     @wraps(method)
     def checked(self: Owner, *arguments: Arguments.args, **options: Arguments.kwargs) -> Answer:
@@ -75,7 +75,7 @@ def under_lock(
 def off_lock(
     method: Callable[Concatenate[Owner, Arguments], Answer],
 ) -> Callable[Concatenate[Owner, Arguments], Answer]:
-    """Of a method: whoever calls it has not got the lock, since it waits for a disk, or takes the lock many times."""
+    """Decorate a method that waits for a disk or takes the lock often: assert that its caller does not hold it."""
 
     @wraps(method)
     def checked(self: Owner, *arguments: Arguments.args, **options: Arguments.kwargs) -> Answer:

@@ -1,4 +1,4 @@
-"""A head file is read in pieces of some hundred KiB, however long it is or claims to be."""
+"""The reader of a head file takes it in pieces of 512 KiB, however long the file is or claims to be."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from kvmover.store.record import (
     decode_table,
 )
 
-#: Bytes that are read at a time: some milliseconds.
+#: Bytes per read, which takes some milliseconds.
 SOME_BYTES = 512 << 10
 
 _MAGIC = MAGIC.to_bytes(4, "little")
 
 
 def some_records(fd: int, at: int, end: int) -> RecordTable | None:
-    """Whole records of a head from byte `at` on, a piece of it; None where none begins there. Raises OSError.
+    """Read the whole records in one piece of a head from byte `at`; None if no record begins there. Raises OSError.
 
-    `end`: size of the file.
+    `end`: size of the file, bytes.
     """
     data = os.pread(fd, min(end - at, SOME_BYTES), at)
     claimed = claimed_bytes(data, 0)
@@ -35,9 +35,9 @@ def some_records(fd: int, at: int, end: int) -> RecordTable | None:
 
 
 def next_record(fd: int, at: int, end: int) -> int | None:
-    """Returns the byte at which the next whole record after `at` begins, of a damaged head. Raises OSError.
+    """Returns the byte after `at` where a damaged head's next whole record begins, or None. Raises OSError.
 
-    Records begin at multiples of 8, which a false magic seldom does; and what follows it must claim a length.
+    Records begin at multiples of RECORDS_AT, which a false magic seldom does; and a record must claim a length.
     """
     start = at + 1
     while end - start >= FIXED_BYTES:
@@ -56,7 +56,7 @@ def next_record(fd: int, at: int, end: int) -> int | None:
 
 
 def whole_records(fd: int, end: int) -> Iterator[RecordTable | None]:
-    """All records of a head, some at a time; None for each damaged stretch of it, and its end where it is torn.
+    """Yield all records of a head, some at a time; None for each damaged stretch, a torn end among them.
 
     Raises OSError.
     """
