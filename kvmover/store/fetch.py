@@ -1,7 +1,7 @@
-"""`fetch` reads what covers a part, from files of objects, and checks every cell before it counts as read.
+"""`fetch` reads the cells that cover a part from data files, and checks each against its digest.
 
-`look_again` decides about an object whose bytes were wrong, by files opened anew; `suspects` reads all objects of a
-segment in the order of the file and compares them with their digests.
+`look_again` re-examines an object whose bytes were wrong, through newly opened files; `suspects` reads all objects of
+a segment in file order and compares them with their digests.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from kvmover.store.record import BLOCK_BYTES, DIGEST_BYTES, FIXED_BYTES, decode,
 from kvmover.store.segment import Life, Segment
 from kvmover.store.stored import StoredObject
 
-#: Reasons against an object without a file, or with a hole in it: its blocks were given back by whom this process has
-#: not heard, or never came to the disk before a power cut. Nothing says that the disk is bad.
+#: Reasons against an object without a file, or with a hole in it: another process freed its blocks, or a power cut came
+#: before they reached the disk. Neither is evidence of a bad disk.
 MISSING, BLANK = "data file is missing", "blank"
 GIVEN_BACK = (MISSING, BLANK)
 
 
 def look_again(folder: Path, each: StoredObject) -> tuple[Verdict, str]:
-    """What the files in `folder` say of an object, read anew, and why.
+    """Re-read an object through newly opened files in `folder`. Returns the verdict and its reason.
 
-    Raises OSError where the system does not say: that is nothing against the object, however often.
+    Raises OSError if the files cannot be read, which is never evidence against the object.
     """
     segment = Segment(folder, each.segment, NO_BOOT, Life.SEALED)
     try:
@@ -69,7 +69,7 @@ def _look_at_payload(segment: Segment, each: StoredObject, digests: bytes) -> tu
             return Verdict.GONE, "evicted"
         if is_data_missing(segment):
             return Verdict.BAD, MISSING
-        raise  # a name that a listing has
+        raise  # a listing still has the name
     finally:
         close_quietly(fd)
     if got < each.nbytes:
@@ -82,13 +82,13 @@ def _look_at_payload(segment: Segment, each: StoredObject, digests: bytes) -> tu
 
 
 def _has_blank(payload: bytearray) -> bool:
-    """Whether a whole block of a payload that is not what was written is zeros: it is a hole in the file."""
+    """Returns True if a block of a wrong payload is all zeros, which is a hole in the file."""
     blocks = range(0, len(payload), BLOCK_BYTES)
     return any(payload.count(0, at, at + BLOCK_BYTES) == len(payload[at : at + BLOCK_BYTES]) for at in blocks)
 
 
 class _Boxed(Protocol):
-    """An object of any engine, which says of what part it is."""
+    """An object of any engine, with its part."""
 
     @property
     def part(self) -> PartKey: ...
@@ -100,24 +100,24 @@ SegmentFailure: TypeAlias = Failure[StoredObject]
 
 
 class PayloadSource(Protocol):
-    """Where payloads lie in files, and digests beside them."""
+    """A source of payloads in data files and of their digests."""
 
     @property
     def files(self) -> Files:
-        """What moves the bytes."""
+        """The storage backend that moves the bytes."""
         ...
 
     def lend(self, names: Iterable[str]) -> AbstractContextManager[dict[str, OpenFile]]:
-        """Open data files of segments, for the length of a block; removed ones are left out. Raises OSError."""
+        """Open the segments' data files within a `with` block; removed files are left out. Raises OSError."""
         ...
 
     def digests(self, objects: Sequence[StoredObject]) -> list[bytes]:
-        """The digests that the headers of objects have, b"" of one that is not there. Raises OSError."""
+        """Returns the digests in the objects' headers, b"" for an absent object. Raises OSError."""
         ...
 
 
 def fetch(catalog: PayloadSource, part: PagePart, reads: Sequence[SegmentRead]) -> list[SegmentFailure]:
-    """Read and check, a little at a time, so that the check finds it in the cache; what failed."""
+    """Read and check in small groups, so that checks hit the CPU cache. Returns the failures."""
     failures: list[SegmentFailure] = []
     size = max(1, catalog.files.group_bytes // part.nbytes)
     try:
@@ -144,9 +144,9 @@ def fetch(catalog: PayloadSource, part: PagePart, reads: Sequence[SegmentRead]) 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Reads whose cells come in one call. `owners`: read, first cell in its object and number of cells, of each run.
+    """A group of reads issued in one call. `tables`: the digests of each read's object.
 
-    `tables`: the digests of each read's object.
+    `owners`: for each run the read's number, the first cell in its object, and the cell count.
     """
 
     reads: Sequence[SegmentRead]
@@ -173,7 +173,7 @@ class _Group:
     def check(
         self, catalog: PayloadSource, part: PagePart, files: dict[str, OpenFile], reasons: Sequence[str]
     ) -> list[SegmentFailure]:
-        """Compare what came with the digests, and fetch what must go by way of a copy."""
+        """Check the cells read against the digests, and read token-wise shares through a copy."""
         bad, tables = [""] * len(self.reads), self.tables
         views = catalog.files.views(self.runs)
         for (number, first, count), view, reason in zip(self.owners, views, reasons, strict=True):
@@ -192,9 +192,10 @@ def _fault(reason: str) -> Fault:
 
 
 def _tokens(file: OpenFile, read: SegmentRead, digests: bytes, part: PagePart, memory: memoryview) -> str:
-    """Tokens out of cells that hold others too: the page was written under another context parallelism.
+    """Read single tokens of cells, for a page written under another context parallelism.
 
-    A cell cannot be checked but whole, so it is read aside, checked, and the tokens are copied out.
+    A digest covers a whole cell, so each cell is read aside, checked, and its tokens are copied out. Returns the
+    reason for failure, or "".
     """
     for run in read.source.runs:
         payload = bytearray(run.count * read.each.cell_bytes)
@@ -211,7 +212,7 @@ def _tokens(file: OpenFile, read: SegmentRead, digests: bytes, part: PagePart, m
 
 
 def scatter(read: ObjectRead[Boxed], run: CellRun, payload: memoryview, part: PagePart, memory: memoryview) -> None:
-    """Copy the tokens that are wanted of a run's cells, which were checked, to their places in the part's `memory`."""
+    """Copy the wanted tokens of a run's checked cells to their places in the part's `memory`."""
     held = read.each.part.box.tokens.tokens
     sources, targets = (list(places) for places in zip(*read.source.piece.tokens, strict=True))
     shape = (part.component.kv, part.box.tokens.tokens, part.row_bytes)
@@ -220,16 +221,16 @@ def scatter(read: ObjectRead[Boxed], run: CellRun, payload: memoryview, part: Pa
     out[run.part_cell : run.part_cell + run.count, :, targets] = rows[:, :, sources]
 
 
-#: Bytes of a read; the next ones are on their way meanwhile.
+#: Bytes per read; the next read is prefetched meanwhile.
 _READ_BYTES = 8 << 20
 
 
 def suspects(
     catalog: PayloadSource, segment: str, objects: Sequence[StoredObject]
 ) -> Iterator[tuple[StoredObject, bool]]:
-    """Each object, and whether it was not what its digests say. Not under the lock.
+    """Yield each object, and True if it does not match its digests. Call without the lock.
 
-    Raises OSError where the data file is there and cannot be opened: that says nothing against its objects.
+    Raises OSError if the data file exists and cannot be opened, which is no evidence against its objects.
     """
     ordered = sorted(objects, key=attrgetter("offset"))
     tables = dict(zip(ordered, catalog.digests(ordered), strict=True))
@@ -247,7 +248,7 @@ def suspects(
             view = memoryview(buffer)[: _span(group)]
             try:
                 got = os.preadv(fd, [view], group[0].offset)
-            except OSError:  # each is asked for by itself then
+            except OSError:  # then each object counts as a suspect
                 got = 0
             for each in group:
                 at = each.offset - group[0].offset
@@ -256,7 +257,7 @@ def suspects(
 
 
 def _groups(ordered: Sequence[StoredObject]) -> Iterator[list[StoredObject]]:
-    """Neighbours in the file that are read at once."""
+    """Yield groups of neighbours in the file, each read in one call."""
     group: list[StoredObject] = []
     for each in ordered:
         if group and each.offset + each.nbytes - group[0].offset > _READ_BYTES:

@@ -1,8 +1,7 @@
-"""An Index knows which objects a namespace has, as far as this process can, and in which order pages were last used.
+"""An Index lists the objects of a namespace known to this process, and the order in which pages were last used.
 
-Pure bookkeeping of what the head files say. It may be behind other processes and never has to be right: every read
-checks the bytes it gets. A store has millions of objects and every process has all of them here, so they are columns of
-numbers, some 110 bytes an object; a StoredObject or a Page is made when somebody asks for one. SegmentRows find the
+Pure bookkeeping of the head files. It may lag other processes and need not be right: every read checks its bytes. A store has millions of objects and every process has all of them here, so they are columns of
+numbers, some 110 bytes an object; a StoredObject or a Page is made on request. SegmentRows find the
 objects of one segment; `Alike` are pages made of the same parts, which are read in the same way: in columns.
 """
 
@@ -28,9 +27,9 @@ from kvmover.store.stored import Holdings, Page, Placed, Places, Rows, StoredObj
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Alike:
-    """Pages whose objects are of the same `parts`, a row for each of these and a column for each page.
+    """A group of pages whose objects have the same `parts`; arrays have shape (parts, pages).
 
-    `items`: which pages these are of those asked for. `segments` are numbers of the index.
+    `items`: positions of these pages in the request. `segments`: segment numbers of the index.
     """
 
     items: Rows
@@ -43,7 +42,7 @@ class Alike:
 def alike_pages(
     rows: Rows, pages: NumberColumns, objects: NumberColumns, parts: Sequence[tuple[PartKey, ...]], sizes: Places
 ) -> Iterator[Alike]:
-    """Of pages by their rows, -1 where there is none. `parts` and `sizes` are what numbers of columns stand for."""
+    """Group pages by parts. `rows`: page rows, -1 if absent. `parts`, `sizes`: decode the columns' numbers."""
     numbers = np.where(rows >= 0, pages.column("parts")[rows], 0)
     of = objects.column
     known: list[int] = np.unique(numbers[numbers > 0]).tolist()
@@ -59,7 +58,7 @@ def alike_pages(
 
 @dataclass(slots=True, eq=False)
 class SegmentRows:
-    """Objects of one segment: places of their headers, rising, in `RECORDS_AT`, and their rows, or -1."""
+    """The objects of one segment: header offsets, ascending, in units of RECORDS_AT, and rows, -1 if removed."""
 
     number: int
     records: array[int] = field(default_factory=lambda: array("I"))
@@ -68,7 +67,7 @@ class SegmentRows:
     held_bytes: int = 0
 
     def add(self, records: Places, rows: Rows) -> None:
-        """Rising among themselves, and nearly always behind what is there."""
+        """Add objects with ascending `records`, nearly always beyond the present ones."""
         numbers = (records // RECORDS_AT).astype(np.uint32)
         if not self.records or numbers[0] > self.records[-1]:
             self.records.frombytes(numbers.tobytes())
@@ -80,13 +79,13 @@ class SegmentRows:
             self.rows.insert(at, row)
 
     def place(self, record: int) -> int:
-        """Where in the columns a header is, or -1."""
+        """Returns the column position of the live object with its header at byte `record`, or -1."""
         record //= RECORDS_AT
         at = bisect_left(self.records, record)
         return at if at < len(self.records) and self.records[at] == record and self.rows[at] >= 0 else -1
 
     def at(self, records: Places) -> tuple[Places, Rows]:
-        """Where in the columns the headers are, and the rows, of those objects that live."""
+        """Returns column positions and rows of the live objects with headers at these bytes."""
         known = np.frombuffer(self.records, np.uint32)
         if not len(known):
             return np.zeros(0, np.int64), np.zeros(0, np.int32)
@@ -97,24 +96,24 @@ class SegmentRows:
         return places[rows >= 0], rows[rows >= 0]
 
     def remove(self, places: Places) -> None:
-        """These live no more."""
+        """Mark the objects at these column positions as removed."""
         np.frombuffer(self.rows, np.int32)[places] = -1
 
     def take(self) -> Rows:
-        """Rows of the objects that live."""
+        """Returns the rows of the live objects."""
         rows = np.array(self.rows, np.int32)
         return rows[rows >= 0]
 
 
-#: So many pages are taken out of the order of use one by one; more at once.
+#: Most pages unlinked from the order of use one by one; more are unlinked in bulk.
 _FEW = 64
 
 
 class Index:
-    """Pages by hash, the least recently used first; objects by segment and record."""
+    """An index of pages by hash, least recently used first, and of objects by segment and record."""
 
     def __init__(self) -> None:
-        #: An object: its header's place, in `RECORDS_AT`; its segment; where its payload is, in blocks; its kind, its
+        #: An object: its header's offset, in `RECORDS_AT`; its segment; its payload's offset, in blocks; its kind, its
         #: page, and the page's next one.
         self._objects = NumberColumns(record="I", offset="I", segment="i", kind="i", page="i", next="i", stamp="I")
         #: A page: the object that was added last, its parts, and the pages used just before and after it.
@@ -122,7 +121,7 @@ class Index:
         self._table = PageTable(random.SystemRandom().randrange(1 << 64))
         self._oldest = self._newest = -1
         self._segments: dict[str, SegmentRows] = {}
-        self.names: list[str] = []  # of segments; one that is gone keeps its number
+        self.names: list[str] = []  # of segments; a removed segment keeps its number
         self._kinds: list[tuple[PartKey, int]] = []
         self._kind_numbers: dict[tuple[PartKey, int], int] = {}
         self._parts: list[tuple[PartKey, ...]] = [()]
@@ -138,36 +137,36 @@ class Index:
 
     @property
     def held_bytes(self) -> int:
-        """Blocks of all objects, payload only."""
+        """Returns the bytes of all payload blocks."""
         return self.holdings.held_bytes
 
     def get(self, page: bytes) -> Page | None:
-        """The page of this hash, or None. Looking is no use: the order stays."""
+        """Returns the page of this hash, or None. Does not count as a use."""
         row = self._table.find(page)
         return self._page(row, page) if row >= 0 else None
 
     def missing(self, pages: Sequence[bytes]) -> list[bool]:
-        """Of each page whether there is none."""
+        """Returns True for each page that is absent."""
         return (self._table.find_many(pages) < 0).tolist()
 
     def get_many(self, pages: Sequence[bytes]) -> list[Page | None]:
-        """As `get`, at a tenth of the time each."""
+        """Returns `get` of each page, in a tenth of the time."""
         rows = self._table.find_many(pages).tolist()
         return [self._page(row, page) if row >= 0 else None for row, page in zip(rows, pages, strict=True)]
 
     def parts_of(self, pages: Sequence[bytes]) -> list[tuple[PartKey, ...]]:
-        """Of each page the parts that its objects are of, () where there is none: what a look-up needs of it."""
+        """Returns the parts of each page's objects, () if absent: enough for a look-up."""
         rows = self._table.find_many(pages)
         numbers = np.where(rows >= 0, self._pages.column("parts")[rows], 0)
         return [self._parts[number] for number in numbers.tolist()]
 
     def stamps_of(self, pages: Sequence[bytes]) -> list[int]:
-        """Of each page the second of its last use that is known here; 0 where there is none."""
+        """Returns the last-use time (s) of each page known here; 0 if absent."""
         rows = self._table.find_many(pages)
         return np.where(rows >= 0, self._pages.column("stamp")[rows], 0).tolist()
 
     def pages(self) -> Iterator[tuple[bytes, Page]]:
-        """The least recently used first. The one that was given last may be used or removed meanwhile."""
+        """Yield pages, least recently used first. The page yielded last may be used or removed meanwhile."""
         row = self._oldest
         while row >= 0:
             after = self._pages.after[row]
@@ -176,28 +175,28 @@ class Index:
             row = after
 
     def objects(self, segment: str) -> list[StoredObject]:
-        """Of one segment, by their place."""
+        """Returns the live objects of a segment, by header offset."""
         mine = self._segments.get(segment)
         return [self._object(row) for row in mine.take().tolist()] if mine else []
 
     def empty(self, segment: str) -> bool:
-        """Whether nothing of it is known to live."""
+        """Returns True if no object of the segment is known to live."""
         mine = self._segments.get(segment)
         return mine is None or not mine.live
 
     def live_bytes(self, segment: str) -> int:
-        """Blocks of all objects of a segment."""
+        """Returns the payload bytes, in whole blocks, of a segment's live objects."""
         mine = self._segments.get(segment)
         return mine.held_bytes if mine else 0
 
     def records(self, segment: str) -> Places:
-        """Places of the headers of all objects of a segment, rising."""
+        """Returns the header offsets, bytes, of a segment's live objects, ascending."""
         mine = self._segments.get(segment)
         rows = mine.take() if mine else np.zeros(0, np.int32)
         return self._objects.column("record")[rows].astype(np.int64) * RECORDS_AT
 
     def table(self, segment: str) -> RecordTable:
-        """All objects of a segment as its records said, rising; without the marks."""
+        """Returns a segment's live objects as a record table by ascending header offset, without marks."""
         mine = self._segments.get(segment)
         rows = mine.take() if mine else np.zeros(0, np.int32)
         of = self._objects.column
@@ -215,14 +214,15 @@ class Index:
         )
 
     def at(self, segment: str, record: int) -> StoredObject | None:
-        """The object whose header is at byte `record` of the head file of `segment`, or None."""
+        """Returns the object with its header at byte `record` of the segment's head file, or None."""
         mine = self._segments.get(segment)
         place = mine.place(record) if mine else -1
         return self._object(mine.rows[place]) if mine and place >= 0 else None
 
     def coldest(self, most: int, nbytes: int, kept: Collection[int], before: float | None = None) -> Rows:
-        """Pages that are the next to go, `most` at most: of so many bytes together, up to one of `kept` and to one
-        that was used since second `before`.
+        """Returns rows of the pages to evict next: at most `most`, until they hold `nbytes` together.
+
+        Stops at the first page in `kept`, and at the first last used at or after second `before`.
         """
         kept = frozenset(kept)
         of, objects, held = self._pages, self._objects, [padded(nbytes) for _, nbytes in self._kinds]
@@ -240,25 +240,25 @@ class Index:
         return np.array(found, np.int32)
 
     def alike(self, pages: Sequence[bytes]) -> Iterator[Alike]:
-        """Those of `pages` that are there, together with all whose objects are of the same parts."""
+        """Group the present ones of `pages` by the parts of their objects."""
         sizes = np.array([nbytes for _, nbytes in self._kinds] or [0], np.int64)
         return alike_pages(self._table.find_many(pages), self._pages, self._objects, self._parts, sizes)
 
     def pages_at(self, pages: Sequence[bytes]) -> Rows:
-        """Rows of those of `pages` that are there."""
+        """Returns rows of the present `pages`."""
         rows = self._table.find_many(pages)
         return rows[rows >= 0]
 
     def hashes(self, pages: Rows) -> list[bytes]:
-        """Of pages by their rows."""
+        """Returns the hashes of the pages in these rows."""
         return [self._table.key(page) for page in pages.tolist()]
 
     def stamps_at(self, pages: Rows) -> Places:
-        """Of pages by their rows the second of the last use that is known here."""
+        """Returns the last-use time (s) of the pages in these rows."""
         return self._pages.column("stamp")[pages].astype(np.int64)
 
     def placed(self, pages: Rows) -> Placed:
-        """All objects of pages."""
+        """Returns all objects of the pages in these rows."""
         rows = self._pages.column("first")[pages]
         found, after = [rows[:0]], self._objects.column("next")
         while len(rows := rows[rows >= 0]):
@@ -267,7 +267,7 @@ class Index:
         return self._placed(np.concatenate(found))
 
     def placed_in(self, segment: str, records: Places | None = None) -> Placed:
-        """Objects of a segment: all, or those with headers at `records`."""
+        """Returns the live objects of a segment: all, or those with headers at bytes `records`."""
         mine = self._segments.get(segment)
         if mine is None:
             return self._placed(np.zeros(0, np.int32))
@@ -291,11 +291,11 @@ class Index:
         )
 
     def watch(self, watcher: Watcher) -> None:
-        """Tell `watcher` of pages that lose an object, as long as it lives."""
+        """Tell `watcher` of pages that lose an object; held by weak reference."""
         self._watched.add(watcher)
 
     def add(self, objects: Iterable[StoredObject]) -> None:
-        """Objects that are complete. One that is known already stays as it is."""
+        """Add complete objects; an object known already stays unchanged."""
         fresh = [each for each in objects if self.at(each.segment, each.record) is None]
         for segment in dict.fromkeys(each.segment for each in fresh):
             mine = sorted((each for each in fresh if each.segment == segment), key=lambda each: each.record)
@@ -307,11 +307,11 @@ class Index:
             )
 
     def add_table(self, segment: str, table: RecordTable, now: int) -> None:
-        """Objects of a segment that were not known, by their records. A stamp beyond `now` is taken for it."""
+        """Add unknown objects of a segment by their records. Stamps beyond second `now` are clamped to it."""
         self.add_tables([(segment, slice(0, len(table)))], table, now)
 
     def add_tables(self, runs: Sequence[tuple[str, slice]], table: RecordTable, now: int) -> None:
-        """As `add_table`, of several segments one after the other: which rows of the table are whose."""
+        """Add a table as `add_table` does, for several segments: `runs` gives each segment's slice of the rows."""
         if not len(table):
             return
         pairs, which = np.unique(np.bitwise_or(table.nbytes << 20, table.part), return_inverse=True)
@@ -321,7 +321,7 @@ class Index:
         self._add(runs, table.page.tobytes(), np.array(kinds, np.int32)[which.reshape(-1)], places)
 
     def _add(self, runs: Sequence[tuple[str, slice]], pages: bytes, kinds: Rows, places: Places) -> None:
-        """`places`: record, offset and stamp of each object. Rising records of each segment, which are new here."""
+        """Add new objects. `places`: record, offset, stamp of each; records ascend within each segment."""
         records, offsets, stamps = places
         rows = self._objects.take(len(kinds))
         page_rows, fresh = self._table.put_many(pages)
@@ -348,7 +348,7 @@ class Index:
         self.holdings.held_bytes += int(held[-1])
 
     def _new_pages(self, fresh: Rows) -> None:
-        """Pages without objects, behind all others in the order of use."""
+        """Append pages without objects as the most recently used."""
         if not len(fresh):
             return
         self._pages.grow(int(fresh.max()) + 1)
@@ -364,7 +364,7 @@ class Index:
         self._newest = last
 
     def _chain(self, rows: Rows, pages: Rows, kinds: Rows) -> None:
-        """Put objects in front of those of their pages, each batch with one object a page at most."""
+        """Prepend objects to their pages' chains, in batches with at most one object of each page."""
         left = np.arange(len(rows))
         first, after, parts = self._pages.column("first"), self._objects.column("next"), self._pages.column("parts")
         while len(left):
@@ -382,18 +382,18 @@ class Index:
         return self._parts_number((*self._parts[parts], self._kinds[kind][0]))
 
     def remove(self, objects: Iterable[StoredObject]) -> int:
-        """Objects that are gone; the bytes of their blocks, of those that were there."""
+        """Remove objects. Returns the bytes of the blocks of those that were present."""
         by_segment: dict[str, list[int]] = {}
         for each in objects:
             by_segment.setdefault(each.segment, []).append(each.record)
         return sum(self.remove_at(segment, records) for segment, records in by_segment.items())
 
     def remove_at(self, segment: str, records: Iterable[int]) -> int:
-        """As `remove`, by the places of their headers in the head file of `segment`."""
+        """Remove objects as `remove` does, by the byte offsets of their headers in the segment's head file."""
         return self.remove_placed(self.placed_in(segment, np.unique(np.fromiter(records, np.int64))))
 
     def remove_placed(self, gone: Placed) -> int:
-        """As `remove`, by their places in this index."""
+        """Remove objects as `remove` does, by their rows, and tell the watchers."""
         for name, some in gone.by_segment():
             mine = self._segments[name]
             mine.remove(mine.at(gone.records[some])[0])
@@ -422,7 +422,7 @@ class Index:
         return held
 
     def _forget_pages(self, pages: Rows) -> None:
-        """Take pages that have no object left out of everything."""
+        """Remove pages without objects from the order of use and the hash table."""
         if len(pages) <= _FEW:
             for page in pages.tolist():
                 self._unlink(page)
@@ -431,7 +431,7 @@ class Index:
         self._table.remove_many(pages)
 
     def _unchain(self, page: int, gone: set[int]) -> None:
-        """Take objects out of a page that has others."""
+        """Remove objects from a page that keeps others."""
         left = [row for row in self._rows_of(page) if row not in gone]
         for here, behind in zip(left, [-1, *left], strict=False):
             self._objects.next[here] = behind
@@ -440,7 +440,7 @@ class Index:
         self._pages.parts[page] = self._parts_number(tuple(self._kinds[kinds[row]][0] for row in left))
 
     def _rows_of(self, page: int) -> list[int]:
-        """Objects of a page, as they were added."""
+        """Returns rows of a page's objects, in the order added."""
         rows: list[int] = []
         row = self._pages.first[page]
         while row >= 0:
@@ -452,7 +452,7 @@ class Index:
         self._join(self._pages.before[page], self._pages.after[page])
 
     def _join(self, before: int, after: int) -> None:
-        """Let two pages follow each other, of which one or both may be -1, an end."""
+        """Link two pages as neighbours in the order of use; -1 is an end."""
         if before >= 0:
             self._pages.after[before] = after
         else:
@@ -463,9 +463,9 @@ class Index:
             self._newest = before
 
     def _unlink_many(self, pages: Rows) -> None:
-        """As `_unlink`, of many: a single run of them is jumped over as a whole, several in steps that double."""
+        """Unlink many pages: a single run is skipped as a whole, several runs in doubling steps."""
         before, after = self._pages.column("before"), self._pages.column("after")
-        number = np.zeros(len(before) + 1, np.int32)  # the last one is asked for by -1
+        number = np.zeros(len(before) + 1, np.int32)  # index -1 reads the last entry
         number[pages] = np.arange(1, len(pages) + 1, dtype=np.int32)
         first, last = pages[number[before[pages]] == 0], pages[number[after[pages]] == 0]
         if len(first) == 1:
@@ -473,7 +473,7 @@ class Index:
             return
 
         def nearest(links: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-            """Of each page the first beyond it that stays, or -1."""
+            """Returns for each page the nearest page along `links` that stays, or -1."""
             ends = links[pages]
             while True:
                 going: Rows = np.flatnonzero((ends >= 0) & (number[ends] > 0))
@@ -490,12 +490,12 @@ class Index:
             self._newest = int(front[behind < 0][0])
 
     def drop(self, segment: str) -> None:
-        """Forget a segment that is gone, with its objects."""
+        """Forget a removed segment and its objects."""
         self.remove_placed(self.placed_in(segment))
         self._segments.pop(segment, None)
 
     def drop_some(self, segment: str, most: int) -> bool:
-        """As `drop`, a few objects; False once none were left, nor is the segment."""
+        """Forget at most `most` objects of a segment. Returns False once it had no object left and is forgotten."""
         mine = self._segments.get(segment)
         rows = mine.take() if mine else np.zeros(0, np.int32)
         if len(rows):
@@ -505,22 +505,22 @@ class Index:
         return False
 
     def stamped(self, each: StoredObject, stamp: int) -> None:
-        """The header of an object says now that it was used at second `stamp`."""
+        """Record that an object's header now has the last-use time `stamp` (s)."""
         mine = self._segments.get(each.segment)
         place = mine.place(each.record) if mine else -1
         if mine and place >= 0:
             self._objects.stamp[mine.rows[place]] = stamp
 
     def stamp(self, pages: Sequence[bytes], stamp: int) -> None:
-        """These were used at second `stamp`, by somebody who keeps no order."""
+        """Raise the pages' last-use time to `stamp` (s) without changing their order."""
         rows = self.pages_at(pages)
         stamps = self._pages.column("stamp")
         stamps[rows] = np.maximum(stamps[rows], stamp)
 
     def use(self, pages: Sequence[bytes], stamp: int) -> list[int]:
-        """These were read or written at second `stamp`, in this order: the last to go now. If one went, so be it.
+        """Move pages used at second `stamp` to the most recently used end, in this order; skip absent pages.
 
-        Rows of those that are there.
+        Returns the rows of the present pages.
         """
         before, after, stamps = self._pages.before, self._pages.after, self._pages.stamp
         rows = self.pages_at(pages).tolist()
@@ -536,19 +536,19 @@ class Index:
 
     @property
     def span_s(self) -> tuple[int, int]:
-        """Seconds of the last use of the least and of the most recently used page; zeros of an empty index."""
+        """Returns the last-use times (s) of the least and most recently used page; zeros if the index is empty."""
         if self._oldest < 0:
             return 0, 0
         return self._pages.stamp[self._oldest], self._pages.stamp[self._newest]
 
     def stat(self, segments: int, held_bytes: int, head_bytes: int) -> Stat:
-        """What a namespace holds whose engine counts the rest."""
+        """Returns the namespace's statistics, with the given counts from its engine."""
         oldest_s, newest_s = self.span_s
         held = self.holdings
         return Stat(len(self), held.objects, segments, held.payload_bytes, held_bytes, head_bytes, oldest_s, newest_s)
 
     def sort(self) -> None:
-        """By stamps, which is all that is known of the order of pages found on opening."""
+        """Order pages by last-use time, the only order known of pages found on opening."""
         rows = self._table.rows()
         if not len(rows):
             return
