@@ -1,7 +1,6 @@
-"""Files move bytes between registered memory and open files; os.preadv and os.pwritev define what that means.
+"""Files move bytes between registered memory and open files, with the semantics of os.preadv and os.pwritev.
 
-A call moves many runs and answers for each alone: "" where the run moved whole, else the reason. Nothing is raised for
-what befalls a run.
+A call moves many runs and returns a reason for each: "" if the run moved whole. The failure of a run raises no error.
 """
 
 from __future__ import annotations
@@ -29,51 +28,51 @@ from kvmover.transport import Memory, MemoryKind
 
 log = logging.getLogger(__name__)
 
-#: What O_DIRECT asks of addresses, offsets and lengths on every disk; 512 bytes would do on some.
+#: Alignment that O_DIRECT needs of addresses, offsets and lengths on every disk; 512 bytes suffice on some.
 DIRECT_BYTES = 4096
 
-#: Runs of one system call (IOV_MAX), and their bytes: few enough to stay in the cache for the digest that follows,
-#: while a disk wants many requests at once.
+#: Runs of a system call (IOV_MAX), and bytes: few enough to stay in the CPU cache for the digest that follows, while a
+#: disk needs many requests at once.
 _RUNS = 1024
 _BUFFERED_BYTES, _DIRECT_CALL_BYTES = 2 << 20, 8 << 20
 
-#: How the reason begins where a file has fewer bytes than a run: the device is well, the file is not.
+#: Prefix of the reason if a file ends before a run: the device works, the file is short.
 SHORT = "ends after"
 
 _ZEROS = memoryview(bytes(DIRECT_BYTES))
 
 
 class Access(StrEnum):
-    """Through the page cache, or past it wherever the file system and the alignment of a run allow."""
+    """The route to the disk: BUFFERED by the page cache, DIRECT past it if file system and alignment allow."""
 
     BUFFERED = "buffered"
     DIRECT = "direct"
 
 
-#: What a file that was removed is: on this machine, or by another one on a network file system.
+#: Errors of a removed file: removed on this machine, or by another one on a network file system.
 _GONE = (errno.ENOENT, errno.ESTALE)
 
-#: Why a file is opened to read only: the mount or its owner lets nobody write.
+#: Errors upon which a file is opened read-only: the mount or the owner forbids writing.
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
-#: What file systems say that open with O_DIRECT and then do not move so, and memory that cannot be pinned.
+#: Errors of file systems that open with O_DIRECT but do not transfer so, and of memory that cannot be pinned.
 _NOT_DIRECT = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def is_gone(error: OSError) -> bool:
-    """Whether the file was removed, by whichever machine: ESTALE is how a network file system says ENOENT."""
+    """Returns True if any machine removed the file: a network file system says ESTALE for ENOENT."""
     return error.errno in _GONE
 
 
 def is_absent(error: OSError) -> bool:
-    """Returns whether no such name was found. Others may have it all the same: one look is no proof."""
+    """Returns True if the name was not found. The file may exist all the same: one look is no proof."""
     return error.errno == errno.ENOENT
 
 
 def open_shared(path: Path, flags: int = 0) -> int:
-    """A descriptor of a file that others have open too, to write where that is allowed. Raises OSError.
+    """Open a shared file for reading and writing, or read-only if writing is forbidden. Raises OSError.
 
-    Links are not followed.
+    The last path component must not be a symbolic link. The caller owns the descriptor.
     """
     flags |= os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -85,7 +84,7 @@ def open_shared(path: Path, flags: int = 0) -> int:
 
 
 def close_quietly(*fds: int) -> None:
-    """Close descriptors that are open. A network file system may say here that another machine removed the file."""
+    """Close the descriptors that are not -1. Ignores OSError: on a network file system the file may be gone."""
     for fd in fds:
         if fd >= 0:
             with suppress(OSError):
@@ -93,9 +92,10 @@ def close_quietly(*fds: int) -> None:
 
 
 class OpenFile:
-    """A file open for both directions, or to read where nobody may write.
+    """A file open for reading and writing, or read-only if writing is forbidden.
 
-    `direct` bypasses the page cache, or is -1; `direct_works` until a transfer through it is refused.
+    `direct`: descriptor that bypasses the page cache, or -1. `direct_works`: False once a transfer through it is
+    refused.
     """
 
     __slots__ = ("direct", "direct_works", "fd", "path")
@@ -113,28 +113,28 @@ class OpenFile:
 
     @classmethod
     def of_descriptor(cls, fd: int, path: Path) -> OpenFile:
-        """What is open already as `fd`, which is closed with this; `path` is for people."""
+        """Wrap the open descriptor `fd` and own it; `path` is for messages only."""
         file = cls.__new__(cls)
         file.path, file.fd, file.direct, file.direct_works = path, fd, -1, False
         return file
 
     def doubt_direct(self, error: OSError) -> None:
-        """A transfer past the page cache failed; where `error` says that none will work, none is tried again."""
+        """Stop using the direct descriptor if `error` of a transfer says that direct transfers cannot work."""
         if self.direct_works and error.errno in _NOT_DIRECT:
             log.warning("%s opens with O_DIRECT and moves nothing so: %s; the page cache serves", self.path, error)
             self.direct_works = False
 
     def close(self) -> None:
-        """Close both descriptors. Safe to call twice, and raises nothing."""
+        """Close both descriptors. Idempotent; never raises OSError."""
         fds = self.fd, self.direct
         self.fd = self.direct = -1
         close_quietly(*fds)
 
 
 class FileRun(msgspec.Struct, frozen=True, gc=False):
-    """`nbytes` bytes at `address` of registered memory, and at `offset` of a file.
+    """A run of `nbytes` bytes at `address` of registered memory and at `offset` of a file.
 
-    A struct: there are hundreds in a batch, and a frozen dataclass takes 0.36 us to make, this 0.05.
+    A msgspec struct, as a batch has hundreds: it takes 0.05 us to make, a frozen dataclass 0.36.
     """
 
     file: OpenFile
@@ -144,87 +144,87 @@ class FileRun(msgspec.Struct, frozen=True, gc=False):
 
 
 def is_aligned(run: FileRun) -> bool:
-    """Whether offset, address and length of a run are multiples of DIRECT_BYTES, as O_DIRECT asks."""
+    """Returns True if offset, address and length of a run are multiples of DIRECT_BYTES, as O_DIRECT needs."""
     return not (run.offset | run.address | run.nbytes) % DIRECT_BYTES
 
 
-#: Told of a group that was read: its number, and why each of its runs failed.
+#: Callback after a group was read: its number, and the reason of each run, "" if the run was read whole.
 Look: TypeAlias = Callable[[int, list[str]], None]
 
 
 class Files(Protocol):
-    """What a store needs of a storage backend."""
+    """A storage backend, as a store uses it."""
 
     @property
     def name(self) -> str:
-        """The backend and how it reaches the disk, for people: `plain, buffered`."""
+        """Returns the backend and its access, for messages: `plain, buffered`."""
         ...
 
     @property
     def group_bytes(self) -> int:
-        """How much to move in one call for what follows, a digest, to find it in the cache."""
+        """Returns the bytes to move per call so that the digest that follows hits the CPU cache."""
         ...
 
     def register(self, memory: Memory) -> None:
-        """Runs may lie in `memory` from now on. Raises DescriptorError for a kind that this backend cannot reach."""
+        """Register `memory` for runs. Raises DescriptorError for a kind that this backend cannot reach."""
         ...
 
     def deregister(self, memory: Memory) -> None:
-        """No run lies in `memory` any more: its owner may free it. Raises DescriptorError unless it was registered."""
+        """Deregister `memory`; its owner may then free it. Raises DescriptorError unless it was registered."""
         ...
 
     def view(self, address: int, nbytes: int) -> memoryview:
-        """Registered host memory. Raises DescriptorError for anything else."""
+        """Returns a view of registered host memory. Raises DescriptorError outside it."""
         ...
 
     def views(self, runs: Sequence[FileRun]) -> list[memoryview]:
-        """The memory of each run, in a third of the time that as many calls of `view` take."""
+        """Returns a view of each run's memory, in a third of the time of as many `view` calls."""
         ...
 
     def open(self, path: Path) -> OpenFile:
-        """Raises OSError. The file is there and does not grow past what `write` is told."""
+        """Open an existing file, which grows only by `write`. Raises OSError."""
         ...
 
     def close_file(self, file: OpenFile) -> None:
-        """Close a file that `open` gave. No run of it may be under way."""
+        """Close a file opened by `open`. Precondition: all its runs have ended."""
         ...
 
     def read(self, runs: Sequence[FileRun]) -> list[str]:
-        """Fill the memory of each run from its file: why each failed, "" where it moved whole.
+        """Read each run from its file into memory. Returns each run's reason for failure, "" if read whole.
 
-        The reason begins with `SHORT` where the file ends before the run.
+        A reason begins with `SHORT` if the file ends before the run does.
         """
         ...
 
     def write(self, runs: Sequence[FileRun]) -> list[str]:
-        """As `read`. Gaps below 4 KiB between consecutive runs of a file may be filled with zeros, to save a call."""
+        """Write each run to its file; returns reasons as `read`. May zero gaps below 4 KiB between a file's runs."""
         ...
 
     def read_each(self, groups: Sequence[Sequence[FileRun]], look: Look) -> None:
-        """As `read`, a group at a time: `look` is told its number and the answer, while others are read.
+        """Read group by group and call `look` with each group's number and reasons while other groups are read.
 
-        Groups end in any order, and `look` may be called in another thread. All have ended when this returns or raises.
+        Groups end in any order; `look` may run in another thread. All groups have ended once this returns or raises.
         """
         ...
 
     def write_ahead(self, groups: Iterable[Sequence[FileRun]]) -> Iterator[list[str]]:
-        """As `write`, a group at a time: one is under way while the caller makes the next."""
+        """Write group by group and yield each group's reasons; a group may be written while the next is made."""
         ...
 
     def close(self) -> None:
-        """End every registration and close every file. The registered memory stays the caller's."""
+        """End the backend and its registrations. The registered memory stays the caller's."""
         ...
 
 
 class HostMemory:
-    """Registered ranges of host memory, as views."""
+    """A set of registered ranges of host memory, with views of them."""
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []
         self._views: dict[int, memoryview] = {}
 
     def add(self, memory: Memory) -> None:
-        """Let views be taken of a range. Raises DescriptorError for device memory, or one that overlaps another."""
+        """Register a range. Raises DescriptorError for device memory, an empty range, or an overlap."""
         start, stop = memory.address, memory.address + memory.nbytes
         if memory.kind is not MemoryKind.HOST or memory.nbytes < 1 or start < 1:
             raise DescriptorError(f"{memory} cannot be read from files or written to them: it is not host memory")
@@ -234,7 +234,7 @@ class HostMemory:
         self._views[start] = memoryview((ctypes.c_char * memory.nbytes).from_address(start)).cast("B")
 
     def remove(self, memory: Memory) -> None:
-        """Views of it are no longer handed out. Raises DescriptorError for a range that was not added."""
+        """Deregister a range. Raises DescriptorError unless that range was added."""
         entry = (memory.address, memory.address + memory.nbytes)
         if entry not in self._ranges:
             raise DescriptorError(f"{memory} is not registered")
@@ -242,7 +242,7 @@ class HostMemory:
         del self._views[memory.address]
 
     def view(self, address: int, nbytes: int) -> memoryview:
-        """`nbytes` bytes at `address` as they are, no copy. Raises DescriptorError outside every range."""
+        """Returns a zero-copy view of `nbytes` bytes at `address`. Raises DescriptorError outside every range."""
         at = bisect_right(self._ranges, (address, 1 << 64)) - 1
         if at < 0 or nbytes < 0 or address + nbytes > self._ranges[at][1]:
             raise DescriptorError(f"{nbytes} bytes at {address:#x} are outside the registered host memory")
@@ -250,7 +250,7 @@ class HostMemory:
         return self._views[start][address - start : address - start + nbytes]
 
     def views(self, runs: Sequence[FileRun]) -> list[memoryview]:
-        """Most runs lie in the range of the one before."""
+        """Returns a view of each run. Raises DescriptorError for a run outside every range."""
         found: list[memoryview] = []
         start, size, whole = 0, 0, memoryview(b"")
         for run in runs:
@@ -266,9 +266,9 @@ class HostMemory:
 def ahead(
     groups: Iterable[Sequence[FileRun]], begin: Callable[[Sequence[FileRun]], Callable[[], list[str]]], depth: int = 1
 ) -> Generator[list[str]]:
-    """The answers of each group, the next `depth` having been begun.
+    """Yield the reasons of each group, with the next `depth` groups begun.
 
-    All that was begun is waited for, whatever happens.
+    All begun groups are awaited, also if the consumer stops or raises.
     """
     waiting: deque[Callable[[], list[str]]] = deque()
     try:
@@ -284,14 +284,14 @@ def ahead(
 
 
 def look_in_order(answers: Generator[list[str]], look: Look) -> None:
-    """Look at one group after another. Where a look raises, what was begun is waited for first."""
+    """Call `look` for each group in order. If it raises, begun groups are awaited first."""
     with closing(answers):
         for number, reasons in enumerate(answers):
             look(number, reasons)
 
 
 class PlainFiles(Files):
-    """Vectored system calls: neighbouring runs of a file go in one.
+    """A backend of vectored system calls: neighbouring runs of a file go in one call.
 
     128 pages of 16 KiB that lie next to each other are one call. On a disk with O_DIRECT that is as fast as NIXL's
     POSIX plugin with 128 requests in flight (4.0 and 3.1 GB/s written, 2.2 and 2.1 read); scattered pages are not.
@@ -334,10 +334,10 @@ class PlainFiles(Files):
         return self._move(os.pwritev, runs, DIRECT_BYTES - 1)
 
     def read_each(self, groups: Sequence[Sequence[FileRun]], look: Look) -> None:
-        """Out of the page cache by two threads, each of which looks at what it has read.
+        """Read buffered groups in two threads, each of which calls `look` for the groups it has read.
 
-        A digest finds it in the cache of that processor. On tmpfs and two cores pages of 1 MiB came at 1.16 of what a
-        raw loop of one thread reads, at 0.67 in one thread, and at 0.71 where one read and the other looked.
+        The digest then hits that core's cache. On tmpfs and two cores, pages of 1 MiB came at 1.16 of the rate of a
+        raw one-thread read loop, at 0.67 in one thread, and at 0.71 with one thread reading and one looking.
         """
         if self._access is Access.DIRECT:
             look_in_order(ahead(groups, lambda runs: self.pool.submit(self.read, runs).result), look)
@@ -361,14 +361,17 @@ class PlainFiles(Files):
                 beside.result()
 
     def write_ahead(self, groups: Iterable[Sequence[FileRun]]) -> Iterator[list[str]]:
-        """A copy into the page cache keeps the processor as busy as a digest: there a thread only costs more."""
+        """Write groups; with DIRECT access one is written while the next is made.
+
+        Buffered writes stay in the caller's thread: copying into the page cache is CPU work, as the digest is.
+        """
         if self._access is Access.BUFFERED:
             return map(self.write, groups)
         return ahead(groups, lambda runs: self.pool.submit(self.write, runs).result)
 
     @cached_property
     def pool(self) -> ThreadPoolExecutor:
-        """One thread, which reads and writes beside the caller's."""
+        """Returns a pool of one thread, which works beside the caller's."""
         return ThreadPoolExecutor(1, "kvmover-files")
 
     def close(self) -> None:
@@ -385,7 +388,7 @@ class PlainFiles(Files):
         return reasons
 
     def _calls(self, runs: Sequence[FileRun], gap_bytes: int) -> Iterable[tuple[int, int, int]]:
-        """(first, stop, descriptor) of runs that go in one system call."""
+        """Yield (first, stop, descriptor) of runs that go in one system call."""
         first = 0
         while first < len(runs):
             run = runs[first]
@@ -407,7 +410,7 @@ class PlainFiles(Files):
 
 
 def _vectored(call: Callable[..., int], fd: int, runs: Sequence[FileRun], views: Sequence[memoryview]) -> list[str]:
-    """One call for all; what it leaves is moved run by run, so that each has an answer of its own."""
+    """Move all runs in one call; the unmoved rest goes run by run, so that each gets its own reason."""
     vectors: list[memoryview] = []
     end = runs[0].offset
     for run, view in zip(runs, views, strict=True):
@@ -428,7 +431,7 @@ def _vectored(call: Callable[..., int], fd: int, runs: Sequence[FileRun], views:
 
 
 def _alone(call: Callable[..., int], fd: int, run: FileRun, view: memoryview) -> str:
-    """What fails past the page cache is tried through it: the file system may take it there."""
+    """Move one run; a direct transfer that fails is retried through the page cache. Returns the reason or ""."""
     done = 0
     while done < run.nbytes:
         try:
@@ -446,7 +449,7 @@ def _alone(call: Callable[..., int], fd: int, run: FileRun, view: memoryview) ->
 
 
 def file_system_of(folder: Path) -> str:
-    """The kind of the file system that `folder` is on, `ext4` or `fuse.glusterfs`, by the mount nearest above it."""
+    """Returns the file system type of the mount nearest above `folder`: `ext4`, `fuse.glusterfs`."""
     best, kind = "", ""
     resolved = str(folder.resolve())
     for line in Path("/proc/self/mounts").read_text().splitlines():
@@ -457,20 +460,20 @@ def file_system_of(folder: Path) -> str:
     return kind
 
 
-#: File systems that one machine has to itself, so that what one process wrote the next one sees.
+#: File systems of a single machine, on which each process sees at once every other's writes.
 _LOCAL = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
 
 
 def is_shared(folder: Path) -> bool:
-    """Whether other machines may have `folder` mounted, and each sees some of it as it was a moment ago."""
+    """Returns True if other machines may mount `folder` too, and so see it slightly stale."""
     return file_system_of(folder) not in _LOCAL
 
 
 def reason_of(error: OSError) -> str:
-    """What an error of the system says, without its number: `No space left on device`."""
+    """Returns the text of a system error without its number: `No space left on device`."""
     return error.strerror or str(error)
 
 
 def memory_of_buffer(buffer: mmap.mmap | bytearray) -> Memory:
-    """The bytes of a writable buffer, which must outlive their registration and must not be resized."""
+    """Describe a writable buffer as host memory. It must outlive its registration and keep its size."""
     return Memory(MemoryKind.HOST, ctypes.addressof(ctypes.c_char.from_buffer(buffer)), len(buffer))

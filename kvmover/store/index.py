@@ -1,6 +1,7 @@
 """An Index lists the objects of a namespace known to this process, and the order in which pages were last used.
 
-Pure bookkeeping of the head files. It may lag other processes and need not be right: every read checks its bytes. A store has millions of objects and every process has all of them here, so they are columns of
+Pure bookkeeping of the head files. It may lag other processes and need not be right: every read checks its bytes.
+A store has millions of objects and every process has all of them here, so they are columns of
 numbers, some 110 bytes an object; a StoredObject or a Page is made on request. SegmentRows find the
 objects of one segment; `Alike` are pages made of the same parts, which are read in the same way: in columns.
 """

@@ -1,4 +1,4 @@
-"""Where page stores are: a directory, as a Path, or as text who keeps them. Loads nothing of any."""
+"""The location of a page store: a directory as a Path, or a service's URL as text. Loads no engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvmover.errors import StoreError
 
-#: How the locations of object stores begin, of pools of memory, and that of a keeper's socket.
+#: Prefixes of locations: object stores, memory pools, and a keeper's socket.
 SCHEMES = ("s3://", "gs://", "az://")
 POOL = "mooncake://"
 KEEPER = "keeper://"
@@ -14,22 +14,22 @@ SERVICES = (*SCHEMES, POOL, KEEPER)
 
 
 def is_bucket(text: str) -> bool:
-    """Whether a location names an object store."""
+    """Returns True if a location names an object store."""
     return text.startswith(SCHEMES)
 
 
 def is_service(text: str) -> bool:
-    """Whether a location names somebody who keeps pages: an object store, a pool of memory or a keeper."""
+    """Returns True if a location names a service: an object store, a memory pool or a keeper."""
     return text.startswith(SERVICES)
 
 
 def is_keeper(text: str) -> bool:
-    """Returns whether a location names a keeper's socket."""
+    """Returns True if a location names a keeper's socket."""
     return text.startswith(KEEPER)
 
 
 def store_location(text: str) -> Path | str:
-    """Returns the location that a person means. `~` is a home directory. Raises StoreError for an unknown service.
+    """Returns the parsed location, with `~` expanded in paths. Raises StoreError for an unknown service.
 
     >>> store_location("s3://bucket/prefix"), store_location("mooncake://host:50051"), store_location("/srv/kv")
     ('s3://bucket/prefix', 'mooncake://host:50051', PosixPath('/srv/kv'))

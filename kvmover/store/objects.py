@@ -1,8 +1,8 @@
-"""Objects is what keeps the objects of a namespace, whatever engine is under it: segments in files, or others.
+"""The Objects protocol is the storage engine of a namespace's objects: segments in files, or a service.
 
 An object is the box of a page that one rank wrote, whole and with the digest of each of its cells. A PartView says
-which objects make up what a rank wants; what is here puts them whole, reads ranges of their cells, and says which are
-there.
+which objects cover the part of a rank; Objects puts objects whole, reads ranges of their cells, and lists those
+present.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from kvmover.transport import Memory
 
 DIGEST, EIO = "digest", os.strerror(errno.EIO)
 
-#: How an engine names an object of its own.
+#: An engine's own name of an object.
 Named = TypeVar("Named")
 NamedOut = TypeVar("NamedOut", covariant=True)
 
 
 class FoundPage(Protocol[NamedOut]):
-    """A page that is there: its objects, and the part that each of them holds."""
+    """A present page: its objects, and the part that each of them holds."""
 
     @property
     def objects(self) -> Sequence[NamedOut]:
-        """As the engine names them."""
+        """Returns the engine's names of the objects."""
         ...
 
     @property
     def parts(self) -> tuple[PartKey, ...]:
-        """Of each object, in the same order."""
+        """Returns the part of each object, in the same order."""
         ...
 
 
@@ -46,14 +46,14 @@ Plan = Callable[[tuple[PartKey, ...]], tuple[ObjectShare, ...] | None]
 
 
 class ObjectDraft(msgspec.Struct, frozen=True, gc=False):
-    """An object to be put: of which page, and where its bytes lie, packed `head layer kv token dim`."""
+    """An object to be put: its page, and the address of its bytes, packed `head layer kv token dim`."""
 
     page: bytes
     address: int
 
 
 class ObjectRead(msgspec.Struct, Generic[Named], frozen=True, gc=False):
-    """One object's share of page `item` of a batch, whose part begins at `address`."""
+    """An object's share of page `item` of a batch, whose part begins at `address`."""
 
     item: int
     address: int
@@ -62,9 +62,9 @@ class ObjectRead(msgspec.Struct, Generic[Named], frozen=True, gc=False):
 
 
 class Fault(Enum):
-    """What a failed read says: SUSPECT of the object, which is looked at again; HERE of this process or the system.
+    """The cause of a failed read: SUSPECT, the object, which is examined again; HERE, this process or the system.
 
-    A process that has no descriptor left, or a network that is down, knows nothing against the object.
+    A process out of descriptors, or a network that is down, is no evidence against the object.
     """
 
     SUSPECT = "suspect"
@@ -81,8 +81,9 @@ class Failure(Generic[Named]):
 
 
 class Verdict(Enum):
-    """The word of a second look: WELL; GONE by somebody's hand; BAD for everybody, and deleted; SPARED: bad after too
-    many others, or on a disk that does not give it, and left to others; UNKNOWN: the system did not say.
+    """The verdict of a second look: WELL; GONE: deleted by a process; BAD for every process, and deleted.
+
+    SPARED: unreadable, or bad beyond the deletion budget, and left to other processes; UNKNOWN: the system did not say.
     """
 
     WELL = "well"
@@ -93,113 +94,114 @@ class Verdict(Enum):
 
 
 class Watcher(Protocol):
-    """Hears of losses, under the store's lock and in whichever thread learnt of them: it takes a note and returns."""
+    """A listener for losses, called under the store's lock in any thread: it must only take a note and return."""
 
     def lost(self, page: bytes) -> None:
-        """`page` has lost an object. Others may still cover for it."""
+        """Note that `page` has lost an object; its other objects may still cover it."""
         ...
 
 
 class Objects(Protocol[Named]):
-    """The objects of one namespace. Safe for one thread that asks, one that reads and one that writes.
+    """The objects of one namespace. Safe for one look-up thread, one reading and one writing thread.
 
-    `parts_of` asks nobody whose answer may take long: an engine's scheduler waits for it. What the system does not say
-    is a miss, counted in `counters.lagged`. But for what is said below nothing raises: one object's trouble, or one
-    batch's, is an answer.
+    `parts_of` never waits long, since an engine's scheduler waits for it; a look-up that the system fails is a miss,
+    counted in `counters.lagged`. Methods raise only as their docstrings say: failures of an object or a batch are
+    returned.
     """
 
-    #: What was done here since it was opened, and what opening found.
+    #: Operation counts since opening, and the findings of opening.
     counters: Counters
     recovered: Recovered
 
     @property
     def name(self) -> str:
-        """The way that bytes go, for people."""
+        """Returns the engine and its transfer path, for messages."""
         ...
 
     def register(self, memory: Memory) -> None:
-        """Objects may be read into and written from `memory`, which the caller keeps. Raises DescriptorError."""
+        """Register `memory` for reads and puts; the caller keeps it alive. Raises DescriptorError if unreachable."""
         ...
 
     def deregister(self, memory: Memory) -> None:
-        """Nothing goes to or comes from `memory` any more. Raises DescriptorError for what is not registered."""
+        """Deregister `memory`. Raises DescriptorError unless it was registered."""
         ...
 
     def memory_at(self, address: int, nbytes: int) -> memoryview:
-        """Registered memory as it is, no copy. Raises DescriptorError outside of all."""
+        """Returns a zero-copy view of registered memory. Raises DescriptorError outside it."""
         ...
 
     def parts_of(self, pages: Sequence[bytes], wanted: PartKey) -> list[tuple[PartKey, ...]]:
-        """Of each page the parts whose objects are there; () of one that is absent or too old.
+        """Returns the parts of each page's present objects; () if the page is absent or expired.
 
-        All that `wanted` may be made of are among them: what can't list asks for no others.
+        Includes all parts that may cover `wanted`; an engine that cannot list asks only for these.
         """
         ...
 
     def find(self, pages: Sequence[bytes], wanted: PartKey) -> Sequence[FoundPage[Named] | None]:
-        """The pages of these hashes, None where one is absent or too old, with what `wanted` may be made of."""
+        """Returns the pages of these hashes with the objects that may cover `wanted`; None if absent or expired."""
         ...
 
     def put(self, part: PagePart, key: PartKey, drafts: Sequence[ObjectDraft], keep: Collection[bytes]) -> list[str]:
-        """Put objects whole, each of another page: for each the reason why it is not there now, "" for one that is.
+        """Put objects whole, each of a different page. Returns each one's reason for failure, "" if now present.
 
-        Room is made by evicting others, but no page of `keep`. The first of two writers wins, who may be another.
+        Evicts pages outside `keep` to make room. The first of two writers wins, be it another process.
         """
         ...
 
     def owe(self, objects: Sequence[Named]) -> None:
-        """A put was answered by these objects: the next `flush` makes them as safe as what was put here."""
+        """Include these existing objects in the next `flush`."""
         ...
 
     def sweep(self, part: PagePart, plan: Plan, pages: Sequence[bytes], addresses: Sequence[int]) -> Collection[int]:
-        """Read what needs no check: which of the pages are whole at their addresses now. Others are looked for.
+        """Read pages that need no look-up. Returns positions of those now whole at their addresses.
 
-        `plan`: how the part is made of objects of some parts, None where one is missing.
+        The caller looks up the rest. `plan`: maps parts to the shares that make up `part`, None if any is missing.
         """
         return ()
 
     def read(self, part: PagePart, reads: Sequence[ObjectRead[Named]]) -> list[Failure[Named]]:
-        """Read cells to their places and check each of them; what failed. Where a read failed there is garbage."""
+        """Read cells to their places and check each. Returns the failures, whose memory holds garbage."""
         ...
 
     def judge(self, failure: Failure[Named]) -> tuple[Verdict, str]:
-        """Look again at an object that a read failed of, past all caches, and delete it where it is bad. With the
-        verdict the reason.
+        """Re-examine the object of a failed read, past all caches, and delete it if bad.
+
+        Returns the verdict and its reason.
         """
         ...
 
     def used(self, pages: Sequence[bytes]) -> None:
-        """Pages were read, in this order: they are the last to be evicted."""
+        """Mark pages as read, in this order: they are evicted last."""
         ...
 
     def watch(self, watcher: Watcher) -> None:
-        """Tell `watcher`, which the caller keeps, of every page that loses an object, as soon as it is known here."""
+        """Tell `watcher` of each page that loses an object, once known here. The caller keeps it alive."""
         ...
 
     def evict(self, nbytes: int) -> int:
-        """Evict the least recently read pages, whole, until `nbytes` bytes are free; the bytes freed."""
+        """Evict the least recently read pages, whole, until `nbytes` bytes are free. Returns the bytes freed."""
         ...
 
     def collect(self) -> Collected:
-        """Upkeep: write down what was read, delete what is too old or too much, tidy up after others."""
+        """Run upkeep: store last-use times, expire old pages, evict to the quota, clean up after dead writers."""
         ...
 
     def flush(self) -> None:
-        """Make all that was put here, or owed, as safe as it can be, and visible to others. Raises StoreError."""
+        """Make all objects put or owed here durable and visible to other processes. Raises StoreError."""
         ...
 
     def clear(self) -> int:
-        """Delete every page of this namespace that is known, and nothing else; how many. Raises StoreError."""
+        """Delete every known page of this namespace. Returns their number. Raises StoreError."""
         ...
 
     def stat(self) -> Stat:
-        """What the namespace holds, as far as is known here."""
+        """Returns the namespace's statistics, as far as known here."""
         ...
 
     def verify(self, progress: Callable[[int], None] | None = None) -> Verified:
-        """Read every known object whole and delete those that are bad. `progress` gets the bytes of each."""
+        """Read every known object whole and delete bad ones. `progress` is called with the bytes of each."""
         ...
 
     def close(self) -> None:
-        """Flush, and give everything back. Safe to call twice."""
+        """Flush and release all resources. Idempotent."""
         ...

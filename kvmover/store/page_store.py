@@ -1,4 +1,4 @@
-"""A PageStore is one namespace of pages, opened: views of its parts, and its upkeep, on whatever keeps its objects."""
+"""A PageStore is an open namespace of pages: views of its parts, and its upkeep, on any storage engine."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from kvmover.transport import Memory
 
 Election = Callable[[bytes], bool]
 
-#: How the objects of a namespace are opened. Raises StoreError.
+#: Opens the objects of a namespace. Raises StoreError.
 Opens = Callable[[Namespace], Objects[Any]]
 
 
 class PageStore:
-    """Pages of one namespace as checked objects, which any number of processes share.
+    """A store of one namespace's pages as checksummed objects, shared by any number of processes.
 
-    Safe for one thread that asks, one that reads and one that writes.
+    Safe for one look-up thread, one reading and one writing thread.
 
-    Nothing here owns a thread: `collect` every few seconds keeps quota and TTL, and writes down what was read; `flush`
-    makes pages safe from a power cut and shows them to other machines. Without either nothing is ever wrong.
+    The store owns no upkeep thread: call `collect` every few seconds to enforce quota and TTL and store last-use times,
+    and `flush` to make pages durable and visible to other machines. Reads stay correct without either.
     """
 
     def __init__(self, name: str, objects: Objects[Any], opens: Opens | None = None) -> None:
-        """A namespace by its name, for tools that know no model, and what keeps its objects, which the store closes.
+        """Wrap a namespace's objects, which the store then owns and closes; engines call `open` instead.
 
-        `open` is for everybody else. `opens`: how the objects of another namespace are had, for `become`.
+        `opens`: opens the objects of another namespace, for `become`.
         """
         self.name, self._opens = name, opens
         self._tenure, self._changing, self._is_closed = Tenure(objects), Lock(), False
@@ -60,7 +60,7 @@ class PageStore:
         files: Files | None = None,
         machine: HostBoot | None = None,
     ) -> PageStore:
-        """The pages of `namespace` under `root`: a directory that exists, or as text who keeps them. None: no pages.
+        """Open the pages of `namespace` under `root`, an existing directory or a service's location; None: no pages.
 
         Raises StoreError. Files are read and written by `files`, which the store closes: by default through the page
         cache; `files_for` chooses NIXL where it is there. Only a directory has files and machines.
@@ -78,24 +78,24 @@ class PageStore:
 
     @classmethod
     def of_folder(cls, folder: Path, namespace: bytes, policy: Policy | None = None) -> PageStore:
-        """The segments of a directory, by the digest of their namespace. Raises OSError."""
+        """Open the segments of a directory by the digest of their namespace. Raises OSError."""
         return cls(folder.name, SegmentObjects(folder, namespace, policy or Policy(), PlainFiles(), this_boot()))
 
     @classmethod
     def of_found(cls, found: Found, policy: Policy | None = None) -> PageStore:
-        """A namespace that `namespaces` found, for tools that know no model. Raises OSError or StoreError."""
+        """Open a namespace that `namespaces` found, for tools that know no model. Raises OSError or StoreError."""
         if isinstance(found.folder, Path):
             return cls.of_folder(found.folder, found.digest, policy)
         return cls(found.name, service_of_found(found, policy or Policy()))
 
     def become(self, namespace: Namespace | None) -> None:
-        """Leave the namespace and go on in another; None: in none, as where nobody knows which weights are served.
+        """Switch to another namespace, or with None to an empty engine, as when the served weights are unknown.
 
-        Operations under way end where they began, before this returns. Views stay with the namespace that they were
-        made for: they find nothing and put nothing from now on, and `view` makes others. Registered memory and watchers
-        stay. In none every put fails, nothing is found and nothing is written.
-        Raises StoreError where the other namespace cannot be opened, or the store is closed or was opened for tools:
-        then it is in none.
+        Waits for operations under way, which end in the old namespace. Its views miss every page from now on and fail
+        every put; `view` makes new ones. Registered memory and watchers stay. In the empty engine every look-up
+        misses and every put fails.
+        Raises StoreError if the store is closed or was opened by name, or if the other namespace cannot be opened:
+        then the empty engine stays.
         """
         with self._changing:
             if self._is_closed or self._opens is None:
@@ -117,35 +117,35 @@ class PageStore:
 
     @property
     def objects(self) -> Objects[Any]:
-        """The objects of the namespace that the store is in now."""
+        """Returns the objects of the current namespace."""
         return self._tenure.objects
 
     @property
     def counters(self) -> Counters:
-        """The counts of this process since it opened the store, or the store went on to another namespace."""
+        """Returns this process's counts since the store was opened or last switched namespace."""
         return self.objects.counters
 
     @property
     def recovered(self) -> Recovered:
-        """What opening found."""
+        """Returns the findings of opening."""
         return self.objects.recovered
 
     def register(self, memory: Memory) -> None:
-        """Pages may be read into and written from `memory`, which the caller keeps. Raises DescriptorError."""
+        """Register `memory` for reads and puts; the caller keeps it alive. Raises DescriptorError if unreachable."""
         with self._changing:
             self.objects.register(memory)
             self._memories.append(memory)
 
     def deregister(self, memory: Memory) -> None:
-        """No page goes to or comes from `memory` any more. Raises DescriptorError for what is not registered."""
+        """Deregister `memory`. Raises DescriptorError unless it was registered."""
         with self._changing:
             self.objects.deregister(memory)
             self._memories.remove(memory)
 
     def view(self, namespace: Namespace, part: PagePart, writes: Election | None = None) -> PartView:
-        """One rank's access: the `part` that it holds of each page. `writes` says which pages it is elected for.
+        """Returns a rank's access to its `part` of each page. `writes`: True for pages that it is elected to write.
 
-        A store in no namespace gives views in which nothing is, of any.
+        Raises StoreError for another namespace. A store on the empty engine returns an empty view of any namespace.
         """
         with self._changing:
             if self.name and namespace.folder != self.name:
@@ -153,62 +153,62 @@ class PageStore:
             return PartView(self._tenure, part, part.key(namespace), writes)
 
     def watch(self, watcher: Watcher) -> None:
-        """Tell `watcher` of every page that loses an object, by whoever's hand, as soon as this process knows of it.
+        """Tell `watcher` of each page that loses an object to any process, once this process knows of it.
 
-        The caller keeps it; the store lets go of it with the caller.
+        Held by weak reference: the caller keeps it alive.
         """
         with self._changing:
             self._watchers.add(watcher)
             self.objects.watch(watcher)
 
     def used(self, pages: Sequence[bytes]) -> None:
-        """Pages were used elsewhere, in this order: they are the last to be evicted."""
+        """Mark pages used outside the store, in this order: they are evicted last."""
         with self._tenure.using() as objects:
             objects.used(pages)
 
     def evict(self, nbytes: int) -> int:
-        """Evict the least recently read pages, whole, until `nbytes` bytes are free; the bytes freed."""
+        """Evict the least recently read pages, whole, until `nbytes` bytes are free. Returns the bytes freed."""
         with self._tenure.using() as objects:
             return objects.evict(nbytes)
 
     def collect(self) -> Collected:
-        """Upkeep: write down what was read, take over dead writers, delete what is too old or too much.
+        """Run upkeep: store last-use times, take over dead writers, expire old pages, evict to the quota.
 
-        Raises nothing for what the system refuses: it is done another time.
+        Work that the system refuses is left to a later call, without an error.
         """
         with self._tenure.using() as objects:
             return objects.collect()
 
     def flush(self) -> None:
-        """Make all pages safe from a power cut that were written here, or were there already when they were put.
+        """Make durable all pages written here, or already present when they were put.
 
-        What was written here is then visible to other machines; what others wrote, once they flush. Raises StoreError:
-        pages that the disk did not take are deleted, and the next put writes them again.
+        Pages written here are then visible to other machines. Raises StoreError if the disk refused pages: these are
+        deleted, and the next put writes them again.
         """
         with self._tenure.using() as objects:
             objects.flush()
 
     def clear(self) -> int:
-        """Delete every page of this namespace, and nothing else; how many. Raises StoreError."""
+        """Delete every page of this namespace. Returns their number. Raises StoreError."""
         with self._tenure.using() as objects:
             return objects.clear()
 
     def stat(self) -> Stat:
-        """What the namespace holds now, objects of other processes included."""
+        """Returns the namespace's statistics, objects of other processes included."""
         with self._tenure.using() as objects:
             return objects.stat()
 
     def verify(self, progress: Callable[[int], None] | None = None) -> Verified:
-        """Read every object whole and delete those that are bad, as far as the budget goes: 32 an hour. `progress` gets
-        the bytes of each.
+        """Read every object whole and delete bad ones within the budget of 32 an hour.
 
-        Raises OSError where a file is there and cannot be opened: nothing is deleted for that.
+        `progress` is called with the bytes of each. Raises OSError if an existing file cannot be opened; its objects
+        stay.
         """
         with self._tenure.using() as objects:
             return objects.verify(progress)
 
     def close(self) -> None:
-        """Flush, and give everything back. Safe to call twice."""
+        """Flush and release all resources. Idempotent."""
         with self._changing:
             self._is_closed = True
             self.objects.close()

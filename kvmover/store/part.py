@@ -1,4 +1,4 @@
-"""A PagePart is the box of a page that a rank holds or wants; `elected` says who of several holders writes it."""
+"""A PagePart is the box of a page that a rank holds or wants; `elected` picks the writer among its holders."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvmover.store.namespace import Namespace
 
 @dataclass(frozen=True, slots=True)
 class PageBox:
-    """Heads, layers and tokens of a page, in whole-model numbers; tokens count from the page's first.
+    """A box of heads, layers and tokens of a page, in whole-model numbers; tokens count from the page's first.
 
-    Cells are what digests are taken of and what is read: one head of one layer, `kv token dim` in it. They follow each
-    other head by head, so the cells of two layers of one head are neighbours.
+    A cell is the unit of digests and reads: one head of one layer, packed `kv token dim`. Cells are ordered head by
+    head, so the cells of two layers of one head are neighbours.
     """
 
     heads: Span
@@ -28,13 +28,13 @@ class PageBox:
 
     @property
     def cells(self) -> int:
-        """Digests that an object of this box carries: heads x layers."""
+        """Returns the number of cells and digests: heads x layers."""
         return self.heads.count * self.layers.count
 
 
 @dataclass(frozen=True, slots=True)
 class PagePart:
-    """A box of a component's pages, packed `head layer kv token dim`: what one rank reads and writes of each page.
+    """A box of a component's pages, packed `head layer kv token dim`, that one rank reads and writes.
 
     A TP8 rank of Llama-3-70B, pages of 64 tokens: 1 head x 80 layers x 2 x 64 x 128 x 2 bytes are 2,621,440.
     """
@@ -52,9 +52,9 @@ class PagePart:
 
     @classmethod
     def of(cls, component: Component, shard: Shard, page_tokens: int, page: int = 0) -> PagePart | None:
-        """What a rank with `shard` holds of page number `page` of a request, or None.
+        """Returns the part that a rank with `shard` holds of a request's page number `page`, or None.
 
-        `shard` is `fleet.shard(component, rank, tokens)`. Raises LayoutError where the rank's tokens of the page are no
+        `shard` is `fleet.shard(component, rank, tokens)`. Raises LayoutError if the rank's tokens of the page are no
         stripe: its fleet's own pages must divide into the store's, or the other way round.
         """
         rows = page_rows(component, page_tokens, page)
@@ -70,7 +70,7 @@ class PagePart:
 
     @classmethod
     def held(cls, component: Component, fleet: Fleet, rank: int, page_tokens: int) -> PagePart:
-        """What `rank` holds of every page. Raises LayoutError where it holds nothing, or no stripe, of one."""
+        """Returns the part of `rank` of every page. Raises LayoutError if it holds no token or no stripe of one."""
         part = cls.of(component, fleet.shard(component, rank, page_tokens), page_tokens)
         if part is None:
             raise LayoutError(
@@ -80,7 +80,7 @@ class PagePart:
 
     @classmethod
     def whole(cls, component: Component, page_tokens: int) -> PagePart:
-        """All of every page."""
+        """Returns the part that is the whole page."""
         tokens = len(page_rows(component, page_tokens))
         return cls(
             component, PageBox(Span(0, component.heads), Span(0, component.layers), Stripe(0, 1, tokens, tokens))
@@ -88,21 +88,21 @@ class PagePart:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row: `dim` elements of one token, head, layer and kv."""
+        """Returns the bytes of a row: `dim` elements of one token, head, layer and kv."""
         return self.component.row_bytes
 
     @property
     def cell_bytes(self) -> int:
-        """Bytes of one cell: `kv token dim` of one head of one layer."""
+        """Returns the bytes of a cell: `kv token dim` of one head of one layer."""
         return self.component.kv * self.box.tokens.tokens * self.component.row_bytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the part of one page, packed."""
+        """Returns the packed bytes of the part of one page."""
         return self.box.cells * self.cell_bytes
 
     def key(self, namespace: Namespace) -> PartKey:
-        """How objects of `namespace` name this part. Raises LayoutError where its tokens leave the page."""
+        """Returns the key of this part in `namespace`. Raises LayoutError if its tokens exceed the page."""
         tokens = len(page_rows(self.component, namespace.page_tokens))
         if self.box.tokens.stop > tokens:
             raise LayoutError(f"tokens {self.box.tokens.quad()} are outside a page of {tokens}")
@@ -110,8 +110,9 @@ class PagePart:
 
 
 def page_rows(component: Component, page_tokens: int, page: int = 0) -> range:
-    """Positions of the component's own that page number `page` of a request is. Raises LayoutError where it ends in a
-    row: 64 tokens, and a row every 128.
+    """Returns the component's row positions of a request's page number `page`.
+
+    Raises LayoutError if a page ends within a row, as 64 tokens with a row every 128.
     """
     if page_tokens % component.row_tokens:
         held = f"{component.name} has a row every {component.row_tokens} tokens"
@@ -121,9 +122,9 @@ def page_rows(component: Component, page_tokens: int, page: int = 0) -> range:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartKey:
-    """A part as objects name it. Made by `part_key` only, once each: two are equal if they are one object.
+    """A key of a part. Made only by `part_key`, once for each part: keys compare by identity.
 
-    There are few in a store, and every object is looked up by them: comparing the spans took most of a lookup.
+    Look-ups compare keys often, and comparing the spans took most of a look-up.
     """
 
     component: bytes
@@ -134,12 +135,12 @@ _KEYS: dict[tuple[bytes, PageBox], PartKey] = {}
 
 
 def part_key(component: bytes, box: PageBox) -> PartKey:
-    """The key of `box` of the component whose digest is `component` (`Namespace.digest_for`)."""
+    """Returns the key of `box` of the component whose digest is `component` (`Namespace.digest_for`)."""
     return _KEYS.setdefault((component, box), PartKey(component, box))
 
 
 def replicas(component: Component, fleet: Fleet, rank: int) -> tuple[int, int]:
-    """Which copy of its part `rank` holds, of how many. A component whose ranks all hold their own has one copy.
+    """Returns the index of the copy of its part that `rank` holds, and the number of copies (1 if unique).
 
     Tensor parallel ranks beyond the heads repeat them; states are on every context parallel rank.
     """
@@ -148,9 +149,9 @@ def replicas(component: Component, fleet: Fleet, rank: int) -> tuple[int, int]:
 
 
 def elected(component: Component, fleet: Fleet, rank: int, page: bytes) -> bool:
-    """Whether `rank` writes `page`, of all ranks that hold the same part of it (sglang#24376).
+    """Returns True if `rank` writes `page`, among all ranks that hold the same part of it (sglang#24376).
 
-    By the page's hash: every rank agrees without a word, and all of them write their share of the pages.
+    Chosen by the page's hash, so that ranks agree without communication and share the pages evenly.
     """
     index, count = replicas(component, fleet, rank)
     return int.from_bytes(page[:8], "little") % count == index

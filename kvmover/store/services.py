@@ -1,4 +1,4 @@
-"""Which engine is under a location that is no directory, by how it begins."""
+"""The engine of a location that is no directory, chosen by its prefix."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _OTHERS = {
 
 
 def open_service(location: str, namespace: Namespace, policy: Policy) -> Objects[Any]:
-    """The pages of `namespace` at a location. Raises StoreError."""
+    """Open the pages of `namespace` at a location. Raises StoreError."""
     return _at(location).open(location, namespace, policy)
 
 
 def service_of_found(found: Found, policy: Policy) -> Objects[Any]:
-    """A namespace that was found at a location, for tools that know no model. Raises StoreError."""
+    """Open a namespace found at a location, for tools that know no model. Raises StoreError."""
     return _at(str(found.folder)).of_found(found, policy)
 
 
 def service_namespaces(location: str) -> list[Found]:
-    """Every namespace at a location, by model. Raises StoreError."""
+    """List every namespace at a location, by model. Raises StoreError."""
     return _at(location).namespaces(location)
 
 

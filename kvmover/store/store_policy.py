@@ -1,4 +1,4 @@
-"""A Policy says how much a page store may hold, and for how long. Imports nothing of a store, so that settings may."""
+"""A Policy limits the size and age of a page store. Imports no store, so that settings can import it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from kvmover.errors import StoreError
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How much a namespace may hold, and for how long.
+    """The size and age limits of a namespace. Raises StoreError for a value below its minimum.
 
-    `quota_bytes`: of payload on disk, kept by every process that writes. `ttl_s`: a page unused for so long is gone.
-    `segment_bytes`: about the size of a data file. `stamp_s`: how exactly the time of a read is told to others.
+    `quota_bytes`: payload on disk, enforced by every writing process. `ttl_s`: a page unused for so long expires.
+    `segment_bytes`: approximate size of a data file. `stamp_s`: precision of the shared last-use times.
     """
 
     quota_bytes: int | None = None

@@ -1,4 +1,4 @@
-"""A batch has one of these answers for every page; upkeep has these reports."""
+"""The results of a store: an outcome for each page of a batch, and the reports of upkeep."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Put(StrEnum):
-    """WRITTEN now; PRESENT already, whole; ELSEWHERE: another replica is elected to write it; FAILED."""
+    """The outcome of a put: WRITTEN now; PRESENT already, whole; ELSEWHERE: left to the elected replica; FAILED."""
 
     WRITTEN = "written"
     PRESENT = "present"
@@ -17,7 +17,7 @@ class Put(StrEnum):
 
 
 class Got(StrEnum):
-    """READ and checked; ABSENT; EVICTED while it was read; POISONED: bad, and deleted now; FAILED to be read."""
+    """The outcome of a get: READ and checked; ABSENT; EVICTED during the read; POISONED: bad, deleted; FAILED."""
 
     READ = "read"
     ABSENT = "absent"
@@ -28,37 +28,37 @@ class Got(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """How the put of one page ended. `reason`: of one that FAILED, in the words of the system."""
+    """The result of the put of one page. `reason`: why it FAILED."""
 
     outcome: Put
     reason: str = ""
 
     @property
     def ok(self) -> bool:
-        """Whether nobody has to write this page again."""
+        """Returns True unless the put FAILED."""
         return self.outcome is not Put.FAILED
 
 
 @dataclass(frozen=True, slots=True)
 class GotResult:
-    """How the read of one page ended. `reason`: of one that was not READ, nor ABSENT."""
+    """The result of the read of one page. `reason`: why it was neither READ nor ABSENT."""
 
     outcome: Got
     reason: str = ""
 
     @property
     def ok(self) -> bool:
-        """Whether the bytes are at the address. Otherwise what is there is garbage."""
+        """Returns True if the page is at its address, which otherwise holds garbage."""
         return self.outcome is Got.READ
 
 
 @dataclass(slots=True)
 class Counters:
-    """What one store has done since it was opened. `poisoned` by reason: each was deleted.
+    """The operation counts of a store since it was opened. `poisoned`: bad objects that were deleted, by reason.
 
-    `deleted`: objects, and empty segments and left-overs, that went for every process, by the reason for it.
-    `spared`: found bad after too many others, or not to be had, and left to other processes. `lagged`: times that the
-    index stayed as it was, by what the system said.
+    `deleted`: objects, empty segments and left-over files deleted for every process, by reason. `spared`: objects
+    unreadable, or bad beyond the deletion budget, and left to other processes. `lagged`: index updates that failed, by
+    system error.
     """
 
     puts: Counter[Put] = field(default_factory=Counter[Put])
@@ -77,7 +77,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What opening found: segments, objects, and what was left behind, by reason."""
+    """The segments and objects found on opening, and the dropped ones by reason."""
 
     segments: int
     objects: int
@@ -86,7 +86,7 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """Of one namespace. `held_bytes` are blocks of live payloads, `head_bytes` the files that describe them."""
+    """The statistics of a namespace. `held_bytes`: blocks of live payloads. `head_bytes`: their head files."""
 
     pages: int
     objects: int
@@ -100,7 +100,7 @@ class Stat:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What one upkeep did."""
+    """The report of one upkeep run."""
 
     expired_pages: int
     evicted_pages: int
@@ -110,8 +110,9 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """The finding of a reader of everything, by reason: `bad` objects are deleted, `spared` ones left to others, as the
-    disk did not give them, or too many had been bad.
+    """The report of a full verification, by reason: `bad` objects are deleted.
+
+    `spared` objects were unreadable, or bad beyond the deletion budget, and stay.
     """
 
     objects: int

@@ -1,4 +1,4 @@
-"""StoredObject and Page say where complete objects are; Placed says it of many, in columns."""
+"""StoredObject and Page locate complete objects; Placed locates many, in columns."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Places = npt.NDArray[np.int64]
 
 
 def padded(nbytes: int) -> int:
-    """`nbytes` in whole blocks of a data file: 5,000 take 8,192."""
+    """Returns `nbytes` rounded up to whole blocks of a data file: 8,192 for 5,000."""
     return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 class StoredObject(msgspec.Struct, frozen=True, gc=False):
-    """One complete object: where it is, and what it is of. `record` is the place of its header, which has its digests.
+    """A complete object with its location, page and part. `record`: byte offset of its header, with its digests.
 
-    `stamp`: second of the last use that its header is known to say.
+    `stamp`: last-use time (s) in its header, as last known.
     """
 
     segment: str
@@ -39,24 +39,24 @@ class StoredObject(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def held_bytes(self) -> int:
-        """What it takes of its data file: whole blocks, so that it can be read directly and freed alone."""
+        """Returns its bytes in the data file: whole blocks, so that it can be read directly and freed alone."""
         return padded(self.nbytes)
 
     @property
     def cells(self) -> int:
-        """Cells of its box: heads x layers."""
+        """Returns the number of cells in its box: heads x layers."""
         return self.part.box.cells
 
     @property
     def cell_bytes(self) -> int:
-        """Bytes of one cell, `kv token dim`, as long as every other."""
+        """Returns the bytes of a cell of shape (kv, token, dim)."""
         return self.nbytes // self.part.box.cells
 
 
 class Page(msgspec.Struct, frozen=True, gc=False):
-    """All objects of a page, of every component and rank, as they are now: they are used and evicted together.
+    """A snapshot of a page's objects, of every component and rank, which are used and evicted together.
 
-    `stamp`: second of the last use that this process knows of. `parts`: of the objects, one each, in order.
+    `stamp`: last-use time (s) known to this process. `parts`: the part of each object, in order.
     """
 
     objects: list[StoredObject]
@@ -65,15 +65,15 @@ class Page(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def held_bytes(self) -> int:
-        """Blocks of all objects."""
+        """Returns the bytes of all objects in whole blocks."""
         return sum(each.held_bytes for each in self.objects)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """Objects of an index, sorted by segment and place, a column for each field. As long as the index is not changed.
+    """A table of an index's objects, sorted by segment and record; valid until the index changes.
 
-    `rows` and `pages` are the index's own numbers of objects and of their pages; `segments` are places in `names`.
+    `rows` and `pages` are the index's numbers of objects and of their pages; `segments` are places in `names`.
     `records` are bytes of the head file, `offsets` and `held` (whole blocks) of the data file, `stamps` seconds.
     """
 
@@ -90,7 +90,7 @@ class Placed:
         return len(self.rows)
 
     def where(self, chosen: npt.NDArray[Any] | slice) -> Placed:
-        """The objects that are chosen."""
+        """Returns the chosen objects."""
         return Placed(
             self.rows[chosen],
             self.pages[chosen],
@@ -103,7 +103,7 @@ class Placed:
         )
 
     def by_segment(self) -> Iterator[tuple[str, slice]]:
-        """The name of each segment, and where its objects are."""
+        """Yield each segment's name and the slice of its objects."""
         ends = np.flatnonzero(np.diff(self.segments, append=-1)) + 1
         first = 0
         for end in ends.tolist():
@@ -111,7 +111,7 @@ class Placed:
             first = end
 
     def ranges(self) -> list[tuple[str, int, int]]:
-        """Segment, offset and bytes of all blocks, neighbours together."""
+        """Returns (segment, offset, bytes) of all blocks, neighbours merged."""
         if not len(self):
             return []
         ends = self.offsets + self.held
@@ -125,7 +125,7 @@ class Placed:
 
 @dataclass(slots=True, eq=False)
 class Holdings:
-    """What an index holds: objects, their payload, and the blocks that it takes."""
+    """The totals of an index: objects, payload bytes, and bytes in whole blocks."""
 
     objects: int = 0
     payload_bytes: int = 0

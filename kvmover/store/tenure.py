@@ -1,4 +1,4 @@
-"""A Tenure is the time for which a store is open over one namespace; NoObjects keeps nothing where none is known."""
+"""A Tenure is a store's period on one namespace; NoObjects is the empty engine if no namespace is known."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvmover.store.part import PagePart, PartKey
 from kvmover.store.store_results import Collected, Counters, Recovered, Stat, Verified
 from kvmover.transport import Memory
 
-#: Why no page is put: by a store that holds nothing, and through a view of a namespace that it has left.
+#: Why a put fails: in a store without a namespace, and through a view of a namespace that the store has left.
 NOWHERE = "the store holds nothing: which weights the engine serves is not known"
 LEFT = "the store has left the namespace of this view"
 
 
 class NoObjects(Objects[Any]):
-    """Objects of no namespace: nothing is there, and every put fails for the reason `why`. Memory is not looked at."""
+    """An empty engine: every look-up misses, every put fails with reason `why`, and memory is ignored."""
 
     def __init__(self, why: str) -> None:
         self.why, self.counters, self.recovered = why, Counters(), Recovered(0, 0, {})
@@ -83,9 +83,9 @@ class NoObjects(Objects[Any]):
 
 
 class Tenure:
-    """The objects of one namespace until `end`; whoever uses them does so within `using`, and `end` waits for it.
+    """The objects of one namespace until `end`, which waits for all operations within `using`.
 
-    What begins later finds nothing and puts nothing, so no page of one namespace lands in another.
+    Operations begun later see an empty store, so that no page of one namespace lands in another.
     """
 
     def __init__(self, objects: Objects[Any]) -> None:
@@ -95,7 +95,7 @@ class Tenure:
 
     @contextmanager
     def using(self) -> Generator[Objects[Any]]:
-        """Have the objects for one operation; those of nowhere once the tenure is over."""
+        """Yield the objects for one operation; the empty engine once the tenure is over."""
         with self._changed:
             objects = self._none if self._is_over else self.objects
             self._users += objects is self.objects
@@ -108,7 +108,7 @@ class Tenure:
                     self._changed.notify_all()
 
     def end(self) -> None:
-        """Let nobody begin, wait for operations under way, and close. Raises what closing does."""
+        """Refuse new operations, wait for those under way, and close the objects. Raises as their `close` does."""
         with self._changed:
             self._is_over = True
             self._changed.wait_for(lambda: not self._users)
