@@ -1,7 +1,7 @@
 """LentFiles are open data files of a folder by the name of their segment, the least recently used closed first.
 
-They are lent to reads and writes: a descriptor is never closed under one of them, since its number is soon that of
-another file, which the read would then go on in.
+Files are lent to reads and writes: a descriptor stays open during each, since its number may be reused for another
+file, which the read would then continue in.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OPEN_FILES = 128
 
 @dataclass(slots=True, eq=False)
 class _Lent:
-    """`doomed`: to be closed when the last user is done."""
+    """A lent file. `doomed`: closed once the last user is done."""
 
     file: OpenFile
     users: int = 0
@@ -39,10 +39,10 @@ class LentFiles:
 
     @contextmanager
     def lend(self, names: Iterable[str]) -> Generator[dict[str, OpenFile]]:
-        """Files that stay open until the end of the block; those that are not there are left out.
+        """Lend files that stay open until the end of the `with` block; absent files are left out.
 
-        The lock is held only to open: reads go on without it. Raises OSError where this process cannot
-        open a file that is there, which says nothing about its objects.
+        Holds the lock only to open them. Raises OSError if an existing file cannot be opened, which is no evidence
+        against its objects.
         """
         lent: dict[str, OpenFile] = {}
         try:
@@ -58,22 +58,22 @@ class LentFiles:
             self.close_ended()
 
     def has(self, name: str) -> bool:
-        """Whether the file is open."""
+        """Returns True if the file is open."""
         return name in self._open
 
     def busy(self, name: str) -> bool:
-        """Whether somebody is at work in the file. Under the lock."""
+        """Returns True if a read or write uses the file. Call under the lock."""
         return name in self._open and self._open[name].users > 0
 
     def end(self, name: str) -> None:
-        """The file is gone from its folder: `close_ended` closes it as soon as nobody uses it. Under the lock."""
+        """Mark a removed file, which `close_ended` closes once unused. Call under the lock."""
         if name in self._open:
             self._open[name].doomed = True
             if not self._open[name].users:
                 self._end(name)
 
     def close_ended(self) -> None:
-        """Close what nobody will use. Not under the lock: who closes a removed file last frees it, 256 MiB in 47 ms."""
+        """Close ended files. Call without the lock: the last close of a removed file frees it, 256 MiB in 47 ms."""
         with self._lock:
             over, self._over = self._over, []
         for file in over:
@@ -102,7 +102,7 @@ class LentFiles:
             self._end(name)
 
     def close(self) -> None:
-        """Close all files, which nobody uses."""
+        """Close all files. Precondition: every loan has ended."""
         with self._lock:
             for name in list(self._open):
                 self._end(name)

@@ -1,4 +1,4 @@
-"""A Manifest is what a namespace's directory says of itself, for people and tools: no read or write depends on it."""
+"""A Manifest describes a namespace's directory for people and tools: no read or write depends on it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MANIFEST, _FORMAT = "namespace.json", "kvmover.store/1"
 
 
 class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
-    """`salted` instead of the salt: a tenant's secret stays one."""
+    """A description of a namespace. `salted` replaces the salt, which stays secret."""
 
     format: str
     digest: str
@@ -37,7 +37,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
 class Found:
     """A namespace under a root. `folder`: a directory, or as text a location in an object store.
 
-    `manifest`: what is known of it, where its file was damaged only the digest.
+    `manifest`: holds only the digest if its file was damaged.
     """
 
     folder: Path | str
@@ -45,12 +45,12 @@ class Found:
 
     @property
     def name(self) -> str:
-        """The last part of the folder: hexadecimal digits."""
+        """Returns the last part of the folder: hexadecimal digits."""
         return str(self.folder).rpartition("/")[2]
 
     @property
     def digest(self) -> bytes:
-        """The namespace's digest, 32 bytes."""
+        """Returns the namespace's digest, 32 bytes."""
         return bytes.fromhex(self.manifest.digest)
 
 
@@ -59,7 +59,7 @@ UNKNOWN = "(unknown)"
 
 
 def encode_manifest(namespace: Namespace) -> bytes:
-    """What the file of a namespace has."""
+    """Returns the JSON of a namespace's manifest file."""
     salted, digest = bool(namespace.salt), namespace.digest.hex()
     shape = namespace.page_tokens, namespace.order
     called = namespace.model or namespace.hint
@@ -67,7 +67,7 @@ def encode_manifest(namespace: Namespace) -> bytes:
 
 
 def decode_manifest(data: bytes, folder: str) -> Manifest | None:
-    """What a file in the folder of that name says; None where it is damaged, or another's."""
+    """Decode a manifest file in the folder of that name; None if damaged or of another folder."""
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
         mine = manifest.format == _FORMAT and bytes.fromhex(manifest.digest)[:16].hex() == folder
@@ -77,9 +77,9 @@ def decode_manifest(data: bytes, folder: str) -> Manifest | None:
 
 
 def write_manifest(folder: Path, namespace: Namespace) -> None:
-    """Raises OSError. The file appears whole or not at all, also after a power cut; a damaged one is written again.
+    """Write the manifest atomically, also across a power cut; a damaged file is rewritten. Raises OSError.
 
-    Its time says when the namespace was opened last, by who knows its model.
+    The file's mtime is the last time that a process opened the namespace by its model.
     """
     path = folder / MANIFEST
     if _manifest(path) is not None:
@@ -97,7 +97,7 @@ def write_manifest(folder: Path, namespace: Namespace) -> None:
 
 
 def _manifest(path: Path) -> Manifest | None:
-    """What the file says; None where it is missing, damaged, or another directory's. Raises OSError."""
+    """Read a manifest; None if missing, damaged, or of another directory. Raises OSError."""
     try:
         return decode_manifest(path.read_bytes(), path.parent.name)
     except (FileNotFoundError, NotADirectoryError):
@@ -105,9 +105,9 @@ def _manifest(path: Path) -> Manifest | None:
 
 
 def namespaces(root: Path) -> list[Found]:
-    """Every namespace under `root`, by model. One whose manifest is damaged is found by its segments.
+    """List every namespace under `root`, by model. If its manifest is damaged, its segments identify it.
 
-    Raises StoreError where `root` is none, or something there cannot be looked at.
+    Raises StoreError if `root` is no directory, or an entry cannot be read.
     """
     try:
         if not root.is_dir():
@@ -118,7 +118,7 @@ def namespaces(root: Path) -> list[Found]:
     for folder in sorted(_entries(root)):
         try:
             manifest = _manifest(folder / MANIFEST) or _by_segments(folder)
-        except OSError as error:  # one that is there and cannot be looked at is not none
+        except OSError as error:  # an unreadable manifest is not a missing one
             raise StoreError(f"cannot read {folder / MANIFEST}: {error.strerror}") from error
         if manifest:
             found.append(Found(folder, manifest))
@@ -126,17 +126,17 @@ def namespaces(root: Path) -> list[Found]:
 
 
 def in_order(found: list[Found]) -> list[Found]:
-    """By model, as people look for them."""
+    """Sort namespaces by model, weights and name."""
     return sorted(found, key=lambda each: (each.manifest.model, each.manifest.weights, each.name))
 
 
 def unknown(digest: bytes) -> Manifest:
-    """Of a namespace that only its digest is known of."""
+    """Returns the manifest of a namespace of which only the digest is known."""
     return Manifest(_FORMAT, digest.hex(), UNKNOWN, UNKNOWN, 0, PACKED_ORDER, False)
 
 
 def _by_segments(folder: Path) -> Manifest | None:
-    """The digest alone, from the first head file that is of this folder. Raises OSError."""
+    """Read the digest alone, from the first head file of this folder. Raises OSError."""
     if not re.fullmatch("[0-9a-f]{32}", folder.name) or not folder.is_dir():
         return None
     for name in sorted(segments_in(folder)):

@@ -1,4 +1,4 @@
-"""A Namespace is what must be equal for two writers to share pages, with the digests that stand for it."""
+"""A Namespace holds the fields that must be equal for two writers to share pages, and their digests."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ HASH_BYTES = 32
 
 _TAG = b"kvmover-store-v1"
 
-#: What digests are taken of. Named one by one, so that a field that Component gains later does not orphan every store.
+#: Digested fields, named one by one so that a new field of Component does not orphan every store.
 _OF_NAMESPACE = ("model", "weights", "page_tokens", "salt", "order")
 _OF_COMPONENT = ("name", "layers", "kv", "heads", "dim", "dtype", "states")
 
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Model, weights, page size, object order and tenant. Never a rank: that is the box of an object.
+    """A model, weights, page size, object order and tenant. Ranks differ only in their objects' boxes.
 
     `weights` names the revision: KV of other weights under the same name is other KV. `salt` separates tenants; it is
     never written down, only its digest is. One namespace is one quota, one order of eviction and one `clear`.
 
-    Where `weights` say by themselves which these are, as a digest does, `model` is "", and `hint` what people call it:
-    that is written down where they look, and is no part of the namespace.
+    If `weights` alone identify the weights, as a digest does, `model` is "" and `hint` is the name shown to people, which
+    is no part of the namespace.
     """
 
     model: str
@@ -45,22 +45,22 @@ class Namespace:
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 of all fields, 32 bytes: what directories and head files say instead of them."""
+        """Returns the SHA-256 of all fields, 32 bytes, which names directories and head files."""
         return _digest(self, None)
 
     @property
     def folder(self) -> str:
-        """Name of the namespace's directory: hexadecimal digits, whatever the fields hold."""
+        """Returns the name of the namespace's directory: 32 hexadecimal digits."""
         return self.digest[:16].hex()
 
     def digest_for(self, component: Component) -> bytes:
-        """Of the namespace and all of `component` that its bytes depend on, its logical dtype too (sglang#33268)."""
+        """Returns the digest of namespace and byte-relevant fields of `component`, dtype too (sglang#33268)."""
         return _digest(self, component)
 
 
 @lru_cache(maxsize=1024)
 def _digest(namespace: Namespace, component: Component | None) -> bytes:
-    """Length and bytes of every name and value: "ab" beside "c" is not "a" beside "bc"."""
+    """Returns the SHA-256 of length-prefixed names and values, so that "ab", "c" differs from "a", "bc"."""
     whole = sha256(_TAG)
     of_component = _OF_COMPONENT if component else ()
     if component and component.row_tokens > 1:  # objects of rows of one token keep their names
@@ -74,6 +74,6 @@ def _digest(namespace: Namespace, component: Component | None) -> bytes:
 
 
 def check_page(page: bytes) -> None:
-    """Raise StoreError unless `page` is a page's hash. It never becomes part of a path, but it is compared whole."""
+    """Raises StoreError unless `page` is a hash of HASH_BYTES bytes."""
     if type(page) is not bytes or len(page) != HASH_BYTES:
         raise StoreError(f"page hash {page!r} is not {HASH_BYTES} bytes")

@@ -15,16 +15,16 @@ from kvmover.store.store_results import Got, GotResult, Put, PutResult
 from kvmover.store.tenure import Tenure
 
 _WRITTEN, _PRESENT, _ELSEWHERE = (PutResult(put) for put in (Put.WRITTEN, Put.PRESENT, Put.ELSEWHERE))
-#: A page is read no more often than this, whatever a service says is gone and then there again.
+#: Most read attempts of a page, even if a service keeps reporting it gone and then present.
 _ROUNDS = 16
 _READ, _ABSENT = GotResult(Got.READ), GotResult(Got.ABSENT)
 
 
 class PartView:
-    """Pages go to and come from packed memory, `head layer kv token dim` of the part, `part.nbytes` at each address.
+    """A rank's view: pages move to and from memory packed `head layer kv token dim`, `part.nbytes` at each address.
 
-    Every batch has as many answers as pages, whatever fails: ranks that must agree can count on it. Once the store has
-    left the namespace of the view, nothing is there and no put is taken.
+    Every batch returns a result for each page, also on failures, so that ranks can agree on them. Once the store has
+    left the view's namespace, every look-up misses and every put fails.
     """
 
     def __init__(
@@ -36,23 +36,23 @@ class PartView:
         self._plans: dict[tuple[PartKey, ...], tuple[ObjectShare, ...] | None] = {}
 
     def exists(self, pages: Sequence[bytes]) -> list[bool]:
-        """Whether every object that this part needs of a page is complete. Raises StoreError for what is no hash."""
+        """Returns True for each page whose objects cover this part. Raises StoreError for a malformed hash."""
         for page in pages:
             check_page(page)
         with self._tenure.using() as objects:
             return [self._plan(parts) is not None for parts in objects.parts_of(pages, self._key)]
 
     def leading(self, pages: Sequence[bytes]) -> int:
-        """How many pages exist before the first that does not."""
+        """Returns the number of leading pages that exist."""
         return sum(1 for _ in takewhile(bool, self.exists(pages)))
 
     def put(self, pages: Sequence[bytes], addresses: Sequence[int]) -> list[PutResult]:
-        """Write pages that are not there yet. Raises StoreError or DescriptorError before anything is written."""
+        """Write absent pages. Raises StoreError or DescriptorError before any write."""
         with self._tenure.using() as objects:
             return self._put(objects, pages, addresses)
 
     def get(self, pages: Sequence[bytes], addresses: Sequence[int]) -> list[GotResult]:
-        """Read pages. Where an object turns out bad and others cover for it, those are read instead."""
+        """Read pages. If an object is bad and other objects cover its share, these are read instead."""
         with self._tenure.using() as objects:
             return self._get(objects, pages, addresses)
 
@@ -92,7 +92,7 @@ class PartView:
                 results.setdefault(item, _ABSENT)
             results.update(dict.fromkeys(done, _READ))
             results.update({item: answer for item, (answer, _) in failed.items()})
-            # What was bad is gone, and what is well is read once more.
+            # Bad objects are deleted by now; pages whose objects are well are read again.
             pending = sorted(item for item, (_, retry) in failed.items() if retry)
         objects.counters.gots.update(results[item].outcome for item in range(len(pages)))
         objects.counters.read_bytes += self._size * sum(result.ok for result in results.values())
@@ -112,14 +112,14 @@ class PartView:
                     memory_at(address, self._size)
 
     def _plan(self, parts: tuple[PartKey, ...]) -> tuple[ObjectShare, ...] | None:
-        """How the part is made of objects of `parts`; None where some are missing. The same for most pages."""
+        """Returns the shares of objects of `parts` that cover the part, or None. Cached: most pages are alike."""
         if parts not in self._plans:
             held = {n: key.box for n, key in enumerate(parts) if key.component == self._key.component}
             self._plans[parts] = shares(self._key.box, held)
         return self._plans[parts]
 
     def _missing(self, objects: Objects[Any], pages: Sequence[bytes], results: dict[int, PutResult]) -> list[int]:
-        """Which of `pages` are to be written here; the others have their answer, or are twins of one that is."""
+        """Returns positions of the `pages` to write here; the rest have results, or repeat a page to write."""
         todo: dict[bytes, int] = {}
         owed: list[object] = []
         for item, (page, found) in enumerate(zip(pages, objects.find(pages, self._key), strict=True)):
@@ -146,10 +146,10 @@ class PartView:
         return reads
 
     def _judge(self, objects: Objects[Any], failure: Failure[Any], again: set[int]) -> tuple[GotResult, bool]:
-        """What a failed read means, and whether the page is to be read again.
+        """Returns the result of a failed read, and True if the page is to be read again.
 
-        The object was deleted meanwhile; or it is bad, when it is looked at again, and goes; or it is well, and is read
-        once more. What the system refuses says nothing against it.
+        The object was deleted meanwhile; or is bad on a second look, and deleted; or is well, and read again. A refusal
+        by the system is no evidence against it.
         """
         if failure.fault is Fault.HERE:
             return GotResult(Got.FAILED, failure.reason), False

@@ -1,4 +1,4 @@
-"""The segments of writers that are no more are taken over: what is whole is kept, the rest dropped with its reason."""
+"""The takeover of dead writers' segments keeps whole objects and drops the rest by reason."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from kvmover.store.segment import DATA, HEAD, Life, Segment, segments_in
 from kvmover.store.segment_catalog import SLICE, Catalog
 from kvmover.store.stored import StoredObject
 
-#: A head that another machine wrote is taken over once it has been silent for so long, on a network file system: its
-#: end may not be seen here before, and would be cut off.
+#: Seconds without a write after which another machine's head is taken over on a network file system: before, its end
+#: may be invisible here and would be cut off.
 _SILENCE_S = 10
 
-#: Why blocks between objects go.
+#: The reason to free blocks between objects.
 _HEADLESS = "payload without a header"
 
 
 @dataclass(frozen=True, slots=True)
 class _Judged:
-    """Objects that wait, and why those are bad that are."""
+    """The verdict on waiting objects: well ones, and bad ones with their reasons."""
 
     well: list[StoredObject]
     bad: list[tuple[StoredObject, str]]
 
 
 class SegmentTakeover:
-    """Judges and seals what dead writers left in the folder of a catalog, and removes what is nobody's."""
+    """A takeover that judges and seals dead writers' segments in a catalog's folder, and removes left-over files."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -43,14 +43,14 @@ class SegmentTakeover:
 
     @property
     def lock(self) -> GuardLock:
-        """The catalog's."""
+        """Returns the catalog's lock."""
         return self._catalog.lock
 
     @off_lock
     def recover(self) -> int:
-        """Take over all segments of writers that are no more: how many there were.
+        """Take over all segments of dead writers. Returns their number.
 
-        Raises nothing: what cannot be done now is done later.
+        Work that the system refuses is left to a later call, without an error.
         """
         catalog = self._catalog
         catalog.refresh()
@@ -75,9 +75,9 @@ class SegmentTakeover:
         return adopted
 
     def _remove_left_overs(self) -> None:
-        """Heads whose writer died before their first line, and data whose head is gone. Raises OSError.
+        """Remove heads whose writer died before the preamble, and data without a head. Raises OSError.
 
-        Data is listed first, since a head is made before its data: what is made meanwhile is no left-over.
+        Lists data first: a head is made before its data, so a segment made meanwhile is no left-over.
         """
         catalog, folder, now = self._catalog, self._catalog.folder, self._catalog.machine.now()
         data = list(folder.glob(f"*{DATA}"))
@@ -95,13 +95,13 @@ class SegmentTakeover:
                 remove_orphan(folder, path.stem, permit)
 
     def _is_silent(self, path: Path) -> bool:
-        """Whether all that was written to a file is seen here: for a while nobody has, where machines share it."""
+        """Returns True if all writes to a file are visible here: on a shared file system, after _SILENCE_S."""
         return not self._is_shared or time.time() - path.stat().st_mtime > _SILENCE_S
 
     def _take_over(self, segment: Segment) -> bool:
-        """Judge what a dead writer left, and seal it; False where the writer lives.
+        """Judge and seal a dead writer's segment; False if the writer lives. Raises OSError.
 
-        What waits goes on waiting until all of it is judged: an error half way loses nothing. Raises OSError.
+        Objects keep waiting until all are judged, so that an error half way loses no object.
         """
         catalog = self._catalog
         theirs = segment.boot != catalog.machine.boot
@@ -116,7 +116,7 @@ class SegmentTakeover:
                 waiting = list(segment.waiting)
             judged = self._judge(segment, waiting)
             if not segment.is_sealed:
-                with suppress(OSError):  # what is not synced is checked again after the next crash
+                with suppress(OSError):  # unsynced objects are checked again after the next crash
                     segment.settle()
             with self.lock:
                 catalog.index.add(judged.well)
@@ -129,7 +129,7 @@ class SegmentTakeover:
         return True
 
     def _read_all(self, segment: Segment) -> None:
-        """Learn everything of a segment without a writer, behind damaged records too. Raises OSError."""
+        """Read all records of a segment without a writer, also beyond damaged ones. Raises OSError."""
         catalog = self._catalog
         catalog.drain(segment)
         while not segment.is_sealed and segment.skip_damage():
@@ -139,9 +139,7 @@ class SegmentTakeover:
             catalog.dropped[TORN] += 1
 
     def _judge(self, segment: Segment, waiting: Sequence[StoredObject]) -> _Judged:
-        """Which objects are whole: what is not, as it comes, is looked at anew. Raises OSError.
-
-        Nothing is said of what was deleted meanwhile.
+        """Judge objects; a suspect is read anew. Objects deleted meanwhile are left out. Raises OSError.
         """
         judged = _Judged([], [])
         for each, is_suspect in suspects(self._catalog, segment.name, waiting):
@@ -153,9 +151,9 @@ class SegmentTakeover:
         return judged
 
     def _delete(self, segment: Segment, bad: Sequence[tuple[StoredObject, str]]) -> list[StoredObject]:
-        """Kill what is bad, as far as the door lets; what it refuses waits on. Raises OSError.
+        """Kill bad objects as the door permits. Returns the refused ones, which wait on. Raises OSError.
 
-        What its writer called synced may be counted on, the rest was never promised to anybody.
+        Only objects that their writer marked synced cost budget; the rest was never promised.
         """
         catalog, refused = self._catalog, list[StoredObject]()
         for first in range(0, len(bad), SLICE):
@@ -172,10 +170,9 @@ class SegmentTakeover:
 
     @off_lock
     def _finish(self, segment: Segment, refused: list[StoredObject]) -> None:
-        """Add nothing to a segment that was judged, and give back what lies between its objects: payloads whose
-        headers its writer did not live to write. Raises OSError.
+        """Seal a judged segment and free the blocks between its objects: payloads that never got headers.
 
-        It stays as it is where a head that is opened anew does not say the same, or something was refused.
+        Leaves it unchanged if a newly opened head disagrees, or a deletion was refused. Raises OSError.
         """
         catalog, now = self._catalog, self._catalog.machine.now()
         head = read_head_anew(segment)

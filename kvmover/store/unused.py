@@ -1,4 +1,4 @@
-"""Namespaces that nobody has written or read for long are emptied: above all those of weights that were replaced."""
+"""The cleanup empties namespaces unused for long: above all those of replaced weights."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ log = logging.getLogger(__name__)
 
 
 def clear_unused(root: Path | str, unused_s: float, spare: str = "") -> list[Found]:
-    """Empty the namespaces under `root` that no process has written, read or opened for `unused_s`: which they were.
+    """Empty the namespaces under `root` that no process has written, read or opened for `unused_s`; returns them.
 
-    Never the one whose folder is called `spare`, nor one that a living process on this machine writes. Manifests stay.
-    Raises StoreError where `root` cannot be looked at; what cannot be removed is removed another time.
+    Spares the folder named `spare`, and namespaces that a living process on this machine writes. Manifests stay.
+    Raises StoreError if `root` cannot be read; files that cannot be removed are left to a later call.
     """
     found = bucket_namespaces(root) if isinstance(root, str) else namespaces(root)
     others = [each for each in found if each.name != spare]
@@ -45,7 +45,7 @@ def clear_unused(root: Path | str, unused_s: float, spare: str = "") -> list[Fou
 
 
 def _now_s(root: Path) -> float:
-    """By the clock that stamps files, or by this machine's where that is behind: a clock that is ahead empties nothing.
+    """Returns the earlier of the file system's and this machine's time (s): a fast clock empties no namespace.
 
     Raises OSError.
     """
@@ -58,7 +58,7 @@ def _now_s(root: Path) -> float:
 
 
 def _cleared(folder: Path, before_s: float, door: DeletionDoor) -> bool:
-    """Remove all segments of a namespace without a use since `before_s`; whether there were any. Raises OSError."""
+    """Remove all segments of a namespace unused since `before_s`; True if removed. Raises OSError."""
     names = segments_in(folder)
     if not names or _last_use_s(folder, names) >= before_s or any(_is_written(folder, name) for name in names):
         return False
@@ -72,8 +72,9 @@ def _cleared(folder: Path, before_s: float, door: DeletionDoor) -> bool:
 
 
 def _last_use_s(folder: Path, names: set[str]) -> float:
-    """When somebody wrote or stamped a header, or opened the namespace by its model. Raises OSError where it is not
-    said of each: it may have been a moment ago.
+    """Returns the last time (s) that a header was written or stamped, or the namespace opened by its model.
+
+    Raises OSError if any file's time is unknown, since that use may be recent.
     """
     paths = [folder / (name + HEAD) for name in names]
     if MANIFEST in names_in(folder):
@@ -82,7 +83,7 @@ def _last_use_s(folder: Path, names: set[str]) -> float:
 
 
 def _is_written(folder: Path, name: str) -> bool:
-    """Whether the writer of a segment lives. Raises OSError."""
+    """Returns True if the writer of a segment lives. Raises OSError."""
     fd = -1
     try:
         fd = open_shared(folder / (name + HEAD))
