@@ -26,8 +26,8 @@ class Namespace:
     `weights` names the revision: KV of other weights under the same name is other KV. `salt` separates tenants; it is
     never written down, only its digest is. One namespace is one quota, one order of eviction and one `clear`.
 
-    If `weights` alone identify the weights, as a digest does, `model` is "" and `hint` is the name shown to people, which
-    is no part of the namespace.
+    If `weights` alone identify the weights, as a digest does, `model` is "" and `hint` is the name shown to people,
+    which is no part of the namespace.
     """
 
     model: str

@@ -1,7 +1,7 @@
-"""A Segment is a data file of payloads and the head file that says what is in it. One process writes both, appending.
+"""A Segment is a data file of payloads and a head file of their headers. One process appends to both.
 
 An object exists from the moment its header is whole in the head file, which is written after the payload. Places in a
-data file are never used twice: what a header once described is either still there or, if the object was evicted, zeros.
+data file are never reused: a described payload is still there or, once the object was evicted, zeros.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _HEADS = re.compile(r"([0-9a-f]{16}-[0-9]{8})\.head")
 #: Records with less between them are read at once.
 _NEAR_BYTES = 4096
 
-#: State and stamp of a record, which follow each other.
+#: Bytes of a record's adjacent state and stamp.
 _STATE_BYTES = 8
 _DEAD = DEAD.to_bytes(4, "little")
 
@@ -56,11 +56,11 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 class WritesLost(OSError):
-    """The disk did not take what was written. Asking again says that all is well."""
+    """The error of lost writes. A second sync would report success all the same."""
 
 
 def segments_in(folder: Path) -> set[str]:
-    """Names of the segments that have a head in `folder`; none where somebody removed it. Raises OSError."""
+    """List the segments with a head in `folder`; empty if the folder was removed. Raises OSError."""
     try:
         with os.scandir(folder) as entries:
             return {found[1] for entry in entries if (found := _HEADS.fullmatch(entry.name))}
@@ -71,10 +71,10 @@ def segments_in(folder: Path) -> set[str]:
 
 
 class Life(Enum):
-    """Where a segment is in its life, as this process sees it.
+    """The state of a segment in this process.
 
-    WRITTEN: this process appends to it. FULL: it has gone on to another, and owes this one a sync and a seal.
-    FOLLOWED: somebody else may append, so its head is looked at. SEALED: nothing is added for ever.
+    WRITTEN: this process appends to it. FULL: this process appends to another, and owes this segment a sync and a seal.
+    FOLLOWED: another process may append, so its head is polled. SEALED: closed to appends for good.
     """
 
     WRITTEN = "written"
@@ -83,7 +83,7 @@ class Life(Enum):
     SEALED = "sealed"
 
 
-#: What may follow what.
+#: Allowed transitions.
 _NEXT = {
     Life.WRITTEN: (Life.FULL,),
     Life.FULL: (Life.SEALED,),
@@ -94,10 +94,10 @@ _NEXT = {
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """One pair of files as this process sees it. `parsed` bytes of the head file were understood.
+    """A pair of files as this process sees it. `parsed`: bytes of the head file decoded so far.
 
-    `head_fd` is open until the segment is sealed, `data_fd` in the process that writes it: a descriptor that was opened
-    before the writes hears of every one that failed.
+    `head_fd` is open until the segment is sealed, `data_fd` only in the writing process: a descriptor opened before the
+    writes is told of every failed one.
     """
 
     folder: Path
@@ -108,38 +108,38 @@ class Segment:
     data_fd: int = -1
     parsed: int = PREAMBLE_BYTES
     synced: int = 0
-    #: Places that were dealt out here and have neither a header yet nor failed.
+    #: Places allocated here whose objects have neither got a header nor failed.
     awaited: int = 0
-    #: Objects that were announced and may not have reached the disk before a crash of their machine.
+    #: Objects with headers whose payload may be lost in a crash of their machine.
     waiting: list[StoredObject] = field(default_factory=list[StoredObject])
 
     @property
     def head(self) -> Path:
-        """The file of headers."""
+        """Returns the path of the head file."""
         return self.folder / (self.name + HEAD)
 
     @property
     def data(self) -> Path:
-        """The file of payloads."""
+        """Returns the path of the data file."""
         return self.folder / (self.name + DATA)
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process appends to it, or owes it a seal: it knows what is in it."""
+        """Returns True if this process appends to it or owes it a seal, and so knows its contents."""
         return self.life in (Life.WRITTEN, Life.FULL)
 
     @property
     def is_done(self) -> bool:
-        """Whether this process may remove it once it is empty: nobody writes to it any more."""
+        """Returns True if it may be removed once empty: writes have ended and no object waits."""
         return self.life in (Life.FULL, Life.SEALED) and not self.awaited and not self.waiting
 
     @property
     def is_sealed(self) -> bool:
-        """Whether nothing is added for ever."""
+        """Returns True if the segment is closed to appends for good."""
         return self.life is Life.SEALED
 
     def become(self, life: Life) -> None:
-        """Go on to the next part of its life; a sealed segment holds no descriptor, whoever wrote it."""
+        """Move to an allowed next state; sealing closes all descriptors."""
         assert life in _NEXT[self.life], f"{self.name} is {self.life} and cannot be {life}"
         self.life = life
         if life is Life.SEALED:
@@ -147,9 +147,9 @@ class Segment:
 
     @classmethod
     def create(cls, folder: Path, name: str, preamble: Preamble) -> Segment | None:
-        """A new pair of empty files, locked as long as this process lives. None where the name is taken.
+        """Create a pair of empty files, locked while this process lives. None if the name is taken.
 
-        Raises OSError. The head comes first and locked: data without a head is a left-over that anybody may remove.
+        Raises OSError. The head is made and locked first, since any process may remove data without a head.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
@@ -176,11 +176,10 @@ class Segment:
 
     @classmethod
     def find(cls, folder: Path, name: str, namespace: bytes) -> Segment | str | None:
-        """A segment of some process. None while it is being made, or gone; the reason where it is none of this
-        namespace. Raises OSError where the system does not say.
+        """Open a segment of any process. None if unfinished or gone; a reason if it is not of this namespace.
 
-        One whose first line is damaged is taken for another machine's: the folder says whose objects they are, and
-        every one is checked before it is believed.
+        Raises OSError if the head cannot be read. A segment with a damaged preamble counts as another machine's: the
+        folder identifies its namespace, and each object is checked before it is trusted.
         """
         fd = -1
         try:
@@ -204,7 +203,7 @@ class Segment:
         return reason
 
     def is_removed(self, error: OSError) -> bool:
-        """Returns whether the segment is gone: a file of it was not found, nor is its head by name. Raises OSError."""
+        """Returns True if `error` says that a file is absent and the head's path is too. Raises OSError."""
         if not is_absent(error):
             return False
         try:
@@ -217,7 +216,7 @@ class Segment:
 
     @contextmanager
     def opened(self) -> Generator[int]:
-        """A descriptor of the head for the length of a block. Raises OSError."""
+        """Yield a descriptor of the head for a `with` block. Raises OSError."""
         if self.head_fd >= 0:
             yield self.head_fd
             return
@@ -228,22 +227,22 @@ class Segment:
             close_quietly(fd)
 
     def tail(self) -> RecordTable | None:
-        """Some records behind `parsed`, as far as they are whole; None without. Raises OSError.
+        """Read some whole records from `parsed` on; None if there are no more. Raises OSError.
 
-        They come again until they are taken with `take`.
+        Returns them again until `take` consumes them.
         """
         if self.is_sealed:
             return None
         return some_records(self.head_fd, self.parsed, os.fstat(self.head_fd).st_size)
 
     def take(self, table: RecordTable) -> None:
-        """Take the rows that `tail` gave as understood: they come no more."""
+        """Consume a table from `tail`: advance `parsed` and apply its marks."""
         self.parsed, self.synced = table.end, max(self.synced, table.synced)
         if table.sealed:
             self.become(Life.SEALED)
 
     def skip_damage(self) -> bool:
-        """Go on behind a damaged record; False where nothing whole follows. Only for segments without a writer.
+        """Skip a damaged record; False if no whole record follows. Only for segments without a writer.
 
         Raises OSError.
         """
@@ -252,12 +251,12 @@ class Segment:
         return found is not None
 
     def torn_bytes(self) -> int:
-        """Bytes at the end of the head that are no whole record. Raises OSError."""
+        """Returns the bytes of the head beyond `parsed`. Raises OSError."""
         with self.opened() as fd:
             return max(0, os.fstat(fd).st_size - self.parsed)
 
     def data_bytes(self) -> int:
-        """Size of the data file; 0 where no name is. Raises OSError where the system does not say."""
+        """Returns the size of the data file, bytes; 0 if absent. Raises OSError for other errors."""
         try:
             return self.data.stat().st_size
         except OSError as error:
@@ -266,7 +265,7 @@ class Segment:
             raise
 
     def digests(self, wanted: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Digests of `cells` cells of the object of each record, of (record, cells) pairs, as they are in the file.
+        """Read the digests of each (record, cells) pair from the head file, unchecked.
 
         Raises OSError.
         """
@@ -275,7 +274,7 @@ class Segment:
 
     @staticmethod
     def _near(fd: int, wanted: Sequence[tuple[int, int]]) -> list[bytes]:
-        """What the file has at each (offset, bytes), neighbours in one call; less beyond its end. Raises OSError."""
+        """Read each (offset, bytes) range, neighbours in one call; short beyond the file's end. Raises OSError."""
         found = [b""] * len(wanted)
         order = sorted(range(len(wanted)), key=lambda number: wanted[number])
         first = 0
@@ -293,8 +292,9 @@ class Segment:
         return found
 
     def states(self, records: Places) -> tuple[npt.NDArray[np.bool_], Places]:
-        """Whether the object of each record is alive, and its stamp; records rise. Nothing lives in a segment that was
-        removed. Raises OSError where the system does not say.
+        """Returns for each record, ascending, if its object is live, and its stamp (s).
+
+        All objects of a removed segment are dead. Raises OSError if the head cannot be read.
         """
         words = np.zeros((len(records), 2), np.uint32)
         try:
@@ -320,7 +320,7 @@ class Segment:
         return (words[:, 0] == LIVE) & linked, words[:, 1].astype(np.int64)
 
     def state_anew(self, record: int) -> tuple[bool, int]:
-        """As `state`, by a descriptor that is opened for it: a network file system then asks who has the file."""
+        """Returns an object's liveness and stamp through a new descriptor, which a network file system revalidates."""
         try:
             fd = open_shared(self.head)
         except OSError as error:
@@ -333,7 +333,7 @@ class Segment:
             close_quietly(fd)
 
     def kill(self, records: Iterable[int], permit: Permit) -> None:
-        """Nobody finds these objects from here on; processes that know them are told by the caller. Raises OSError."""
+        """Mark objects as dead in the head; the caller informs processes that know them. Raises OSError."""
         write = os.pwrite
         with self.opened() as fd:
             for record in records:
@@ -341,12 +341,12 @@ class Segment:
                     _whole(fd, _DEAD, record + STATE_AT)
 
     def stamp(self, record: int, second: int) -> None:
-        """Write second `second` of a use into an object's header, in place. Raises OSError."""
+        """Write last-use time `second` into an object's header, in place. Raises OSError."""
         with self.opened() as fd:
             _whole(fd, second.to_bytes(4, "little"), record + STAMP_AT)
 
     def append(self, blob: bytes) -> None:
-        """Add whole records at `parsed`. On OSError the head is as it was, to every reader."""
+        """Append whole records at `parsed`. On OSError the head is unchanged for every reader."""
         try:
             _whole(self.head_fd, blob, self.parsed)
         except OSError:
@@ -356,14 +356,14 @@ class Segment:
         self.parsed += len(blob)
 
     def mark_synced(self, offset: int) -> None:
-        """Say that the payload below `offset` is safe from a power cut. Raises OSError."""
+        """Append a mark that the payload below byte `offset` is durable. Raises OSError."""
         self.append(encode_mark(self.parsed, Kind.SYNCED, offset))
         self.synced = offset
 
     def settle(self) -> None:
-        """Make what another process wrote safe from a power cut, without a word: only its writer marks it.
+        """Sync another process's segment without a mark, which only its writer appends.
 
-        Raises WritesLost, and OSError where the disk cannot be asked. What it removed meanwhile needs nothing.
+        Raises WritesLost, and OSError if a file cannot be opened. Files removed meanwhile are skipped.
         """
         for path in (self.data, self.head):
             try:
@@ -378,14 +378,14 @@ class Segment:
                 close_quietly(fd)
 
     def seal(self) -> None:
-        """Nothing is added from here on, and others may have it. Raises OSError."""
+        """Append the SEALED mark and close the segment to appends. Raises OSError."""
         self.append(encode_mark(self.parsed, Kind.SEALED, 0))
         self.become(Life.SEALED)
 
     def adopt(self) -> bool:
-        """Take the place of a writer that is no more; False where it lives. Held until `release`. Raises OSError.
+        """Lock the segment of a dead writer until `release`; False if the writer lives. Raises OSError.
 
-        By a head that is opened anew: a network file system then asks how long it is.
+        Opens the head anew, so that a network file system revalidates its length.
         """
         fd = open_shared(self.head)
         try:
@@ -400,7 +400,7 @@ class Segment:
         return True
 
     def release(self) -> None:
-        """Others may take over what this process has adopted."""
+        """Release an adopted segment to other processes."""
         if self.is_sealed:
             self.close()
         elif self.head_fd >= 0:
@@ -408,11 +408,11 @@ class Segment:
                 fcntl.flock(self.head_fd, fcntl.LOCK_UN)
 
     def cut_head(self, permit: Permit) -> None:
-        """End the head behind its last whole record, as its writer is no more. Raises OSError."""
+        """Truncate a dead writer's head after its last whole record, at `parsed`. Raises OSError."""
         os.ftruncate(self.head_fd, self.parsed)
 
     def unlink(self, permit: Permit) -> None:
-        """Remove both files, the head first: data without a head is a left-over. Missing ones are no matter.
+        """Remove both files, the head first: data without a head is a left-over. Missing files are ignored.
 
         Raises OSError.
         """
@@ -424,7 +424,7 @@ class Segment:
                     raise
 
     def close(self) -> None:
-        """Close both files, which ends the lock as well. Safe to call twice, and raises nothing."""
+        """Close both files and release the lock. Idempotent; never raises OSError."""
         fds = self.head_fd, self.data_fd
         self.head_fd = self.data_fd = -1
         close_quietly(*fds)
@@ -437,9 +437,9 @@ def _state(fd: int, record: int) -> tuple[bool, int]:
 
 
 def settle(fd: int) -> None:
-    """Wait until what was written to a file is on stable storage. Raises WritesLost.
+    """Sync a file's writes to stable storage. Raises WritesLost.
 
-    By a descriptor from before the writes: the kernel reports a failed one once, and calls the pages clean.
+    `fd` must predate the writes: the kernel reports a failed write once, then calls the pages clean.
     """
     try:
         os.fdatasync(fd)
@@ -457,13 +457,13 @@ def _was_ours(start: bytes, fd: int) -> bool:
 
 
 def punch(fd: int, offset: int, nbytes: int) -> bool:
-    """Give the blocks of a range back to the file system; False where it never can."""
+    """Free the blocks of a byte range; False if the file system does not support it."""
     done = _libc.fallocate(fd, _PUNCH | _KEEP_SIZE, offset, nbytes) == 0
     return done or ctypes.get_errno() not in (errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a directory safe from a power cut. Raises OSError; some file systems do it by themselves."""
+    """Make the names in a directory durable. Raises OSError."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -475,7 +475,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _whole(fd: int, data: bytes, offset: int) -> None:
-    """Write all of `data`, or raise."""
+    """Write all of `data` at `offset`. Raises OSError."""
     done = 0
     while done < len(data):
         done += os.pwrite(fd, data[done:], offset + done)
