@@ -448,8 +448,9 @@ def settle(fd: int) -> None:
 
 
 def _was_ours(start: bytes, fd: int) -> bool:
-    """Whether a damaged first line was one of this format: it still begins so, never reached the disk, or a whole
-    record follows. Segments of another format are left alone. Raises OSError.
+    """Returns True if a damaged preamble was of this format, so that other formats are left alone.
+
+    It still begins so, is all zeros (never reached the disk), or a whole record follows. Raises OSError.
     """
     if start[:12] == Preamble(bytes(32), NO_BOOT).encode()[:12] or not any(start):
         return True
