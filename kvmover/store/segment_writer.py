@@ -22,14 +22,14 @@ _TRIES = 4
 
 
 class FileOffset(msgspec.Struct, frozen=True, gc=False):
-    """Where a payload goes."""
+    """A payload's segment and byte offset in its data file."""
 
     segment: str
     offset: int
 
 
 class Header(msgspec.Struct, frozen=True, gc=False):
-    """What the header of an object says, whose payload is written."""
+    """The header fields of an object with a written payload."""
 
     page: bytes
     part: PartKey
@@ -39,7 +39,7 @@ class Header(msgspec.Struct, frozen=True, gc=False):
 
 
 class Writer:
-    """Deals out places in segments of about `segment_bytes` and announces what was written there."""
+    """A writer that allocates places in segments of about `segment_bytes` and publishes the written objects."""
 
     def __init__(self, catalog: Catalog, segment_bytes: int) -> None:
         self._catalog = catalog
@@ -55,7 +55,7 @@ class Writer:
         self._named: set[str] = set()
 
     def reserve(self, sizes: Sequence[int]) -> list[FileOffset]:
-        """Places for payloads, neighbours as far as possible. Raises OSError where no segment can be made."""
+        """Allocate places for payloads, contiguous if possible. Raises OSError if no segment can be made."""
         places: list[FileOffset] = []
         for size in sizes:
             segment = self._segment_for(padded(size))
@@ -123,11 +123,11 @@ class Writer:
                 self._owed[each.segment] = max(end, self._owed.get(each.segment, 0))
 
     def sync(self) -> None:
-        """Make all that was written safe from a power cut, and visible to other machines; seal what is full.
+        """Make all written objects durable and visible to other machines; seal full segments.
 
-        What others wrote, and puts here were answered by, is made safe too; its writers show it. Every segment is
-        tried. Raises OSError for the first that failed. What the disk did not take is deleted, for everybody: nobody
-        could tell it from what is safe. What it could not be asked for is tried again.
+        Existing objects of other writers included by puts are made durable too. Tries every segment, then raises the
+        first OSError. Unsynced objects of a segment with lost writes are deleted for every process; other failures are
+        retried by the next call.
         """
         with self._catalog.lock:
             unsynced, owed = dict(self._unsynced), dict(self._owed)
@@ -150,7 +150,7 @@ class Writer:
             failures.append(error)
 
     def _settle(self, name: str, end: int) -> None:
-        """What another process wrote, and a put was answered by."""
+        """Sync another process's segment up to byte `end`, for its objects included by puts here."""
         segment = self._catalog.segments.get(name)
         if segment and segment.synced < end:
             segment.settle()
@@ -159,7 +159,7 @@ class Writer:
                 del self._owed[name]
 
     def _sync(self, name: str, end: int) -> None:
-        """By descriptors of its own: the segment may be forgotten meanwhile, and its numbers be other files'."""
+        """Sync a segment through duplicated descriptors, since it may be closed meanwhile. Raises OSError."""
         with self._catalog.lock:
             segment = self._catalog.segments.get(name)
             if segment is None or segment.synced >= end:
@@ -186,7 +186,7 @@ class Writer:
                 del self._unsynced[name]
 
     def _lose(self, segment: Segment) -> None:
-        """Delete what was not synced of a segment whose writes were lost, and write no more to it."""
+        """Delete the unsynced objects of a segment with lost writes, and stop writing to it."""
         with self._catalog.lock:
             if segment is self._current:
                 self.abandon()
@@ -207,14 +207,14 @@ class Writer:
         self._catalog.sweep()
 
     def close(self) -> None:
-        """Write no more: sync and seal what can be. A disk that fails is no error here: readers check every byte."""
+        """Stop writing; sync and seal. Ignores disk errors, since readers check every byte."""
         self.abandon()
         with suppress(OSError):
             self.sync()
 
 
 def _headers(segment: Segment, headers: Sequence[Header], stamp: int) -> tuple[list[StoredObject], bytes]:
-    """The objects that `headers` make, and their records from the end of the head file on."""
+    """Returns the objects of `headers`, and their encoded records for the end of the head file."""
     objects: list[StoredObject] = []
     blobs: list[bytes] = []
     at = segment.parsed
