@@ -139,8 +139,7 @@ class SegmentTakeover:
             catalog.dropped[TORN] += 1
 
     def _judge(self, segment: Segment, waiting: Sequence[StoredObject]) -> _Judged:
-        """Judge objects; a suspect is read anew. Objects deleted meanwhile are left out. Raises OSError.
-        """
+        """Judge objects; a suspect is read anew. Objects deleted meanwhile are left out. Raises OSError."""
         judged = _Judged([], [])
         for each, is_suspect in suspects(self._catalog, segment.name, waiting):
             verdict, reason = look_again(self._catalog.folder, each) if is_suspect else (Verdict.WELL, "")
