@@ -109,6 +109,7 @@ def _served(pair: Pair, results: Results, scenario: str, seed: int) -> None:
     assert pair.held() == 0
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("who", ["prefill", "decode"])
 def test_a_half_that_is_stopped_for_less_than_its_peers_patience(who: str, pair: Pair, results: Results) -> None:
     prompts = prompts_of(20, seed=50, least_tokens=600, most_tokens=1500)
