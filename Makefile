@@ -45,15 +45,22 @@ mooncake: $(READY) ## make .mooncake, so that tests, demo and live servers keep 
 simulate: setup ## run 20,000 seeded schedules of the protocol
 	@KVMOVER_SCHEDULES=20000 $(BIN)/python -m pytest -q -n 2 tests/sim -k invariant
 
-engines: setup environments ## build the engines' own environments (GiB), and run our adapters in them
-	@$(BIN)/python -m pytest -q -m engine tests/engines
+engines: setup environments ## build the engines' own environments (GiB), and run our adapters in them; ENGINE=vllm VERSION=0.32.0: another release
+	@KVMOVER_RELEASE="$(if $(VERSION),$(shell bash tests/engines/release.sh $(ENGINE) $(VERSION)))" \
+		$(BIN)/python -m pytest -q -m engine tests/engines $(if $(VERSION),-k $(ENGINE))
 
 live: setup environments mooncake ## serve with the engines through kvmover, and compare every token (half an hour); ENGINE=vllm runs one
 	@KVMOVER_LIVE="$(ENGINE)" $(BIN)/python -m pytest -q -n 2 --dist loadfile tests/live
 
-live-pair: setup ## the smallest part of it: one prefill and one decode of vLLM
+live-pair: setup ## the smallest part of it: one prefill and one decode of vLLM; PREFILL=vllm==0.31.0 DECODE=sglang==0.5.22: other releases
+ifeq ($(PREFILL)$(DECODE),)
 	@bash tests/engines/setup.sh vllm
 	@KVMOVER_LIVE=vllm $(BIN)/python -m pytest -q tests/live/vllm/test_live_vllm_pair.py
+else
+	@for engine in $(sort $(firstword $(subst ==, ,$(PREFILL))) $(firstword $(subst ==, ,$(DECODE)))); do \
+		bash tests/engines/setup.sh $$engine || exit 1; done
+	@KVMOVER_LIVE=pair PREFILL="$(PREFILL)" DECODE="$(DECODE)" $(BIN)/python -m pytest -q tests/live/pair
+endif
 
 environments:
 	@for engine in $(ENGINE); do bash tests/engines/setup.sh $$engine || exit 1; done

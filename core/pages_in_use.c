@@ -99,11 +99,14 @@ static PyObject *pages_release(PagesInUse *self, PyObject *row)
     for (Py_ssize_t i = 0; i < count; i++) {
         uint32_t id = id_at(ids, i);
         uint64_t *word = known_word(self, id);
-        if (word == NULL || !(*word & bit_of(id)))
+        if (word == NULL || !(*word & bit_of(id))) {
+            while (i-- > 0)
+                *known_word(self, id_at(ids, i)) |= bit_of(id_at(ids, i));
             return PyErr_Format(PyExc_ValueError, "page %lu is not in use", (unsigned long)id);
+        }
         *word &= ~bit_of(id);
-        self->count--;
     }
+    self->count -= count;
     return Py_NewRef(Py_None);
 }
 

@@ -76,7 +76,8 @@ class _Steps:
 def supports(attribute: int, device: torch.device) -> bool:
     """Return True if a device has an attribute of the driver."""
     answer = ctypes.c_int()
-    asked = cuda_driver.library().cuDeviceGetAttribute(ctypes.byref(answer), ctypes.c_int(attribute), _ordinal(device))
+    ordinal = ctypes.c_int(device.index or 0)
+    asked = cuda_driver.library().cuDeviceGetAttribute(ctypes.byref(answer), ctypes.c_int(attribute), ordinal)
     check(asked, "cuDeviceGetAttribute")
     return bool(answer.value)
 
@@ -133,7 +134,3 @@ def plain(nbytes: int) -> Taken:
     address, steps = ctypes.c_uint64(), _Steps()
     steps.take("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes), undo=("cuMemFree_v2", address))
     return address.value, steps.back
-
-
-def _ordinal(device: torch.device) -> ctypes.c_int:
-    return ctypes.c_int(device.index or 0)

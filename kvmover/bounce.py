@@ -1,6 +1,4 @@
-"""A PageBounce copies pages between a pool and the page store through packed memory, where their
-axes differ in order.
-"""
+"""A PageBounce copies pages between a pool and the page store where their axes differ in order."""
 
 from __future__ import annotations
 
@@ -14,11 +12,10 @@ from kvmover.store import GotResult, PartView, PutResult
 
 @dataclass(frozen=True, slots=True)
 class PageBounce:
-    """A way through packed memory: `packed` has pages of `pool`'s heads, layers and tokens in the order of the store's
-    objects.
+    """A way through packed memory, of `pool`'s heads, layers and tokens in the store's order.
 
-    Register it with the store behind `view`; one thread at a time may use it. `move` must return when all is copied.
-    Any number of pages are moved, in batches of as many as `packed` has.
+    Register `packed` with the store behind `view`; one thread at a time may use it. `move` must return when all is
+    copied.
     """
 
     pool: Pool
@@ -27,9 +24,7 @@ class PageBounce:
     move: Move
 
     def put(self, pages: Sequence[bytes], ids: Sequence[int]) -> list[PutResult]:
-        """Pack pages `ids` [page] of the pool and write them under the hashes `pages`. Returns results as
-        `PartView.put`.
-        """
+        """Write pages `ids` [page] under the hashes `pages`. Returns as `PartView.put`."""
         results: list[PutResult] = []
         for turn in self._turns(len(pages)):
             self.move([page_region(self.pool, ids[turn.start : turn.stop], self.packed, range(len(turn)))])
@@ -37,9 +32,7 @@ class PageBounce:
         return results
 
     def get(self, pages: Sequence[bytes], ids: Sequence[int]) -> list[GotResult]:
-        """Read pages into the pool's pages `ids` [page]; a page that fails is left unchanged. Returns results as
-        `PartView.get`.
-        """
+        """Read into pages `ids` [page]; a failed one is unchanged. Returns as `PartView.get`."""
         results: list[GotResult] = []
         for turn in self._turns(len(pages)):
             got = self.view.get(pages[turn.start : turn.stop], self._addresses(len(turn)))

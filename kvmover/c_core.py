@@ -1,7 +1,4 @@
-"""The C core's module is NATIVE; None if it was not built or `KVMOVER_CORE=python` forbids it.
-
-All of it is also defined in Python: the prefix tree's steps, moves, reads and digests on the host.
-"""
+"""The C core's module is NATIVE; None if not built, or forbidden by `KVMOVER_CORE=python`, as Python has all of it."""
 
 from __future__ import annotations
 

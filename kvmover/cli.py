@@ -1,7 +1,4 @@
-"""The command line has every command of kvmover, its options, and the exit status of each answer.
-
-Heavy imports wait until a command runs: `kvmover --help` needs neither torch nor nixl, nor numpy.
-"""
+"""The command line has kvmover's commands and exit statuses. Heavy imports wait until a command runs."""
 
 from __future__ import annotations
 
@@ -51,10 +48,7 @@ app = typer.Typer(
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run a command. Wrong input is one line on stderr that names the value, and exit status 2.
-
-    A reader that closes the pipe, as `head` does, is no error; characters outside the terminal's encoding are escaped.
-    """
+    """Run a command. Wrong input is one line on stderr and exit status 2; a closed pipe is no error."""
     _escape_where_letters_lack(sys.stdout)
     try:
         status = app(arguments, prog_name="kvmover", standalone_mode=False)
@@ -80,7 +74,6 @@ def _escape_where_letters_lack(stream: object) -> None:
 
 
 def _hang_up() -> NoReturn:
-    """Exit with status 0, dropping unflushed output."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(0)
 

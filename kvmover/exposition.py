@@ -1,7 +1,4 @@
-"""A Metric is a name, a kind and a help text; collectors make families of prometheus_client from tables of them.
-
-Values are read from snapshots at each scrape. Times are counted in a DurationHistogram.
-"""
+"""A Metric is a name, a kind and a help text; collectors make families of prometheus_client of them."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ RANK = ("engine", "rank")
 
 
 class MetricKind(StrEnum):
-    """A kind of metric, as in Prometheus. Names of counters end in `_total`, those of histograms in `_seconds`."""
+    """A kind of metric, as in Prometheus. Counters' names end in `_total`, histograms' in `_seconds`."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -29,7 +26,7 @@ class MetricKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric. `name` is without `kvmover_` and its kind's suffix: `sent_bytes`."""
+    """One metric. `name` is without `kvmover_` and its kind's suffix."""
 
     name: str
     kind: MetricKind
@@ -37,9 +34,7 @@ class Metric:
     labels: tuple[str, ...] = RANK
 
     def family(self) -> Family:
-        """Returns an empty family, for `add_metric(labels, value)`; a histogram's for `add_metric(labels, buckets,
-        sum_s)`.
-        """
+        """Returns an empty family, for `add_metric(labels, value)` or a histogram's `(labels, buckets, sum_s)`."""
         from prometheus_client import core
 
         if self.kind is MetricKind.HISTOGRAM:
@@ -58,10 +53,8 @@ OPERATION_BOUNDS_S = tuple(10e-6 * 2**power for power in range(24))
 
 
 class DurationHistogram:
-    """A histogram of times: for each of `bounds_s` the number at or below it and above the one before, and the sum in
-    seconds.
-
-    `counts` has one more at its end, for times above the last bound.
+    """A histogram of times, s: for each of `bounds_s` the number up to it and above the one before, and at the end the
+    rest.
 
     >>> histogram = DurationHistogram((1.0, 2.0))
     >>> for seconds in (0.5, 2.0, 9.0): histogram.add(seconds)
@@ -85,7 +78,7 @@ class DurationHistogram:
 
     @property
     def count(self) -> int:
-        """The number of times added."""
+        """Returns the number of times."""
         return sum(self.counts)
 
     def add(self, seconds: float) -> None:
@@ -100,7 +93,7 @@ class DurationHistogram:
         return copy
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Returns (upper bound, number of times at most that long) for each bound, the last one open."""
+        """Returns (upper bound, times up to it), the last one open."""
         return list(zip((*map(str, self.bounds_s), "+Inf"), accumulate(self.counts), strict=True))
 
 
@@ -131,9 +124,7 @@ class RankSnapshot(Protocol):
 
 
 def families(metrics: Mapping[StrEnum, Metric], taken: Iterable[RankSnapshot]) -> Iterator[Family]:
-    """Yields a family for each metric, with a sample for each rank. Its keys are those of the snapshots' counts, gauges
-    and stages.
-    """
+    """Yields a family for each metric, whose key is one of each snapshot's counts, gauges or stages."""
     taken = list(taken)
     for key, metric in metrics.items():
         family: Any = metric.family()

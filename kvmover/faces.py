@@ -1,4 +1,4 @@
-"""A package's face imports a public name on first use, so that importing the package is cheap."""
+"""A package's face imports a public name on first use, so that its import is cheap."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from importlib import import_module
 
 
 def public(package: str, homes: Mapping[str, str], name: str) -> object:
-    """Returns the object `name` of `package`, from its module `homes` [name]; for the `__getattr__` of a face.
-
-    Raises AttributeError for a name without a home.
+    """Returns the object `name` of `package`, from its module `homes` [name]. Raises AttributeError.
 
     >>> public("kvmover.transfer", {"Pace": "config"}, "Pace").__name__
     'Pace'

@@ -1,7 +1,4 @@
-"""Fields of values are checked here: members of enums, or their words; whole numbers of any type; positive times.
-
-`"digest" == Integrity.DIGEST` and `"digest" is not Integrity.DIGEST`, so words become members before any `is`.
-"""
+"""Fields of values are checked here, and words become enum members."""
 
 from __future__ import annotations
 
@@ -17,10 +14,9 @@ Kind = TypeVar("Kind", bound=Enum)
 
 
 def member(kind: type[Kind], given: object, what: str, refused: type[KvmoverError]) -> Kind:
-    """Returns `given` as a member of `kind`, from the member or its word. Raises `refused`, naming `what` and all the
-    words.
+    """Returns a member of `kind`, given itself or its word. Raises `refused`, naming `what` and all words.
 
-    A word is a member's value if that is text, and its name in small letters if it is a number.
+    A word is a member's text value, or else its small name.
     """
     if isinstance(given, kind):
         return given
@@ -31,7 +27,7 @@ def member(kind: type[Kind], given: object, what: str, refused: type[KvmoverErro
 
 
 def nearest(given: object, known: list[str]) -> str:
-    """Returns a question that ends a message about an unknown name; "" if `known` has no similar one.
+    """Returns the end of a message about an unknown name; "" if `known` has no similar one.
 
     >>> nearest("deadlines_s", ["deadline_s", "verb"]), nearest("x", ["deadline_s"])
     ('; did you mean deadline_s?', '')
@@ -41,7 +37,7 @@ def nearest(given: object, known: list[str]) -> str:
 
 
 def settle(frozen: object, what: str, refused: type[KvmoverError], **kinds: type[Enum]) -> None:
-    """Turn each field named in `kinds` into a member, in `__post_init__` of a frozen dataclass. Raises as `member`."""
+    """Turn fields of a frozen dataclass into members. Raises as `member`."""
     for name, kind in kinds.items():
         given = getattr(frozen, name)
         if not isinstance(given, kind):
@@ -53,10 +49,8 @@ def _word(each: Enum) -> str:
 
 
 def whole(given: object, what: str, refused: type[KvmoverError], least: float = 0) -> int:
-    """Returns `given` as an int. Raises `refused`, naming `what` and the value, unless it is a whole number of `least`
-    or more.
-
-    `5.0` and True are refused: their author meant something else.
+    """Returns `given` as an int. Raises `refused`, naming `what`, unless it is a whole number from `least`; 5.0 and
+    True are refused.
     """
     try:
         number = None if isinstance(given, bool) else index(given)  # pyright: ignore[reportArgumentType]
@@ -70,14 +64,20 @@ def whole(given: object, what: str, refused: type[KvmoverError], least: float = 
 
 
 def settle_whole(frozen: object, what: str, refused: type[KvmoverError], **least: int) -> None:
-    """Turn each field named in `least` into an int, in `__post_init__` of a frozen dataclass. Raises as `whole`."""
+    """Turn fields of a frozen dataclass into ints. Raises as `whole`."""
     for name, lowest in least.items():
         object.__setattr__(frozen, name, whole(getattr(frozen, name), f"{what} has {name}", refused, lowest))
 
 
 def check_positive(frozen: object, what: str, refused: type[KvmoverError], *names: str) -> None:
-    """Raise `refused` for the first of these fields that is not a finite number above 0."""
+    """Raise `refused` for the first field that is not finite and above 0."""
     for name in names:
         given = getattr(frozen, name)
         if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < math.inf:
             raise refused(f"{what} has {name} = {given!r}; it must be positive")
+
+
+def common_version(own: tuple[int, int], theirs: tuple[int, int]) -> int | None:
+    """Returns the highest version in both ranges [least, most]; None if they have none in common."""
+    version = min(own[1], theirs[1])
+    return version if version >= max(own[0], theirs[0]) else None

@@ -1,8 +1,4 @@
-"""Regions are made of plans: boxes with the memory at both ends, pages from pool to pool, and the stream that moves
-them.
-
-Integer arithmetic is in `kvmover.plan`, byte access in `kvmover.kernels`.
-"""
+"""Regions are made of plans here: boxes with the memory at both ends, and the stream that moves them."""
 
 from __future__ import annotations
 
@@ -29,10 +25,9 @@ MAX_TABLES = 1024
 
 @dataclass(slots=True, eq=False)
 class BoundMemory:
-    """Flat uint8 tensors [allocation] that boxes lie in, kept alive by the caller: pools and arenas, which never move.
+    """Flat uint8 tensors [allocation] that boxes lie in, kept alive by the caller, never moved.
 
-    The addresses of a table of planes and the bytes behind them are computed for its first box and cached by the
-    table's identity: tables of `plan.lower` are cached and never written.
+    Addresses are cached by a box's tables of planes, which are never written.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -40,11 +35,11 @@ class BoundMemory:
     _tables: dict[tuple[int, int], Planes] = field(default_factory=dict[tuple[int, int], Planes])
 
     def window(self, first: int, nbytes: int) -> BoundMemory:
-        """Returns `nbytes` of the single tensor from `first` on; boxes are relative to it, and end in it."""
+        """Returns `nbytes` of the single tensor from `first` on; boxes are relative to it."""
         return BoundMemory(self.tensors, (first, nbytes), self._tables)
 
     def side(self, place: BoxSide) -> Side:
-        """Returns one side of a box in this memory."""
+        """Returns one side of a box here."""
         key = id(place.allocation), id(place.offset)  # both live as long as their entry
         planes = self._tables.get(key)
         if planes is None:
@@ -57,13 +52,13 @@ class BoundMemory:
 
 
 def bound(box: Box, src: BoundMemory, dst: BoundMemory) -> Region:
-    """Returns a box with the memory at both ends. Its rows must have one form: see `converted`."""
+    """Returns a box with memory at both ends. Its rows must have one form."""
     assert box.recode is None, "rows of another form at the other end are not copied"
     return Region(src.side(box.src), dst.side(box.dst), box.heads, box.tokens, box.row_bytes, box.filled)
 
 
 def converted(box: Box, src: BoundMemory, dst: BoundMemory) -> Conversion:
-    """Returns a box whose rows differ in form at the two ends, with the memory at both."""
+    """Returns a box, whose rows differ in form, with memory at both ends."""
     from kvmover.kernels.convert_reference import Conversion
 
     recode = box.recode
@@ -73,9 +68,7 @@ def converted(box: Box, src: BoundMemory, dst: BoundMemory) -> Conversion:
 
 
 def page_region(src: Pool, src_ids: Ids, dst: Pool, dst_ids: Ids, layers: Span | None = None) -> Region:
-    """Returns the move of pages `src_ids` [page] to pages `dst_ids` [page] of another pool. Raises
-    as `plan.page_box`.
-    """
+    """Returns the move of pages `src_ids` [page] to another pool's `dst_ids` [page]. Raises as `plan.page_box`."""
     box = page_box(src.spec, src_ids, dst.spec, dst_ids, layers)
     return bound(box, BoundMemory(src.tensors), BoundMemory(dst.tensors))
 
@@ -84,14 +77,14 @@ def page_region(src: Pool, src_ids: Ids, dst: Pool, dst_ids: Ids, layers: Span |
 class CopyStream:
     """Copies of one device in order: on a GPU on a stream of its own, on a CPU at once.
 
-    One thread uses it. Keep a copy's memory allocated until its event has passed.
+    One thread uses it. Keep a copy's memory until its event has passed.
     """
 
     device: torch.device
     _stream: torch.cuda.Stream | None = None
 
     def follow(self, *others: torch.cuda.Stream) -> None:
-        """Make later launches wait for the work given so far to the device's current stream and `others`."""
+        """Make later launches wait for the current stream's and `others`' work so far."""
         if self.device.type != "cpu":
             import torch
 
@@ -102,7 +95,7 @@ class CopyStream:
         """Begin a copy. Returns the event that passes when its bytes are in place, or None if they are. Raises
         RegionError.
 
-        After an error no part of it is under way. `move`: None for `bulk.move`, which chooses by the length of runs.
+        After an error no part of it is under way.
         """
         if move is None:
             from kvmover.kernels import bulk
@@ -125,7 +118,7 @@ class CopyStream:
             return event
 
     def move(self, regions: Sequence[Region]) -> None:
-        """Copy, and wait on the host until the bytes are in place. Raises RegionError."""
+        """Copy, and wait until the bytes are in place. Raises RegionError."""
         event = self.launch(regions)
         if event is not None:
             event.synchronize()

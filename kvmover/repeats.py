@@ -1,4 +1,4 @@
-"""Repeats limits equal warnings to one a key a minute, and counts those left out."""
+"""Repeats limits equal warnings to one a key a minute."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAMED = re.compile(r"\S*\d\S*")
 
 
 def form_of(sentence: str) -> str:
-    """Returns a sentence with `#` for words with digits, which are names, sizes and times: equal for equal warnings.
+    """Returns a sentence with `#` for words with digits, equal for equal warnings.
 
     >>> form_of("request cmpl-7 was not landed in 30.0 s")
     'request # was not landed in # s'
@@ -24,15 +24,13 @@ def form_of(sentence: str) -> str:
 
 @dataclass(slots=True)
 class _Written:
-    """The time of a warning, and the number of equal ones left out since."""
-
     at_s: float
     left_out: int = 0
 
 
 @dataclass(slots=True)
 class Repeats:
-    """A limit of written warnings, by key, as (peer, reason). Times in seconds of the caller's clock.
+    """A limit of written warnings, by key, in the caller's seconds.
 
     >>> repeats = Repeats()
     >>> repeats.more("a", 0.0), repeats.more("a", 1.0), repeats.more("a", 2.0), repeats.more("b", 2.0)
@@ -45,7 +43,7 @@ class Repeats:
     _written: OrderedDict[Hashable, _Written] = field(default_factory=OrderedDict[Hashable, _Written])
 
     def more(self, key: Hashable, now_s: float) -> str | None:
-        """Returns the end of a warning to be written now, empty if no equal one was left out; None to leave it out."""
+        """Returns the end of a warning to be written now, or ""; None to leave it out."""
         known = self._written.get(key)
         if known is not None and now_s - known.at_s < self.every_s:
             known.left_out += 1

@@ -1,9 +1,7 @@
-"""Shared memory: bytes of one process that other processes of its host and user map, and copy to and from themselves.
+"""Shared memory: bytes of one process that other processes of its host and user map.
 
-A share is an anonymous file in memory (memfd_create(2)): it has no name in any file system, is freed with the last
-process that maps it, and is sealed, so that it cannot shrink under a reader. Another process opens it through
-/proc/PID/fd, which the kernel allows to processes of the same user, and recognises it by its token, 128 random bits. So
-a reused process number, or another container's, opens no memory.
+A share is a sealed memfd_create(2) file, opened through /proc/PID/fd and recognised by a token of 128 random bits, so
+that a reused process number opens no memory.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ _PREFIX = "kvmover-"
 
 
 class MapMode(Enum):
-    """The access of a mapping of another process's memory."""
+    """The access of a mapping."""
 
     READ = "read"
     WRITE = "write"
@@ -37,7 +35,7 @@ class MapMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SharedRange:
-    """A memory's place in a shared file: `offset` bytes from the beginning of the file that `pid` has open as `fd`."""
+    """A memory's place in a shared file, from `offset`, that `pid` has open as `fd`."""
 
     pid: Annotated[int, Meta(ge=0, lt=1 << 32)]
     fd: Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -46,26 +44,24 @@ class SharedRange:
 
 
 class NotShared(LayoutError):
-    """Memory of another process that this one may not, or cannot, map."""
+    """Memory of another process that this one cannot map."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostProcess:
-    """A process of a host: its number, and its start in the kernel's ticks since boot. No two are equal."""
+    """A process of a host: its number, and its start in ticks since boot."""
 
     pid: int
     started: int
 
     @classmethod
     def own(cls) -> HostProcess | None:
-        """Returns this process; None if the kernel does not say."""
+        """Returns this process; None if unknown."""
         state = _state_of(os.getpid())
         return cls(os.getpid(), state[1]) if state is not None else None
 
     def has_ended(self) -> bool:
-        """Returns True if it is known to have ended; call it on its own host. A process that cannot be seen counts as
-        alive.
-        """
+        """Returns True if known to have ended, on its own host; an unseen process counts as alive."""
         try:
             os.kill(self.pid, 0)  # also finds processes that /proc hides
         except ProcessLookupError:
@@ -77,9 +73,7 @@ class HostProcess:
 
 
 def _state_of(pid: int) -> tuple[str, int] | None:
-    """Returns the state and the start of a process, from proc_pid_stat(5): its name, in brackets,
-    may hold any bytes.
-    """
+    """Returns state and start (proc_pid_stat(5))."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         return fields[0].decode(), int(fields[19])
@@ -88,9 +82,9 @@ def _state_of(pid: int) -> tuple[str, int] | None:
 
 
 class Maker:
-    """A process of this host, held by pidfd_open(2), so that its number is never confused with a later process's.
+    """A process of this host, held by pidfd_open(2) against a later one's reuse of its number.
 
-    Raises NotShared if it has ended, another process has its number, or the kernel cannot say.
+    Raises NotShared if it has ended, or the kernel cannot say.
     """
 
     def __init__(self, process: HostProcess) -> None:
@@ -106,12 +100,12 @@ class Maker:
         self._poll.register(self._fd, select.POLLIN)
 
     def lives(self) -> bool:
-        """Returns True while one of its threads may run. False once all have ended, even before it is waited for."""
+        """Returns True while a thread of it may run."""
         return not self._poll.poll(0)
 
 
 class _Allocated(NamedTuple):
-    """Memory of this process that others may map: the descriptor that they open, and its address."""
+    """Memory of this process that others may map."""
 
     fd: int
     address: int
@@ -123,9 +117,7 @@ _ALLOCATED: dict[str, _Allocated] = {}
 
 
 def allocate(nbytes: int) -> mmap.mmap:
-    """Allocate zeroed memory that other processes may map. It lives as long as the result or a view of it. Raises
-    LayoutError.
-    """
+    """Allocate zeroed memory that other processes may map, until its last view is gone. Raises LayoutError."""
     if not hasattr(os, "memfd_create"):
         raise LayoutError("memory that other processes map is to be had on Linux only")
     import fcntl
@@ -151,10 +143,7 @@ def _close(token: str) -> None:
 
 @cache
 def machine() -> str:
-    """Returns this host's boot id and pid namespace: processes with the same result can find each other.
-
-    Empty where mapping is impossible.
-    """
+    """Returns this host's boot id and pid namespace, or "": processes with the same can find each other."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -163,7 +152,7 @@ def machine() -> str:
 
 
 def shares_of(ranges: Sequence[tuple[int, int]]) -> list[SharedRange | None]:
-    """Returns the share that each (address, bytes) of this process lies in as a whole; None for private memory."""
+    """Returns the share that holds each (address, bytes) here; None for private memory."""
     return [_share(address, nbytes) for address, nbytes in ranges]
 
 
@@ -188,7 +177,7 @@ def _token(path: str) -> str | None:
 
 
 def map_file(share: SharedRange, access: MapMode) -> memoryview:
-    """Map the whole file of another process's share, until its last view is gone, even if that process dies.
+    """Map the whole file of a share, until its last view is gone, even if its process dies.
 
     Raises NotShared if it is not the announced file, could shrink, or the kernel refuses access.
     """

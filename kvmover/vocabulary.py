@@ -114,7 +114,7 @@ Transfer: one request on one rank. Its pages are the engine's again when it has 
     >>> received = movers[2].receive("request", "prefill", range(64), pages=[[3]])
     >>> while not received.ended:
     ...     events = [mover.poll() for mover in movers]
-    >>> received.landed().nbytes == 64 * kv.token_bytes, received.held
+    >>> received.landed().nbytes == 64 * kv.token_bytes, received.quarantined
     (True, False)
     >>> pools[2].plane(layer=1, kv=0)[3, 3, 5, 5].item()
     7.0

@@ -104,9 +104,9 @@ def _tiered(allocator: Any, rows: Any, page_tokens: int) -> Any:
 
     from kvmover.config import Settings
     from kvmover.engines.common import ParallelRank
-    from kvmover.engines.sglang.options import TierFlags
     from kvmover.engines.sglang.radix_accounts import RadixAccounts
     from kvmover.engines.sglang.radix_tiers import TieredRadixCache
+    from kvmover.engines.sglang.sglang_options import TierFlags
     from kvmover.engines.sglang.tier_pools import open_tiers
 
     size = allocator.size

@@ -26,7 +26,7 @@ from kvmover.cache.prefix import FULL, PrefixTree, Tier, WriteThrough
 from kvmover.cache.prefix.hashes import chain
 from kvmover.cache.tiers import Controller, ControllerConfig, HostTier, Storage, TieredPool, TierPolicy, Wait
 from kvmover.cache.tiers.layerwise_copier import Batch, LayerwiseCopier
-from kvmover.cache.tiers.storage import PageRef, StorageRead, StorageWrite
+from kvmover.cache.tiers.tier_storage import PageRef, StorageRead, StorageWrite
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.store import Namespace, PageStore, files_for
 from kvmover.store import Policy as StorePolicy

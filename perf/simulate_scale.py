@@ -24,16 +24,16 @@ import numpy as np
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.plan.cost import RDMA, Route
 from kvmover.transfer.config import MoverConfig
-from kvmover.transfer.destination import machine as receiver
-from kvmover.transfer.destination import machine as receiving
+from kvmover.transfer.destination import destination_machine as receiver
+from kvmover.transfer.destination import destination_machine as receiving
 from kvmover.transfer.events import Patience
 from kvmover.transfer.meter import Count
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.handshake import Model, Place
 from kvmover.transfer.result import Transfer
-from kvmover.transfer.source import machine as sender
-from kvmover.transfer.source import machine as sending
+from kvmover.transfer.source import source_machine as sender
+from kvmover.transfer.source import source_machine as sending
 from kvmover.transport.loopback import LoopbackNetwork, LoopbackTransport, _Flight
 from perf.record import write
 
@@ -234,7 +234,7 @@ def machines(chunks: int) -> dict[str, object]:
         sending.Written,
     ]
     to_dst: list[Callable[[int], receiving.Event]] = [
-        lambda chunk: receiving.Leased("p", ((chunk, 256 * chunk),)),
+        lambda chunk: receiving.Reserved("p", ((chunk, 256 * chunk),)),
         lambda chunk: receiving.Heard("p", wire.Chunk("r", 1, chunk, 0, 7)),
         lambda chunk: receiving.Scattered("p", chunk, 7),
     ]

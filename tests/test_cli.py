@@ -407,7 +407,7 @@ def test_a_word_that_is_none_of_a_choice_is_told_the_choice_and_no_python(comman
 
 
 def test_the_words_that_the_help_shows_are_those_that_are_taken() -> None:
-    from kvmover.cache.prefix.policy import POLICIES
+    from kvmover.cache.prefix.eviction_policy import POLICIES
     from kvmover.tools.demo.scenarios import SCENARIOS
     from kvmover.tools.replay.replay_config import WRITE_POLICIES
 

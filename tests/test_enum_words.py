@@ -30,11 +30,11 @@ from kvmover.cache.prefix import (
     Tier,
     WriteBack,
 )
-from kvmover.cache.prefix.config import TreeConfig
-from kvmover.cache.prefix.events import block_removed, block_stored
 from kvmover.cache.prefix.keys import RadixKey
+from kvmover.cache.prefix.kv_events import block_removed, block_stored
+from kvmover.cache.prefix.tree_config import TreeConfig
 from kvmover.cache.tiers.host_memory import Reach, host_pool
-from kvmover.cache.tiers.policy import TierPolicy
+from kvmover.cache.tiers.tier_policy import TierPolicy
 from kvmover.cache.tiers.tiered_pool import HostTier
 from kvmover.config.settings import LoggingSettings
 from kvmover.errors import KvmoverError
@@ -69,7 +69,7 @@ TOLD = {
     "cache.hints.actions.HintRefused",
     "cache.prefix.copies.CopyRecord",
     "cache.page_tiers.page_tier.FinishedJob",
-    "cache.tiers.storage.StorageRead",
+    "cache.tiers.tier_storage.StorageRead",
     "tools.demo.scenarios.Scenario",
     "exposition.Metric",
     "kernels.cuda_exports.Export",
@@ -83,12 +83,12 @@ TOLD = {
     "store.store_results.GotResult",
     "store.segment.Segment",
     "store.store_results.PutResult",
-    "transfer.destination.attempts.ReceiveAttempt",
+    "transfer.destination.destination_attempts.ReceiveAttempt",
     "transfer.memory.copier.Copier",
     "transfer.memory.mapped.Mappings",
     "transfer.memory.programs.Rules",
     "transfer.result.Result",
-    "transfer.source.attempts.Request",
+    "transfer.source.source_attempts.Request",
 }
 
 
@@ -177,8 +177,8 @@ def sent(service: Any) -> object:
 DOORS: dict[str, tuple[type[Enum], str, Callable[[Any], object]]] = {
     "cache.ledger.ledger.Ledger.__init__": (FaultPolicy, "fault", lambda given: vars(Ledger(given))["_fault"]),
     "cache.ledger.ledger.Ledger.withdrawn": (Loss, "reason", withdrawn),
-    "cache.prefix.events.block_removed": (Tier, "tier", lambda given: block_removed([bytes(32)], given)),
-    "cache.prefix.events.block_stored": (Tier, "tier", lambda given: block_stored([bytes(32)], None, given, 4)),
+    "cache.prefix.kv_events.block_removed": (Tier, "tier", lambda given: block_removed([bytes(32)], given)),
+    "cache.prefix.kv_events.block_stored": (Tier, "tier", lambda given: block_stored([bytes(32)], None, given, 4)),
     "cache.prefix.keys.RadixKey.of": (
         KeyUnits,
         "units",

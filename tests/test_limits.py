@@ -24,7 +24,6 @@ CALLED_BY_ENGINES = {
 #: And those that are a bool.
 OF_ENGINES = {
     ("engines/sglang/pd.py", "__init__", "is_mla_backend"),
-    ("engines/sglang/pd.py", "add_transfer_request", "is_last_chunk"),
     ("engines/sglang/radix_cache.py", "on_release", "checkpointed"),
     ("engines/sglang/radix_tiers.py", "on_release", "checkpointed"),
 }

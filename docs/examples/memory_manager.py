@@ -26,7 +26,7 @@ class Rank:
         self.mover = Mover(transport, model, Place(engine, fleet, rank), [self.pool])
 
     def give_back(self, transfer: Transfer, pages: list[int]) -> None:
-        if transfer.ended and not transfer.held:  # else a write may still land in them: ask again later
+        if transfer.ended and not transfer.quarantined:  # else a write may still land in them: ask again later
             self.free.update(pages)
 
 

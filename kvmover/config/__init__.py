@@ -1,4 +1,4 @@
-"""The configuration is every setting an operator may change, in one file and the environment, typed and checked.
+"""The configuration is every setting, in one file and the environment, typed and checked.
 
 >>> from kvmover.config import load
 >>> load(environ={"KVMOVER_MOVER_DEADLINE_S": "5"}).settings.mover.deadline_s

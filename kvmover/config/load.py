@@ -1,8 +1,4 @@
-"""The loader makes Settings of defaults, a TOML file, the environment and an engine's options, each checked by its
-type.
-
-It also writes Settings as TOML, which `load` reads, and as data for JSON.
-"""
+"""The loader makes Settings of defaults, a TOML file, the environment and an engine's options, and writes them."""
 
 from __future__ import annotations
 
@@ -42,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Settings with the origin of each that differs from a default: by the key's name, the file or the variable."""
+    """Settings, and by key name the file or variable of each that was given."""
 
     settings: Settings
     origins: Mapping[str, str]
@@ -50,7 +46,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A setting's value from an engine's own options. `origin`: the option's name and place."""
+    """A setting's value from an engine's option, named by `origin`."""
 
     value: object
     origin: str
@@ -58,9 +54,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """A value as given, and its origin. `typed`: from TOML or JSON, which have types, not the environment, which has
-    text.
-    """
+    """A value and its origin. `typed`: not the environment's text."""
 
     value: object
     origin: str
@@ -74,10 +68,10 @@ def load(
     defaults: Settings | None = None,
     options: Mapping[str, Option] | None = None,
 ) -> Loaded:
-    """Load the file at `path`, or at $KVMOVER_CONFIG if it is set, with the environment over it.
+    """Load the file at `path`, or at $KVMOVER_CONFIG, with the environment over it.
 
-    `defaults`: an adapter's own, under the file. `options`: by the names of keys, over the environment. Raises
-    ConfigError for an unreadable file, an unknown key, a value of the wrong type, and a value out of its range.
+    `defaults`: under the file. `options`: by the names of keys, over the environment. Raises ConfigError for an
+    unreadable file, an unknown key, a wrong type or range.
     """
     environ = os.environ if environ is None else environ
     if path is None and environ.get(FILE_VARIABLE):
@@ -119,7 +113,7 @@ def _of_table(table: Mapping[str, object], section: str, origin: str) -> Iterato
 
 
 def _of_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, _Given]]:
-    """Yields settings of the environment. Variables with one word after the prefix are skipped: settings have two."""
+    """Yields the environment's settings: variables with two words or more."""
     for variable, value in environ.items():
         if not variable.startswith(PREFIX) or "_" not in variable.removeprefix(PREFIX):
             continue
@@ -156,9 +150,7 @@ def _converted(key: SettingKey, given: _Given) -> object:
 
 
 def _bare(hint: Any) -> Any:
-    """Returns a type without its None, which only the word `none` sets: msgspec would accept null. For a location, its
-    path.
-    """
+    """Returns a type without None, as msgspec would accept null; for a location, its path."""
     if get_origin(hint) is UnionType:
         hint, *_ = (part for part in get_args(hint) if part is not NoneType)
     return hint
@@ -186,7 +178,6 @@ def bytes_in(text: str) -> int:
 
 
 def _overlaid(section: T, name: str, values: Mapping[str, object], origins: Mapping[str, str]) -> T:
-    """Returns a section with the given values. Its own checks run again, inner tables first. Raises ConfigError."""
     prefix = f"{name}." if name else ""
     changed: dict[str, object] = {}
     for each in fields(cast(Any, section)):
@@ -203,15 +194,12 @@ def _overlaid(section: T, name: str, values: Mapping[str, object], origins: Mapp
 
 
 def as_toml(loaded: Loaded) -> str:
-    """Returns every setting in its table: a default as a comment, any other with its origin in a comment behind it.
-
-    The output can be kept as a file: it pins no default of this release.
-    """
+    """Returns every setting in its table: a default as a comment, any other with its origin."""
     return "\n".join(_lines(loaded)) + "\n"
 
 
 def as_data(loaded: Loaded) -> dict[str, object]:
-    """Returns each setting by its name: value and origin, None for a default."""
+    """Returns value and origin by name; None for a default."""
     return {
         key.name: {"value": plain(value_of(loaded.settings, key)), "from": loaded.origins.get(key.name)}
         for key in keys()
@@ -232,7 +220,7 @@ def _lines(loaded: Loaded) -> Iterator[str]:
 
 
 def toml(value: object) -> str:
-    """Returns a value as TOML; None, which TOML lacks, is the word `none`."""
+    """Returns a value as TOML, for which None is a word."""
     flat = plain(value)
     if isinstance(flat, list):
         return f"[{', '.join(toml(each) for each in cast('list[object]', flat))}]"
@@ -243,7 +231,7 @@ def toml(value: object) -> str:
 
 
 def plain(value: object) -> object:
-    """Returns a value for JSON: paths and choices as text, tuples as lists, recursively; any other unchanged."""
+    """Returns a value for JSON: paths and choices as text, tuples as lists."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Path):

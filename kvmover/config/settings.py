@@ -1,6 +1,4 @@
-"""Settings are the values of a configuration by section; a SettingKey has one setting's name, type,
-default and text.
-"""
+"""Settings are a configuration's values by section; a SettingKey describes one setting."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from kvmover.transfer.protocol.auth import Key, Keys
 
 
 class ConfigError(KvmoverError, ValueError):
-    """An unknown key or an invalid value: the message names both, and their origin."""
+    """An unknown key or an invalid value, whose message names both and their origin."""
 
 
 #: Longest key file: a wrong path may lead to a large one.
@@ -34,8 +32,8 @@ _MOST_KEY_BYTES = 4096
 class ExchangeSettings:
     """The engines that exchange KV with this one. `model`: its name among engines of any make; None: only one make.
 
-    `weights`: the operator's name for the weights, in place of the digest of the checkpoint. `allow`: hosts that a
-    request may have a worker dial, as networks (CIDR), addresses and names; empty: any.
+    `weights`: a name in place of the checkpoint's digest. `allow`: networks (CIDR) and hosts that a request may have a
+    worker dial; empty: any.
     """
 
     model: str | None = None
@@ -55,13 +53,12 @@ class ExchangeSettings:
 class StoreSettings(Policy):
     """A page store's policy, its location, the same on all ranks, and its periods in seconds.
 
-    `root`: a directory, as a path; or as text a prefix of an object store, `s3://bucket/prefix`, or a pool of memory,
-    `mooncake://HOST:PORT`.
+    `root`: a directory, as a path; or as text `s3://bucket/prefix` or `mooncake://HOST:PORT`.
 
-    `namespace_ttl_s`: seconds without use after which any namespace under `root` is emptied.
+    `namespace_ttl_s`: time without use until a namespace under `root` is emptied.
 
-    `upkeep_s`: period of checking quota and TTL. `flush_s`: period of making pages safe from a power cut and visible to
-    other machines.
+    `upkeep_s`: between checks of quota and TTL. `flush_s`: between flushes, which make pages safe from a power cut and
+    visible to other machines.
     """
 
     root: Path | str | None = None
@@ -88,8 +85,7 @@ class StoreSettings(Policy):
 class PeerSettings:
     """The engines whose host memory is read before storage, and the address that offers this engine's.
 
-    `address`: address of this engine's rank cards, and its name in `engines`, which lists all that share. The list may
-    be the same for all of them.
+    `address`: of this engine's rank cards, and its name in `engines`, a list of all that share.
     """
 
     address: str | None = None
@@ -113,7 +109,7 @@ class PeerSettings:
             raise ConfigError(f"peers has engines = {list(self.engines)}, of which one is there twice")
 
     def others(self) -> tuple[str, ...]:
-        """Returns the engines to ask: all but this one."""
+        """Returns the addresses in `engines` but this engine's own; all of them if `address` is None."""
         return tuple(each for each in self.engines if each != self.address)
 
 
@@ -130,7 +126,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def is_host(text: str) -> bool:
-    """Returns True for an IP address or a valid host name (RFC 1123), without a lookup.
+    """Returns True for an IP address or a valid host name (RFC 1123).
 
     >>> is_host("10.0.0.7"), is_host("fd00::7"), is_host("decode-0.svc"), is_host("not an address"), is_host("1.2.3")
     (True, True, True, False, False)
@@ -164,7 +160,7 @@ class Level(StrEnum):
 
 
 class LogFormat(StrEnum):
-    """A log's format: a line of text a record, or a JSON object a line."""
+    """A log's format: a line or a JSON object a record."""
 
     TEXT = "text"
     JSON = "json"
@@ -172,7 +168,7 @@ class LogFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoggingSettings:
-    """The level, format and file of kvmover's loggers. `level` None leaves handlers and levels to the engine."""
+    """The settings of kvmover's loggers. `level` None leaves them to the engine."""
 
     level: Level | None = None
     format: LogFormat = LogFormat.TEXT
@@ -186,7 +182,7 @@ class LoggingSettings:
 
 @dataclass(frozen=True, slots=True)
 class MetricsSettings:
-    """The port and address of the Prometheus endpoint."""
+    """The Prometheus endpoint's port and address."""
 
     port: int | None = None
     address: str = "127.0.0.1"
@@ -214,7 +210,7 @@ class HintSettings:
 
 @dataclass(frozen=True, slots=True)
 class RecordSettings:
-    """The records of a run beside its metrics: the run log for `kvmover report`, and spans."""
+    """The run log for `kvmover report`, and spans."""
 
     run_log: Path | None = None
     spans: bool = False
@@ -222,7 +218,7 @@ class RecordSettings:
 
 @dataclass(frozen=True, slots=True)
 class SecuritySettings:
-    """Files with the keys that seal control messages. The keys themselves are in no configuration."""
+    """Files with the keys that seal control messages."""
 
     shared_key_file: Path | None = None
     accepted_key_files: tuple[Path, ...] = ()
@@ -232,7 +228,7 @@ class SecuritySettings:
             raise ConfigError("accepted_key_files without shared_key_file: no message would be authenticated")
 
     def keys(self) -> Keys | None:
-        """Read the keys, without white space at either end; None without a key file. Raises ConfigError."""
+        """Read the stripped keys; None without a key file. Raises ConfigError."""
         if self.shared_key_file is None:
             return None
         return Keys(_key(self.shared_key_file), tuple(_key(path) for path in self.accepted_key_files))
@@ -240,7 +236,7 @@ class SecuritySettings:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """All settings. `mover` has no keys yet: `mover_config` reads them."""
+    """All settings. `mover` has no keys: `mover_config` reads them."""
 
     mover: MoverConfig = field(default_factory=MoverConfig)
     progress: Pace = field(default_factory=Pace)
@@ -254,7 +250,9 @@ class Settings:
     security: SecuritySettings = field(default_factory=SecuritySettings)
 
     def check_here(self) -> None:
-        """Raise ConfigError for the first setting that cannot work on this host, as it is now."""
+        """Check the settings that depend on this machine or on each other: sizes and times of the mover, key files,
+        folders of log files. Raises ConfigError for the first that cannot work.
+        """
         mover, chunk_bytes = self.mover, self.mover.costs.chunk_bytes
         if chunk_bytes > mover.arena_bytes:
             raise ConfigError(
@@ -272,9 +270,7 @@ class Settings:
                 raise ConfigError(f"{name} = {str(path)!r}; there is no directory {path.parent}")
 
     def mover_config(self) -> MoverConfig:
-        """Returns the configuration for `Mover`, with the keys. Raises ConfigError for a key file that cannot be read
-        or is too short.
-        """
+        """Returns `mover` with its keys. Raises ConfigError for a key file unread or too short."""
         return replace(self.mover, keys=self.security.keys())
 
 
@@ -300,7 +296,7 @@ _ELSEWHERE = {("mover", "keys")}
 
 @dataclass(frozen=True, slots=True)
 class SettingKey:
-    """One setting. `path` is its sections and its name: ("mover", "backoff", "first_s")."""
+    """One setting. `path`: sections and name, ("mover", "backoff", "first_s")."""
 
     path: tuple[str, ...]
     hint: Any
@@ -308,27 +304,27 @@ class SettingKey:
 
     @property
     def name(self) -> str:
-        """The name as in messages and in TOML's dotted form: `mover.backoff.first_s`."""
+        """Returns the dotted name: `mover.backoff.first_s`."""
         return ".".join(self.path)
 
     @property
     def variable(self) -> str:
-        """The environment variable: `KVMOVER_MOVER_BACKOFF_FIRST_S`."""
+        """Returns the variable: `KVMOVER_MOVER_BACKOFF_FIRST_S`."""
         return PREFIX + "_".join(self.path).upper()
 
     @property
     def text(self) -> str:
-        """The setting's meaning, in a sentence with its unit."""
+        """Returns its meaning, with its unit."""
         return TEXTS[self.name]
 
     @property
     def optional(self) -> bool:
-        """True if it may be `none`."""
+        """Returns True if it may be left out."""
         return NoneType in get_args(self.hint)
 
     @property
     def kind(self) -> str:
-        """The type in words: `integer`, `number or none`, `push or pull`."""
+        """Returns the type in words: `integer`, `push or pull`."""
         parts = get_args(self.hint) if get_origin(self.hint) is UnionType else (self.hint,)
         return " or ".join(_word(part) for part in parts)
 
@@ -351,18 +347,18 @@ def _word(hint: Any) -> str:
 
 @cache
 def keys() -> tuple[SettingKey, ...]:
-    """Returns all settings, in the order of their sections."""
+    """Returns all settings, by sections."""
     return tuple(_walk(Settings(), ()))
 
 
 @cache
 def sections() -> frozenset[str]:
-    """Returns the names of all tables: `mover`, `mover.backoff`."""
+    """Returns all tables' names: `mover`, `mover.backoff`."""
     return frozenset(".".join(key.path[:depth]) for key in keys() for depth in range(1, len(key.path)))
 
 
 def value_of(settings: Settings, key: SettingKey) -> object:
-    """Returns the value of a setting, by its key."""
+    """Returns the value of a setting."""
     found: object = settings
     for name in key.path:
         found = getattr(found, name)
@@ -370,7 +366,7 @@ def value_of(settings: Settings, key: SettingKey) -> object:
 
 
 def _walk(section: Any, path: tuple[str, ...]) -> Iterator[SettingKey]:
-    """Yields the values of a section before its tables, as TOML requires."""
+    """Yields values before tables, as TOML requires."""
     hints = get_type_hints(section.__class__)
     inner: list[tuple[str, object]] = []
     for each in fields(section):

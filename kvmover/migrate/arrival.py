@@ -14,8 +14,8 @@ import msgspec
 from msgspec.structs import replace
 
 from kvmover.migrate.departure import Withdraw
-from kvmover.migrate.events import PartnerEnded, RoundFailed, RoundLanded
 from kvmover.migrate.migration import Decision
+from kvmover.migrate.migration_events import PartnerEnded, RoundFailed, RoundLanded
 from kvmover.migrate.rounds import Round
 from kvmover.transfer.events import Cancel
 
@@ -36,11 +36,11 @@ class Announced(msgspec.Struct, frozen=True):
 
 
 class Acknowledged(msgspec.Struct, frozen=True):
-    """Every rank of the source has the target's decision."""
+    """Every rank of the source has the decision."""
 
 
 class PatienceOver(msgspec.Struct, frozen=True):
-    """The source has not confirmed the decision for `patience_s`, and is not known to be dead."""
+    """The source has been silent on the decision for `patience_s`, and is not known to be dead."""
 
 
 class AskRound(msgspec.Struct, frozen=True):
@@ -50,13 +50,13 @@ class AskRound(msgspec.Struct, frozen=True):
 
 
 class ListenFor(msgspec.Struct, frozen=True):
-    """An order to ask for the announcement of a round."""
+    """An order to ask for a round's announcement."""
 
     number: int
 
 
 class SayDecision(msgspec.Struct, frozen=True):
-    """An order to send the decision to the source, until it has heard it."""
+    """An order to send the decision until the source has heard it."""
 
     decision: Decision
 
@@ -66,9 +66,7 @@ ArrivalAction = AskRound | ListenFor | SayDecision | Withdraw
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """A target's state: `landed_tokens` tokens are in the pages, `round` was asked for last.
-    `reason`: why it declines.
-    """
+    """A target's state: `landed_tokens` tokens are in the pages, `round` was asked for last."""
 
     round: Round
     landed_tokens: int = 0
@@ -77,13 +75,11 @@ class Arrival(msgspec.Struct, frozen=True):
 
     @property
     def ended(self) -> bool:
-        """True if it is known which side has the request."""
+        """Returns True if the request's side is known."""
         return self.phase in (ArrivalPhase.HERE, ArrivalPhase.DECLINED)
 
     def check(self) -> None:
-        """Raise AssertionError if rounds leave a hole, a declined request lacks a reason, or a
-        whole one is not taken.
-        """
+        """Raise AssertionError for a hole between rounds, or a contradictory phase."""
         self.round.check()
         assert self.landed_tokens in (self.round.start, self.round.stop), "a round does not begin where one ended"
         declines = self.phase in (ArrivalPhase.DECLINING, ArrivalPhase.DECLINED)
@@ -96,12 +92,12 @@ Arrived = tuple[Arrival, list[ArrivalAction]]
 
 
 def begin(first: Round) -> Arrived:
-    """Returns the first state, and orders to ask for the first round and the next announcement."""
+    """Returns the first state and its orders."""
     return Arrival(first), [ListenFor(first.number + 1), AskRound(first)]
 
 
 def step(state: Arrival, event: ArrivalEvent) -> Arrived:
-    """Advance by one event. Returns the state and its orders. Events after the end are ignored."""
+    """Advance by one event, unless ended. Returns the state and its orders."""
     match event:
         case _ if state.ended:
             return state, []
@@ -126,7 +122,7 @@ def _landed(state: Arrival, number: int) -> Arrived:
 
 
 def _announced(state: Arrival, following: Round) -> Arrived:
-    """Ask for the announced round. One that does not begin where the last ended does not fit the pages: decline."""
+    """Ask for the round; decline one that does not follow the last."""
     if state.phase is not ArrivalPhase.COPYING:
         return state, []
     done = state.round

@@ -23,8 +23,8 @@ from kvmover.migrate.arrival import (
     SayDecision,
 )
 from kvmover.migrate.departure import Withdraw
-from kvmover.migrate.events import PartnerEnded, RoundFailed, RoundLanded
 from kvmover.migrate.migration import Announcement, Decision, Migration
+from kvmover.migrate.migration_events import PartnerEnded, RoundFailed, RoundLanded
 from kvmover.migrate.partners import AGAIN_S, Partners, has_failed, said_in
 from kvmover.migrate.rounds import MigrationConfig, Round
 from kvmover.transfer.events import Cancel
@@ -77,40 +77,38 @@ class ArrivingRank:
 
     @property
     def phase(self) -> ArrivalPhase:
-        """The progress of the copy, and at the end the side that has the request."""
+        """Returns the progress, at the end the side with the request."""
         return self._state.phase
 
     @property
     def reason(self) -> str | None:
-        """The reason for declining, or None."""
+        """Returns the reason for declining."""
         return self._state.reason
 
     @property
     def landed_tokens(self) -> int:
-        """The number of leading tokens whose rows are in the pages. Recurrent states travel with the last round only:
-        for a model with states it is 0 before that.
-        """
+        """Returns the leading tokens in the pages; before the last round 0 for a model with recurrent states."""
         state = self._state
         whole = state.round.last and state.landed_tokens == state.round.stop
         return state.landed_tokens if whole or not self._partners.has_states else 0
 
     @property
     def pages_for(self) -> int:
-        """The number of tokens that need pages, from the request's beginning; 0 if enough are named."""
+        """Returns the leading tokens that need pages, or 0."""
         return self._pending.stop if self._pending is not None else 0
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
-        """The transfers of the rounds asked for so far, in order."""
+        """Returns the rounds' transfers so far, in order."""
         return tuple(self._rounds)
 
     @property
     def holds_pages(self) -> bool:
-        """True if a transfer may still write the named pages."""
-        return any(not transfer.ended or transfer.held for transfer in self._rounds)
+        """Returns True if a transfer may still write the pages."""
+        return any(not transfer.ended or transfer.quarantined for transfer in self._rounds)
 
     def allocated(self, tokens: int, pages: Sequence[npt.ArrayLike]) -> None:
-        """Name pages for the request's first `tokens` tokens. Raises PlanError as Mover.receive does."""
+        """Name pages for the first `tokens` tokens. Raises PlanError as Mover.receive does."""
         before = self._pages, self._room_tokens
         self._pages, self._room_tokens = pages, tokens
         try:
@@ -120,11 +118,11 @@ class ArrivingRank:
             raise
 
     def decline(self, reason: str) -> None:
-        """Decline the request, unless all of it is here. If the source turns out to be dead it is taken after all."""
+        """Decline the request, unless it is all here; a dead source's is taken after all."""
         self._step(Cancel(reason))
 
     def poll(self) -> ArrivalPhase:
-        """Advance by the transfers' results, and return the phase. One round of `agree`."""
+        """Advance by the transfers' results, in one round of `agree`. Returns the phase."""
         if self.settled:
             return self.phase
         agreed = self._agree.minimum(self._votes())
@@ -147,9 +145,6 @@ class ArrivingRank:
         return self.phase
 
     def _votes(self) -> npt.NDArray[np.int64]:
-        """Returns this rank's row; the minimum over all ranks is true of all of them. It begins with the round's
-        number.
-        """
         current, announcement, answer = (
             None if each is None else each.result for each in (self._current, self._announcement, self._answer)
         )
@@ -165,7 +160,6 @@ class ArrivingRank:
         return np.array(row, np.int64)
 
     def _look_at_round(self, landed: bool, sound: bool, announced: bool) -> None:
-        """Advance by the result of the round on all ranks, and by the next announcement if all have it."""
         if landed:
             self._landed()
         if not sound:
@@ -180,7 +174,6 @@ class ArrivingRank:
         return self._fault or "a round failed on another rank"
 
     def _landed(self) -> None:
-        """Advance by a landed round. The last one brings the source's hand-over."""
         landed = self._state.round
         if landed.last and self.phase is ArrivalPhase.COPYING:
             assert self._current is not None
@@ -220,7 +213,7 @@ class ArrivingRank:
                     self._abort(reason)
 
     def _ask(self) -> None:
-        """Ask for the pending round, if its pages are named."""
+        """Ask for the pending round, once its pages are named."""
         wanted = self._pending
         if wanted is None or wanted.stop > self._room_tokens:
             return
@@ -233,7 +226,6 @@ class ArrivingRank:
     def _receive(
         self, name: str, positions: range, pages: Sequence[npt.ArrayLike] | None, content: Content | None
     ) -> Transfer | None:
-        """Begin a transfer; None if the source is lost: the migration then fails in `poll`."""
         source, patience_s = self.migration.source, self._config.patience_s
         try:
             return self._mover.receive(
@@ -249,9 +241,7 @@ class ArrivingRank:
                 self._mover.abort(transfer, reason)
 
     def _speak(self) -> None:
-        """Send the decision until the source has heard it. A reachable source that does not ask for it has it already:
-        a source keeps asking after a hand-over.
-        """
+        """Send the decision until heard. A reachable source that does not ask has it."""
         if self._answer is not None and not has_failed(self._answer):
             return
         now, decision, source = self._clock(), self._decision, self.migration.source

@@ -23,8 +23,8 @@ from kvmover.migrate.departure import (
     Withdraw,
     Wrote,
 )
-from kvmover.migrate.events import PartnerEnded, RoundFailed, RoundLanded
 from kvmover.migrate.migration import Announcement, Decision, Migration, check_payload
+from kvmover.migrate.migration_events import PartnerEnded, RoundFailed, RoundLanded
 from kvmover.migrate.partners import AGAIN_S, Partners, has_failed, said_in
 from kvmover.migrate.rounds import MigrationConfig, Round
 from kvmover.transfer.events import Cancel
@@ -35,8 +35,10 @@ from kvmover.transfer.result import Gate, Passed, Transfer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """A running request between two steps: rows of its first `tokens` tokens are in `pages`, one table a component from
-    the request's beginning, once `event` has passed (None: now). `payload`: the engine's data for continuing elsewhere.
+    """A running request between two steps, once `event` has passed (None: now).
+
+    Rows of `tokens` tokens are in `pages`, one table a component. `payload`: the engine's data for continuing
+    elsewhere.
     """
 
     tokens: int
@@ -63,7 +65,9 @@ class DepartingRank:
         agree: Consensus | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        _check_begins(migration, now)
+        if now.tokens != migration.tokens:
+            name, begins = migration.request, migration.tokens
+            raise PlanError(f"{name} has {now.tokens} tokens, and its migration begins at {begins}")
         self.migration = migration
         self._mover, self._config, self._clock = mover, config or MigrationConfig(), clock
         self._agree = agree or LocalConsensus()
@@ -80,31 +84,31 @@ class DepartingRank:
 
     @property
     def phase(self) -> DeparturePhase:
-        """The progress of the copy, and at the end the side that has the request."""
+        """Returns the progress, at the end the side with the request."""
         return self._state.phase
 
     @property
     def reason(self) -> str | None:
-        """The reason why the request came back, or None."""
+        """Returns why the request came back."""
         return self._state.reason
 
     @property
     def may_write(self) -> int:
-        """The number of further tokens that may be computed here now."""
+        """Returns the further tokens that may be computed here."""
         return self._state.may_write
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
-        """The transfers of the rounds so far, in order."""
+        """Returns the rounds' transfers so far, in order."""
         return tuple(self._rounds)
 
     @property
     def holds_pages(self) -> bool:
-        """True if a transfer may still read the request's pages."""
-        return any(not transfer.ended or transfer.held for transfer in self._rounds)
+        """Returns True if a transfer may still read the pages."""
+        return any(not transfer.ended or transfer.quarantined for transfer in self._rounds)
 
     def wrote(self, now: Checkpoint) -> None:
-        """Report the end of a step. Raises PlanError for more tokens than `may_write`, or fewer than before."""
+        """Report a step's end. Raises PlanError for more tokens than `may_write`, or fewer than before."""
         check_payload(now.payload)
         before, self._now = self._now, now
         self._step(Wrote(now.tokens))
@@ -113,13 +117,11 @@ class DepartingRank:
             self._mover.produced(self._rounds[-1], Gate(now.event, tokens=now.tokens), more)
 
     def keep(self, reason: str) -> None:
-        """Take the request back, or report its end: copying stops. After the hand-over the target's decision stands
-        instead.
-        """
+        """Take the request back, or report its end, unless handed over."""
         self._step(Cancel(reason))
 
     def poll(self) -> DeparturePhase:
-        """Advance by the transfers' results, and return the phase. One round of `agree`."""
+        """Advance by the transfers' results, in one round of `agree`. Returns the phase."""
         if self.settled:
             return self.phase
         agreed = self._agree.minimum(self._votes())
@@ -146,9 +148,6 @@ class DepartingRank:
         return self.phase
 
     def _votes(self) -> npt.NDArray[np.int64]:
-        """Returns this rank's row; the minimum over all ranks is true of all of them. It begins with the round's
-        number.
-        """
         current, decision = self._rounds[-1].result, self._decision.result if self._decision else None
         lives = self._partners.live(self._clock())
         patient = self._clock() < self._back_at + self._config.patience_s
@@ -169,8 +168,8 @@ class DepartingRank:
                 case AnnounceRound(round_):
                     now, name = self._now, self.migration.announcement_name(round_.number)
                     said = Announcement(round_, now.tokens, now.payload).encode()
-                    content = self.migration.content
-                    self._announcements.append(self._mover.send(name, self._no_pages, [], said, content=content))
+                    content, no_pages = self.migration.content, [list[int]() for _ in now.pages]
+                    self._announcements.append(self._mover.send(name, no_pages, [], said, content=content))
                 case HandOver():
                     if not self._rounds[-1].ended:
                         self._mover.attach(self._rounds[-1], self._now.payload)
@@ -179,10 +178,6 @@ class DepartingRank:
                         if not transfer.ended:
                             self._mover.abort(transfer, reason)
 
-    @property
-    def _no_pages(self) -> list[list[int]]:
-        return [[] for _ in self._now.pages]
-
     def _copy(self, round_: Round) -> None:
         now, name = self._now, self.migration.round_name(round_.number)
         gate, aux = Gate(now.event, tokens=now.tokens), None if round_.last else b""
@@ -190,7 +185,6 @@ class DepartingRank:
         self._rounds.append(self._mover.send(name, now.pages, [gate], aux, content=content))
 
     def _listen(self) -> None:
-        """Ask for the decision, and again after a failure: after a hand-over it must become known."""
         asked, now = self._decision, self._clock()
         if self.settled:
             if asked is not None and not asked.ended:
@@ -208,7 +202,7 @@ class DepartingRank:
         )
 
     def _decision_in(self, said: bytes) -> Decision:
-        """Decode the decision. An invalid one, or one on other content, counts as declined."""
+        """Decode the decision; an invalid one, or one on other content, declines."""
         try:
             decision = Decision.decode(said)
         except ProtocolError as error:
@@ -219,8 +213,3 @@ class DepartingRank:
 
 def _why(transfer: Transfer) -> str:
     return (transfer.result.reason if transfer.result else None) or "a round failed on another rank"
-
-
-def _check_begins(migration: Migration, now: Checkpoint) -> None:
-    if now.tokens != migration.tokens:
-        raise PlanError(f"{migration.request} has {now.tokens} tokens, and its migration begins at {migration.tokens}")

@@ -14,8 +14,8 @@ import msgspec
 from msgspec.structs import replace
 
 from kvmover.errors import PlanError
-from kvmover.migrate.events import PartnerEnded, RoundFailed, RoundLanded
 from kvmover.migrate.migration import Decision
+from kvmover.migrate.migration_events import PartnerEnded, RoundFailed, RoundLanded
 from kvmover.migrate.rounds import MigrationConfig, Round, next_round
 from kvmover.transfer.events import Cancel
 
@@ -34,7 +34,7 @@ class DeparturePhase(StrEnum):
 
 
 class Wrote(msgspec.Struct, frozen=True):
-    """A step of the request ended: rows of `tokens` tokens are in the pages, or will be when its event has passed."""
+    """A step of the request ended: `tokens` tokens are in the pages, or will be after its event."""
 
     tokens: int
 
@@ -46,19 +46,19 @@ class Decided(msgspec.Struct, frozen=True):
 
 
 class CopyRound(msgspec.Struct, frozen=True):
-    """An order to offer a round's tokens: those written now, and the rest as they are written."""
+    """An order to offer a round's tokens."""
 
     round: Round
 
 
 class AnnounceRound(msgspec.Struct, frozen=True):
-    """An order to announce the tokens of the round that was just offered."""
+    """An order to announce the round just offered."""
 
     round: Round
 
 
 class HandOver(msgspec.Struct, frozen=True):
-    """An order to send the payload for continuing. From here only the target's answer or death gives it back."""
+    """An order to send the payload. Only the target's answer or death then gives the request back."""
 
 
 class Withdraw(msgspec.Struct, frozen=True):
@@ -72,8 +72,8 @@ DepartureAction = CopyRound | AnnounceRound | HandOver | Withdraw
 
 
 class Departure(msgspec.Struct, frozen=True):
-    """A source's state: `tokens` are written, `round` is under way, and all tokens before it are in the target's pages.
-    `reason`: why the request came back, or is to.
+    """A source's state: `tokens` are written, and all before `round` is in the target's pages. `reason`: why it came
+    back.
     """
 
     tokens: int
@@ -83,7 +83,7 @@ class Departure(msgspec.Struct, frozen=True):
 
     @property
     def may_write(self) -> int:
-        """The number of further tokens that may be computed here now."""
+        """Returns the further tokens that may be computed here."""
         match self.phase:
             case DeparturePhase.COPYING | DeparturePhase.BACK:
                 return UNBOUNDED
@@ -94,11 +94,11 @@ class Departure(msgspec.Struct, frozen=True):
 
     @property
     def ended(self) -> bool:
-        """True if it is known which side has the request."""
+        """Returns True if the request's side is known."""
         return self.phase in (DeparturePhase.GONE, DeparturePhase.BACK)
 
     def check(self) -> None:
-        """Raise AssertionError if the phase contradicts the round and the tokens written."""
+        """Raise AssertionError for a contradictory phase."""
         self.round.check()
         phase, stopped = self.phase, self.tokens == self.round.stop
         assert phase is not DeparturePhase.COPYING or not self.round.last, "the last round is copied while it grows"
@@ -116,13 +116,13 @@ Departed = tuple[Departure, list[DepartureAction]]
 
 
 def begin(tokens: int) -> Departed:
-    """Returns the first state, and the order to copy the `tokens` written so far."""
+    """Returns the first state, and the order to copy `tokens`."""
     first = Round(0, 0, tokens)
     return Departure(tokens, first), [CopyRound(first)]
 
 
 def step(config: MigrationConfig, state: Departure, event: DepartureEvent) -> Departed:
-    """Advance by one event. Returns the state and its orders. Raises PlanError for more tokens than may be written."""
+    """Advance by one event. Returns the state and its orders. Raises PlanError for more tokens than `may_write`."""
     match event:
         case Wrote(tokens):
             return _wrote(state, tokens)
@@ -151,7 +151,6 @@ def _wrote(state: Departure, tokens: int) -> Departed:
 
 
 def _landed(config: MigrationConfig, state: Departure, number: int) -> Departed:
-    """Copy the next round. A landed last round changes no state: the target's answer will say more."""
     if state.phase is not DeparturePhase.COPYING or number != state.round.number:
         return state, []
     following = next_round(config, state.round, state.tokens)
@@ -160,7 +159,7 @@ def _landed(config: MigrationConfig, state: Departure, number: int) -> Departed:
 
 
 def _decided(state: Departure, decision: Decision) -> Departed:
-    """Apply the target's decision, even before the hand-over: the target may have been told that the source is dead."""
+    """Apply the decision, even before the hand-over."""
     if state.phase is DeparturePhase.GONE or (state.phase is DeparturePhase.BACK and not decision.taken):
         return state, []
     if decision.taken:
@@ -169,7 +168,7 @@ def _decided(state: Departure, decision: Decision) -> Departed:
 
 
 def _retract(state: Departure, reason: str, actions: list[DepartureAction]) -> Departed:
-    """Take the request back; after the hand-over wait, since a transfer that failed here may have landed there."""
+    """Take the request back; after the hand-over wait: a transfer that failed here may have landed there."""
     if state.ended:
         return state, []
     if state.phase is DeparturePhase.HANDING_OVER:

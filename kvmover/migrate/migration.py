@@ -24,26 +24,24 @@ MAX_ROUNDS = 1000
 
 
 class Party(msgspec.Struct, frozen=True):
-    """One side of a migration: an engine, and its number of ranks."""
+    """One side of a migration."""
 
     engine: str
     ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
 
     @property
     def everyone(self) -> range:
-        """The numbers of its ranks."""
+        """Returns the numbers of its ranks."""
         return range(self.ranks)
 
 
 class Migration(msgspec.Struct, frozen=True):
     """One move of `request` from `source` to `target`, begun when `tokens` were in the source's pages.
 
-    `generation`: the source's count of moves of this request, so that a failed move is never taken for a later one.
-    `payload`: data by which the target's engine continues, in a form known to both, at most 65,280 bytes. `content`:
-    the prompt and the answer so far, `tokens` tokens, as each side knows them. A target with other content declines
-    before a byte moves; None on both sides: the name alone counts, as in Mover.send. All ranks of both sides are given
-    an equal Migration; it travels to the target by the engine's own means. Raises PlanError for a name or payload that
-    is too long, and for content of another length.
+    `generation`: the source's count of moves of this request. `payload`: data by which the target's engine continues,
+    at most 65,280 bytes. `content`: the prompt and the answer so far, `tokens` tokens. A target with other content
+    declines before a byte moves; None on both sides: the name alone counts. All ranks of both sides get an equal
+    Migration. Raises PlanError for a name or payload that is too long, and for content of another length.
     """
 
     request: str
@@ -63,7 +61,7 @@ class Migration(msgspec.Struct, frozen=True):
             raise PlanError(f"{self.request} has {self.tokens} tokens, and its content is of {self.content.tokens}")
 
     def encode(self) -> bytes:
-        """Returns the migration as bytes, for the target."""
+        """Returns the migration as bytes."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
@@ -73,58 +71,58 @@ class Migration(msgspec.Struct, frozen=True):
 
     @property
     def first_round(self) -> Round:
-        """The round of all tokens written when it began."""
+        """Returns the round of the tokens written by then."""
         return Round(0, 0, self.tokens)
 
     def content_of(self, tokens: int) -> Content | None:
-        """Returns the content at `tokens` tokens: it is identified by the tokens that the move began with."""
+        """Returns the content at `tokens` tokens, of the same identity."""
         return None if self.content is None else msgspec.structs.replace(self.content, tokens=tokens)
 
     def round_name(self, number: int) -> str:
-        """Returns the name of the transfer of a round's tokens; the last one carries the hand-over too."""
+        """Returns the name of a round's transfer."""
         return f"{self.request}/{self.generation}/round {number}"
 
     def announcement_name(self, number: int) -> str:
-        """Returns the name of the transfer that announces a round's tokens."""
+        """Returns the name of a round's announcing transfer."""
         return f"{self.request}/{self.generation}/next {number}"
 
     @property
     def decision_name(self) -> str:
-        """The name of the transfer, back from the target, of its decision."""
+        """Returns the name of the decision's transfer."""
         return f"{self.request}/{self.generation}/decision"
 
 
 class Announcement(msgspec.Struct, frozen=True):
-    """A message from source to target: the next round, and `payload` as of `tokens` tokens."""
+    """A message to the target: the next round, and `payload` as of `tokens` tokens."""
 
     round: Round
     tokens: Natural
     payload: bytes
 
     def encode(self) -> bytes:
-        """Returns the announcement as `aux`."""
+        """Returns it as `aux`."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
     def decode(cls, encoded: bytes) -> Announcement:
-        """Decode an announcement. Raises ProtocolError for malformed bytes."""
+        """Decode `aux`. Raises ProtocolError for malformed bytes."""
         return _decoded(encoded, cls)
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """A message from target to source: `taken` if the request of this `content` is the target's, else the reason."""
+    """A message to the source: `taken` if the request of this `content` is the target's, else the reason."""
 
     taken: bool
     reason: str = ""
     content: Content | None = None
 
     def encode(self) -> bytes:
-        """Returns the decision as `aux`."""
+        """Returns it as `aux`."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
     def decode(cls, encoded: bytes) -> Decision:
-        """Decode a decision. Raises ProtocolError for malformed bytes."""
+        """Decode `aux`. Raises ProtocolError for malformed bytes."""
         return _decoded(encoded, cls)
 
 

@@ -21,7 +21,7 @@ LOOK_S = 0.02
 
 @dataclass(slots=True)
 class Partners:
-    """The processes of the other side, as they were when the migration began."""
+    """The processes of the other side, as the migration began."""
 
     processes: tuple[PeerProcess, ...]
     _live: bool = True
@@ -29,7 +29,7 @@ class Partners:
 
     @classmethod
     def of(cls, mover: Mover, party: Party) -> Partners:
-        """Look up all ranks of `party`. Raises PeerUnknown unless all of them are connected."""
+        """Look up all ranks of `party`. Raises PeerUnknown unless all are connected."""
         processes = mover.processes(party.engine)
         ranks = [process.rank for process in processes]
         if ranks != [*party.everyone]:
@@ -38,11 +38,11 @@ class Partners:
 
     @property
     def has_states(self) -> bool:
-        """True if their caches have recurrent states, which every token changes."""
+        """Returns True if their caches have recurrent states."""
         return any(component.states for component in self.processes[0].components)
 
     def live(self, now: float) -> bool:
-        """Returns False once one of them is known to be dead. `now`: seconds."""
+        """Returns False once one is known to be dead."""
         if self._live and now >= self._look_at:
             self._look_at = now + LOOK_S
             self._live = not any(process.has_ended() for process in self.processes)
@@ -50,11 +50,11 @@ class Partners:
 
 
 def said_in(transfer: Transfer) -> bytes:
-    """Returns the payload that every rank of the other side sent with a landed transfer, equal on all."""
+    """Returns the payload of a landed transfer, equal from all ranks."""
     payloads = transfer.landed().aux
     return payloads[min(payloads)]
 
 
 def has_failed(transfer: Transfer) -> bool:
-    """Returns True if the transfer ended without landing."""
+    """Returns True if it ended without landing."""
     return transfer.result is not None and not transfer.result.landed

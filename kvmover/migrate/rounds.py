@@ -14,9 +14,7 @@ from kvmover.transfer.protocol.wire import Natural
 
 
 class Round(msgspec.Struct, frozen=True):
-    """The tokens [start, stop) of a request, copied at one time. The `last` round ends where the request stops writing:
-    it is announced before its last tokens are computed.
-    """
+    """The tokens [start, stop) of a request, copied at one time; the `last` ends where the request stops writing."""
 
     number: Natural
     start: Natural
@@ -24,7 +22,7 @@ class Round(msgspec.Struct, frozen=True):
     last: bool = False
 
     def check(self) -> None:
-        """Raise AssertionError for an empty round: even states travel only with a token."""
+        """Raise AssertionError for an empty round."""
         assert 0 <= self.start < self.stop, f"{self} copies nothing"
 
 
@@ -32,9 +30,9 @@ class Round(msgspec.Struct, frozen=True):
 class MigrationConfig:
     """The settings of a migration. Raises PlanError for values out of range.
 
-    The last round is announced when at most `tail_tokens` are left to copy, or after `most_rounds` less one. It ends
-    `ahead_tokens` after the tokens written by then, so that the other side has asked for it when the request gets
-    there. `patience_s`: seconds that one side waits for an answer of the other that is not known to be dead.
+    The last round is announced when at most `tail_tokens` are left, or after `most_rounds` less one, and ends
+    `ahead_tokens` after the tokens written by then. `patience_s`: seconds to wait for the other side, unless known to
+    be dead.
     """
 
     tail_tokens: int = 8

@@ -1,1 +1,1 @@
-"""A mover's observers for operators: metrics, the run log, spans and log lines."""
+"""A mover's observers: metrics, the run log, spans and log lines."""

@@ -32,7 +32,7 @@ def seconds_in_words(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    r"""One line that no terminal obeys: characters that do not print are escaped.
+    r"""Return one line: characters that do not print are escaped.
 
     >>> print(printable("request\n\x1b[2J"))
     request\n\x1b[2J

@@ -1,4 +1,4 @@
-"""The loggers of kvmover write text, JSON or into an engine's log, and a line for each transfer that ends."""
+"""The loggers of kvmover write text, JSON or into an engine's log."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class JsonFormatter(logging.Formatter):
-    """A formatter of one JSON object a line: `time` (UTC), `level`, `logger`, `message`, `error` for an exception, and
-    the fields of `extra`, such as `request`, `engine` and `rank`. Values that JSON lacks are written as text.
+    """A formatter of one JSON object a line: `time` (UTC), `level`, `logger`, `message`, `error` and the fields of
+    `extra`.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns one line of JSON, without a line break inside it."""
+        """Returns one line of JSON."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
             "level": record.levelname.lower(),
@@ -41,23 +41,23 @@ class JsonFormatter(logging.Formatter):
 
 
 class Guest(logging.Handler):
-    """A handler that passes kvmover's records to an engine's logger, `host`, in its format, prefixed with `speaker`."""
+    """A handler that passes records to an engine's logger, `host`, prefixed."""
 
     def __init__(self, host: logging.Logger, speaker: str) -> None:
         super().__init__()
         self.host, self._speaker = host, speaker
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Pass a record to the host's handlers. Called by `logging`."""
+        """Pass a record to the host's handlers."""
         said = copy(record)
         said.msg, said.args = f"{self._speaker}: {record.getMessage()}", None
         self.host.handle(said)
 
 
 def configure(level: str, formatter: logging.Formatter, file: Path | None = None) -> logging.Handler:
-    """Send kvmover's logs from `level` on to `file`, or to standard error, and only there. Returns the handler.
+    """Send kvmover's logs from `level` on only to `file`, or standard error. Returns the handler.
 
-    It replaces an earlier call's handler. Raises KvmoverError for a file that cannot be appended to.
+    Raises KvmoverError for a file that cannot be appended to.
     """
     try:
         handler = logging.FileHandler(file, encoding="utf-8") if file else logging.StreamHandler()
@@ -69,10 +69,7 @@ def configure(level: str, formatter: logging.Formatter, file: Path | None = None
 
 
 def speak_through(guest: Guest) -> bool:
-    """Send kvmover's logs to an engine's log, at that logger's level. Returns False if logging is configured already.
-
-    An engine that configures only its own logger leaves kvmover's to Python's last resort: bare text from warnings on.
-    """
+    """Send kvmover's logs to an engine's log, at its level. Returns False if logging is configured already."""
     own, root = logging.getLogger("kvmover"), logging.getLogger()
     configured = any(handler.get_name() != __name__ for handler in own.handlers)
     if configured or (root.handlers and guest.host is not root):
@@ -91,7 +88,7 @@ def _hand_over(handler: logging.Handler, level: int | str) -> None:
 
 
 def release() -> None:
-    """Give kvmover's loggers back to the root logger's configuration."""
+    """Give kvmover's loggers back to the root logger."""
     own = logging.getLogger("kvmover")
     for handler in [each for each in own.handlers if each.get_name() == __name__]:
         own.removeHandler(handler)
@@ -101,12 +98,12 @@ def release() -> None:
 
 
 def text_formatter() -> logging.Formatter:
-    """Returns a formatter of `time level logger: message`, one line a record."""
+    """Returns a formatter of `time level logger: message`."""
     return logging.Formatter(_TEXT)
 
 
 def transfer(ending: Ending) -> None:
-    """Log a line for an ended transfer, a warning if it failed. Pass it to `Mover.watch`."""
+    """Log an ended transfer, a warning if it failed."""
     result = ending.result
     said: dict[str, object] = {
         "request": ending.request,
@@ -121,5 +118,5 @@ def transfer(ending: Ending) -> None:
     if result.landed:
         log.info("%s landed: %s in %.1f ms", words, bytes_in_words(result.nbytes), result.seconds * 1e3, extra=said)
     else:
-        said |= {"cause": str(result.cause), "held": result.held}
+        said |= {"cause": str(result.cause), "quarantined": result.quarantined}
         log.warning("%s failed after %.1f ms: %s", words, result.seconds * 1e3, result.reason, extra=said)

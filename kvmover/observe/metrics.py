@@ -1,6 +1,4 @@
-"""A MoverCollector exports movers as Prometheus metrics, read from a snapshot at each scrape, so
-events cost no more.
-"""
+"""A MoverCollector exports movers as Prometheus metrics, read from a snapshot at each scrape."""
 
 from __future__ import annotations
 
@@ -60,9 +58,9 @@ METRICS: Mapping[StrEnum, Metric] = {
             Gauge.PEERS: "Connected peers that live, as far as they were heard.",
             Gauge.DIALLED_PEERS: "Lost peers that are being reached for.",
             Gauge.OUTGOING_ARENA_BYTES: "Size of the arena for what this rank sends.",
-            Gauge.OUTGOING_LEASED_BYTES: "Leased regions of the arena for what this rank sends.",
+            Gauge.OUTGOING_RESERVED_BYTES: "Reserved bytes of the arena for outgoing chunks.",
             Gauge.INCOMING_ARENA_BYTES: "Size of the arena for what arrives at this rank.",
-            Gauge.INCOMING_LEASED_BYTES: "Leased regions of the arena for what arrives, the quarantined ones included.",
+            Gauge.INCOMING_RESERVED_BYTES: "Reserved bytes of the arena for incoming chunks, quarantine included.",
             Gauge.INCOMING_QUARANTINED_BYTES: "Regions of the arena for what arrives that a peer may still write.",
         },
     ),
@@ -91,25 +89,21 @@ class Metered(Protocol):
     """A mover of any class."""
 
     def snapshot(self) -> Snapshot:
-        """Returns a copy of counts, times and gauges; called for each scrape, from the exporter's thread."""
+        """Returns counts, times and gauges, in the exporter's thread."""
         ...
 
 
 class MoverCollector:
-    """A collector for `prometheus_client`, one for all movers of a process:
-    `REGISTRY.register(MoverCollector([mover]))`.
+    """A collector for `prometheus_client` of all movers of a process: `REGISTRY.register(MoverCollector([mover]))`.
 
-    A SharedMover or a Progress is read in its own thread between two polls. A Mover is read at once: scrape it from the
-    loop that polls it, or pass an object that returns the loop's last snapshot.
+    Scrape a plain Mover from the loop that polls it, or pass an object that returns the loop's last snapshot.
     """
 
     def __init__(self, movers: Iterable[Metered]) -> None:
         self._movers = tuple(movers)
 
     def collect(self) -> Iterator[Family]:
-        """Yields the metric families of docs/metrics.md, from one snapshot of each mover. Called by
-        prometheus_client.
-        """
+        """Yields the metric families of docs/metrics.md."""
         taken = [mover.snapshot() for mover in self._movers]
         yield from families(METRICS, taken)
         yield from _by_how(taken)
@@ -135,7 +129,7 @@ _REFUSED = Metric(
 
 
 def _by_how(taken: list[Snapshot]) -> Iterator[Family]:
-    """Yields counts with one more label. Zeros are exported too, so that a first failure is a step from 0."""
+    """Yields counts with one more label, zeros too, so that a first failure is a step."""
     found = _ENDED, _POSTED, _UNOPENED, _REFUSED
     ended, posted, unopened, refused = (cast(Any, metric.family()) for metric in found)
     for at in taken:

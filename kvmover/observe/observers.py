@@ -1,4 +1,4 @@
-"""The observers of a process, started and closed together as its configuration asks."""
+"""The observers of a process, started and closed together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Spans:
-    """An OpenTelemetry span for each transfer: `Mover.watch(Spans().transfer)`. Raises KvmoverError without its API.
+    """An OpenTelemetry span for each transfer. Raises KvmoverError without its API.
 
     `parent(request)`: the context of the engine's own span of a request, or None.
     """
@@ -42,7 +42,7 @@ class Spans:
         self._parent, self._clock = parent, clock
 
     def transfer(self, ending: Ending) -> None:
-        """Record a span from the transfer's start to its end. Pass it to `Mover.watch`."""
+        """Record a span of the transfer. Pass it to `Mover.watch`."""
         result, now_ns = ending.result, self._clock()
         attributes: dict[str, str | int | bool | tuple[str, ...]] = {
             "kvmover.request": ending.request,
@@ -69,7 +69,7 @@ class Spans:
 
 
 def begin_logs(settings: LoggingSettings, guest: logs.Guest | None) -> Callable[[], None]:
-    """Send kvmover's logs as configured, else to an engine's log. Returns the call that ends that."""
+    """Send logs as configured, else to an engine's. Returns the call that ends that."""
     if settings.level is not None:
         formatter = logs.JsonFormatter() if settings.format is LogFormat.JSON else logs.text_formatter()
         logs.configure(settings.level, formatter, settings.file)
@@ -80,9 +80,9 @@ def begin_logs(settings: LoggingSettings, guest: logs.Guest | None) -> Callable[
 
 
 class Observers:
-    """The logs, metrics endpoint, run log and spans of one rank, by its settings. Close it after the movers.
+    """The logs, metrics endpoint, run log and spans of one rank. Close it after the movers.
 
-    `guest`: the way into an engine's log, used if kvmover's logging is not configured.
+    `guest`: the way into an engine's log.
 
     >>> with Observers(Settings(), "decode", 0) as observers:  # doctest: +SKIP
     ...     observers.watch(mover)
@@ -113,19 +113,19 @@ class Observers:
             self._watchers.append(Spans().transfer)
 
     def watch(self, mover: Mover) -> None:
-        """Watch a mover. Call it before the mover goes to a Progress, or in the thread that polls it."""
+        """Watch a mover, before it goes to a Progress or in its thread."""
         for watcher in self._watchers:
             mover.watch(watcher)
 
     def account(self, account: Account) -> None:
-        """Append an ended request to the run log. Pass it as `Ledger(sink=...)`."""
+        """Append an ended request to the run log."""
         if self._run_log is not None:
             self._run_log.account(account)
 
     def serve(self, *collectors: Any) -> int | None:
-        """Serve these collectors to Prometheus. Returns the port, or None if no port is configured or it cannot be had,
-        which is logged as a warning. Rank r takes the configured port plus r, or any free one if it is 0. Raises
-        MissingLibrary without prometheus-client.
+        """Serve collectors to Prometheus. Returns the port, or None if unset or (with a warning) not to be had.
+
+        Rank r takes the configured port plus r; 0: any free one. Raises MissingLibrary without prometheus-client.
         """
         metrics = self._settings.metrics
         if metrics.port is None:
@@ -150,7 +150,7 @@ class Observers:
         return server.server_port
 
     def close(self) -> None:
-        """Close the endpoint, flush and close the run log, and release the loggers. Safe to call twice."""
+        """Close endpoint, run log and loggers. May be repeated."""
         self._open.close()
 
     def __enter__(self) -> Observers:

@@ -1,8 +1,6 @@
 """The run log has a JSON line for each transfer and each request that ended, for `kvmover report`.
 
-A line has a `type`: `run` names the process of the lines after it, `transfer` is one rank's end of one transfer, and
-`account` is the ledger's account of one attempt. Times are of the wall clock (Unix, seconds), so that files of several
-ranks can be read together; a transfer that ended at `time_s` began `seconds` before.
+A `run` line names the process of the lines after it. Times are Unix seconds, to read several ranks' files together.
 """
 
 from __future__ import annotations
@@ -46,12 +44,11 @@ class Run(Line, frozen=True, tag="run"):
 
 
 class Moved(Line, frozen=True, tag="transfer"):
-    """A transfer that ended. `cause` and `reason` are absent if it landed; the rest is from its Result.
+    """A transfer that ended. `cause` and `reason` are absent if it landed.
 
-    `time_s`: its end, by the wall clock. `seconds`: from its call until then. `nbytes`: payload of this rank's legs,
-    landed or not. `runs`: runs of bytes, the descriptors of the direct route. `writes`: chunks, each of them one write
-    or read. `peers`: ranks that had chunks of it. `resent`: chunks whose digest did not match at first. `spent_s`:
-    seconds of chunks in each stage on this rank.
+    `time_s`: its end. `seconds`: from its call until then. `nbytes`: payload of this rank's legs, landed or not.
+    `runs`: the direct route's descriptors. `writes`: chunks, each one write or read. `peers`: ranks with chunks of it.
+    `resent`: chunks whose digest did not match at first. `spent_s`: seconds of chunks in each stage.
     """
 
     seconds: float
@@ -67,22 +64,22 @@ class Moved(Line, frozen=True, tag="transfer"):
     routes: tuple[Route, ...] = ()
     peers: int = 0
     resent: int = 0
-    held: bool = False
+    quarantined: bool = False
     spent_s: dict[Stage, float] = {}
 
     @property
     def landed(self) -> bool:
-        """True if every byte landed."""
+        """Returns True if every byte landed."""
         return self.reason is None
 
     @property
     def began_s(self) -> float:
-        """The time it began, in seconds of the wall clock."""
+        """Returns its beginning, Unix seconds."""
         return self.time_s - self.seconds
 
 
 class Accounted(Line, frozen=True, tag="account"):
-    """An attempt at a request that ended, with its account."""
+    """An attempt at a request that ended."""
 
     account: Account
 
@@ -93,9 +90,8 @@ AnyLine = Run | Moved | Accounted
 class RunLog:
     """A writer of lines to a file, for a mover and a ledger: `mover.watch(log.transfer)`, `Ledger(sink=log.account)`.
 
-    Any thread may call it, and never waits for the disk: a thread of its own writes lines as they come, so a killed
-    process loses milliseconds. A failed write ends the log, with a warning. Close it, or use it as a context; the end
-    of the process closes it too. Raises KvmoverError if the file cannot be opened.
+    Any thread may call it, without waiting for the disk; a killed process loses milliseconds. A failed write ends the
+    log, with a warning. Close it, or exit. Raises KvmoverError if the file cannot be opened.
     """
 
     def __init__(self, path: Path, engine: str, rank: int, clock: Callable[[], float] = time.time) -> None:
@@ -115,7 +111,7 @@ class RunLog:
         atexit.register(self.close)
 
     def transfer(self, ending: Ending) -> None:
-        """Append a line for a transfer that ended. Pass it to `Mover.watch`."""
+        """Append a line for an ended transfer."""
         result = ending.result
         self._write(
             Moved(
@@ -133,13 +129,13 @@ class RunLog:
                 result.routes,
                 result.peers,
                 result.resent,
-                result.held,
+                result.quarantined,
                 dict(result.spent_s),
             )
         )
 
     def account(self, account: Account) -> None:
-        """Append a line for a request that ended. Pass it as `Ledger(sink=...)`."""
+        """Append a line for an ended request."""
         self._write(Accounted(self._clock(), account))
 
     def _write(self, line: AnyLine) -> None:
@@ -156,7 +152,7 @@ class RunLog:
             self.flush()
 
     def flush(self) -> None:
-        """Write all pending lines to the file before returning."""
+        """Write all pending lines before returning."""
         with self._writing:
             with self._lock:
                 lines, self._lines = self._lines, bytearray()
@@ -169,7 +165,7 @@ class RunLog:
                 self._is_over = True
 
     def close(self) -> None:
-        """Flush and close the file. Safe to call twice."""
+        """Flush and close the file. May be repeated."""
         with self._lock:
             self._is_over = True
         self._more.set()
@@ -189,9 +185,7 @@ class RunLog:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """The lines of some files, in order of time. `cut`: lines that a crash left unfinished, or that
-    are being written.
-    """
+    """The lines of some files, in order of time. `cut`: lines left unfinished."""
 
     runs: tuple[Run, ...] = ()
     transfers: tuple[Moved, ...] = ()
@@ -204,10 +198,9 @@ _decoder = msgspec.json.Decoder(AnyLine)
 
 @dataclass(slots=True)
 class LineReader:
-    """The lines of some run logs in order of time, read as they are iterated: one line of each file is in memory.
+    """The lines of some run logs in order of time, one of each file in memory.
 
-    `cut`: lines skipped so far: unfinished by a crash, or being written. Iterating raises KvmoverError with the file
-    and the number of an invalid line.
+    `cut`: lines skipped as unfinished. Iterating raises KvmoverError with the file and number of an invalid line.
     """
 
     paths: Sequence[Path]
@@ -217,7 +210,7 @@ class LineReader:
         return merge(*map(self._lines_of, self.paths), key=lambda line: line.time_s)
 
     def _lines_of(self, path: Path) -> Iterator[AnyLine]:
-        """Yields the lines of one file. Only a line before a process's first may be unfinished."""
+        """Yields one file's lines. Only a line before a process's first may be unfinished."""
         error: KvmoverError | None = None
         for number, text in enumerate(self._texts_of(path), start=1):
             try:
@@ -248,7 +241,7 @@ class LineReader:
 
 
 def read_lines(paths: Iterable[Path]) -> Lines:
-    """Read all lines of some run logs. Raises KvmoverError with the file and the number of an invalid line."""
+    """Read all lines of some run logs. Raises KvmoverError as LineReader."""
     reader = LineReader(tuple(paths))
     found = sorted(reader, key=lambda line: line.time_s)
     return Lines(
@@ -260,7 +253,6 @@ def read_lines(paths: Iterable[Path]) -> Lines:
 
 
 def _ends_whole(path: Path) -> bool:
-    """Returns True if the file is empty or ends with a whole line."""
     with path.open("rb") as file:
         if not file.seek(0, SEEK_END):
             return True

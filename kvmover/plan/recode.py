@@ -12,7 +12,7 @@ from functools import lru_cache
 import msgspec
 import numpy as np
 
-from kvmover.layout.codec import Codec, CodecPart, error_of
+from kvmover.layout.codec import error_of
 from kvmover.layout.component import Component
 from kvmover.layout.pool import PoolSpec
 from kvmover.layout.span import Span
@@ -91,9 +91,5 @@ def error_between(one: PoolSpec, other: PoolSpec, own: Span, theirs: Span) -> fl
     if layers := own & theirs:
         before, after = scales_of(one, own, layers), scales_of(other, theirs, layers)
         if held == kept and not np.array_equal(before, after):
-            found = max(found, *(part.error for part in _scaled(kept)))
+            found = max(found, *(part.error for part in kept.parts if part.is_scaled))
     return found
-
-
-def _scaled(codec: Codec) -> list[CodecPart]:
-    return [part for part in codec.parts if part.is_scaled]

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from kvmover.store.manifest import Found, namespaces
     from kvmover.store.namespace import HASH_BYTES, Namespace
     from kvmover.store.nixl_files import NixlFiles, StoragePlugin, files_for
-    from kvmover.store.page_store import PageStore
+    from kvmover.store.page_store import PageStore, PartView
     from kvmover.store.part import PageBox, PagePart, elected, replicas
-    from kvmover.store.part_view import PartView
     from kvmover.store.store_policy import Policy
     from kvmover.store.store_results import (
         Collected,
@@ -62,8 +61,7 @@ _HOMES = {
         "Verified",
     ),
     "boot": ("HostBoot", "this_boot"),
-    "page_store": ("PageStore",),
-    "part_view": ("PartView",),
+    "page_store": ("PageStore", "PartView"),
     "unused": ("clear_unused",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

@@ -19,10 +19,9 @@ import numpy as np
 
 from kvmover.store.absence import is_data_missing
 from kvmover.store.boot import NO_BOOT
-from kvmover.store.cover import CellRun
 from kvmover.store.files import SHORT, FileRun, Files, OpenFile, close_quietly, is_absent, open_shared, reason_of
 from kvmover.store.objects import DIGEST, EIO, Failure, Fault, ObjectRead, Verdict
-from kvmover.store.part import PagePart, PartKey
+from kvmover.store.part import CellRun, PagePart, PartKey
 from kvmover.store.record import BLOCK_BYTES, DIGEST_BYTES, FIXED_BYTES, decode, holds
 from kvmover.store.segment import Life, Segment
 from kvmover.store.stored import StoredObject

@@ -18,11 +18,15 @@ from kvmover.store.namespace import Namespace
 from kvmover.store.record import PREAMBLE_BYTES, Preamble
 from kvmover.store.segment import HEAD, segments_in, sync_folder
 
-MANIFEST, _FORMAT = "namespace.json", "kvmover.store/1"
+MANIFEST = "namespace.json"
+
+#: The name of every format, and this release's number.
+_FORMATS = "kvmover.store/"
+_FORMAT = f"{_FORMATS}1"
 
 
-class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
-    """A description of a namespace. `salted` replaces the salt, which stays secret."""
+class Manifest(Struct, frozen=True):
+    """A description of a namespace. `salted` replaces the salt, which stays secret. Later releases may add fields."""
 
     format: str
     digest: str
@@ -76,16 +80,31 @@ def decode_manifest(data: bytes, folder: str) -> Manifest | None:
     return manifest if mine else None
 
 
-def write_manifest(folder: Path, namespace: Namespace) -> None:
-    """Write the manifest atomically, also across a power cut; a damaged file is rewritten. Raises OSError.
+class _AnyFormat(Struct):
+    format: str
 
-    The file's mtime is the last time that a process opened the namespace by its model.
+
+def must_stay(data: bytes, folder: str) -> bool:
+    """Returns True if a manifest file is sound and of the folder of that name, or of another format: it stays."""
+    try:
+        said = msgspec.json.decode(data, type=_AnyFormat).format
+    except (msgspec.DecodeError, ValueError):
+        return False
+    return (said.startswith(_FORMATS) and said != _FORMAT) or decode_manifest(data, folder) is not None
+
+
+def write_manifest(folder: Path, namespace: Namespace) -> None:
+    """Write the manifest atomically, also across a power cut. Raises OSError.
+
+    A damaged file is rewritten, one of another format stays. The file's mtime is the last time that a process opened
+    the namespace by its model.
     """
     path = folder / MANIFEST
-    if _manifest(path) is not None:
-        with suppress(OSError):
-            os.utime(path)
-        return
+    with suppress(FileNotFoundError, NotADirectoryError):
+        if must_stay(path.read_bytes(), folder.name):
+            with suppress(OSError):
+                os.utime(path)
+            return
     fresh = folder / f"{uuid.uuid4().hex}.tmp"
     with fresh.open("wb") as file:
         file.write(encode_manifest(namespace))

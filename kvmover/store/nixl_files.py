@@ -1,8 +1,9 @@
-"""NixlFiles goes through NIXL's storage plugins: many requests in flight, and plain system calls for what is left over.
+"""NixlFiles reads and writes files through NIXL's storage plugins: many requests in flight, and system calls for the
+rest.
 
-A plugin answers for a request as a whole, without an errno, and some NIXL releases call a short transfer done
-(nixl#1696). So what fails here is done again run by run by PlainFiles, which gives each run its own reason; and who
-uses this checks what it reads.
+A plugin answers for a request as a whole, without an errno, and some NIXL releases report a short transfer as done
+(nixl#1696). So a failed request is repeated run by run by PlainFiles, which gives each run its own error; and callers
+check the bytes they read.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from kvmover.transport import Memory, NixlAgent, start_agent
 
 log = logging.getLogger(__name__)
 
-#: Descriptors of one request. One more than the plugin's pool (64 to 65536) in flight breaks its queue for good.
+#: Descriptors of one request. A request beyond the plugin's pool (64 to 65536) breaks its queue for good.
 _IN_FLIGHT = 4096
 _POOL = 65536
 
@@ -48,22 +49,22 @@ _POOL = 65536
 #: row came at 2.4 GB/s as requests of 1 MiB, at 2.1 as requests of 64 KiB, and at 2.2 in one call.
 _LARGE_BYTES, _REQUEST_BYTES = 256 << 10, 1 << 20
 
-#: What is digested while the next `_AHEAD` groups of as many bytes are under way. Pages of 64 KiB, 128 at a time, were
-#: read at 3.0 GB/s in groups of 4 MiB or less, and at 2.3 in one of 8.
+#: Bytes digested while the next `_AHEAD` groups of this size are under way. Pages of 64 KiB, 128 at a time, were read
+#: at 3.0 GB/s in groups of 4 MiB or less, and at 2.3 in one of 8.
 _GROUP_BYTES, _AHEAD = 4 << 20, 2
 
-#: A file is registered up to here: NIXL refuses a descriptor beyond what was registered, and files grow.
+#: Bytes registered for each file: NIXL refuses a descriptor beyond the registration, and files grow.
 _FILE_BYTES = 1 << 46
 
-#: Requests complete only while they are asked for: at first without a pause.
+#: Requests advance only while their state is read: the first reads have no pause between them.
 _EAGER_POLLS, _PAUSE_S = 200, 20e-6
 
 
 class StoragePlugin(StrEnum):
-    """NIXL's plugins that read and write files.
+    """The NIXL plugins that read and write files.
 
-    `Plugin("OBJ")` raises TransportUnavailable, as does any name but these: what stores whole objects cannot append to
-    a segment. GDS spares GPU memory the way over the host, where digests are taken: here it gives what POSIX does.
+    Any other name raises TransportUnavailable: plugins that store whole objects, such as OBJ, cannot append to a
+    segment. GDS gives what POSIX does here: digests are taken on the host, so data never bypasses it.
     """
 
     POSIX = "POSIX"
@@ -78,18 +79,21 @@ class StoragePlugin(StrEnum):
         )
 
 
-#: libaio, and a pool and a queue that the cap above fits. `use_posix_aio` fails for good after one error (NIXL 1.5.1).
+#: libaio, with a pool and a queue that fit the cap above. `use_posix_aio` fails for good after one error (NIXL 1.5.1).
 _PARAMETERS = {StoragePlugin.POSIX: {"use_aio": "true", "ios_pool_size": str(_POOL), "kernel_queue_size": "256"}}
 
 
 class NixlFiles(Files):
-    """Past the page cache where the file system allows it and a run is aligned; the rest goes the plain way.
+    """Files read and written past the page cache, where the file system allows it and a run is aligned; else by
+    PlainFiles.
 
-    Buffered files gain nothing from a queue, because libaio then copies inside the submitting call.
+    Buffered files gain no speed from a queue, because libaio copies inside the submitting call.
     """
 
     def __init__(self, plugin: StoragePlugin = StoragePlugin.POSIX) -> None:
-        """Raises TransportUnavailable, naming the plugin that does not load; `kvmover doctor` names what it misses."""
+        """Raises TransportUnavailable with the name of a plugin that does not load; `kvmover doctor` names the missing
+        library.
+        """
         self._plugin = plugin = StoragePlugin(plugin)
         self._agent: NixlAgent = start_agent("kvmover-store", [], 0)
         self._nixl: Any = self._agent.nixl
@@ -133,7 +137,7 @@ class NixlFiles(Files):
         return file
 
     def close_file(self, file: OpenFile) -> None:
-        """Registration ends before the descriptor does: its number is soon that of another file."""
+        """Deregister the file, then close it: its descriptor number is soon reused by another file."""
         if registered := self._files.pop(file, None):
             self._nixl.deregister_memory(registered)
         file.close()
@@ -158,7 +162,7 @@ class NixlFiles(Files):
         self._plain.close()
 
     def _begin(self, verb: Literal["READ", "WRITE"], runs: Sequence[FileRun]) -> Callable[[], list[str]]:
-        """Set `runs` going; the answer waits for them."""
+        """Start `runs`. Returns a function that waits for them and returns an error or "" for each."""
         plain = self._plain.read if verb == "READ" else self._plain.write
         if verb == "WRITE":
             self._grow(runs)
@@ -186,11 +190,11 @@ class NixlFiles(Files):
     def _beside(
         self, plain: Callable[[Sequence[FileRun]], list[str]], runs: Sequence[FileRun]
     ) -> Callable[[], list[str]]:
-        """Runs that go the plain way, in a thread that waits for the disk: one alone waits by itself."""
+        """Start the runs that PlainFiles takes, in a thread; a single run is done by the caller when it waits."""
         return self._plain.pool.submit(plain, runs).result if len(runs) > 1 else lambda: plain(runs)
 
     def _grow(self, runs: Sequence[FileRun]) -> None:
-        """Writes past the end of a file wait for each other on ext4 (16 KiB requests: 0.26 GB/s, not 1.3)."""
+        """Extend files before writing: writes past the end wait for each other on ext4 (16 KiB: 0.26 GB/s, not 1.3)."""
         for file in {run.file for run in runs if run.file in self._files}:
             end = max(run.offset + run.nbytes for run in runs if run.file is file)
             with suppress(OSError):
@@ -198,7 +202,7 @@ class NixlFiles(Files):
                     os.ftruncate(file.fd, end)
 
     def _post(self, verb: str, runs: Sequence[FileRun]) -> Any:
-        """A request in flight; None where NIXL refuses it."""
+        """Returns a request in flight, or None if NIXL refuses it."""
         local = np.array([(run.address, run.nbytes, 0) for run in runs], np.uint64)
         remote = np.array([(run.offset, run.nbytes, run.file.direct) for run in runs], np.uint64)
         handle: Any = None
@@ -213,7 +217,9 @@ class NixlFiles(Files):
         return handle
 
     def _wait(self, handle: Any) -> bool:
-        """Whether all of a request moved. Without a deadline, as any read of a disk: the kernel has one."""
+        """Returns True if the whole request moved. Has no deadline of its own, like any read of a disk: the kernel has
+        one.
+        """
         if handle is None:
             return False
         polls = 0
@@ -230,11 +236,11 @@ class NixlFiles(Files):
 
 
 def _pieces(runs: Sequence[FileRun]) -> list[range]:
-    """Numbers of the runs that make a request together: neighbours in file and memory.
+    """Returns the numbers of the runs that form each request: neighbours in file and memory.
 
-    Left out are small pieces beside small pieces in the file, whose memory is scattered: one vectored call serves them
-    better. 16 KiB each, 128 at a time: 1.9 GB/s written in one call, 1.3 as 128 requests; where the file's places are
-    scattered, 2.1 GB/s are read as requests and 0.3 one by one.
+    Small runs that are neighbours in the file and scattered in memory are left to PlainFiles, for which one vectored
+    call is faster. 16 KiB each, 128 at a time: 1.9 GB/s written in one call, 1.3 as 128 requests; scattered in the
+    file, 2.1 GB/s are read as requests and 0.3 one by one.
     """
     pieces: list[range] = []
     first, nbytes = 0, 0
@@ -247,7 +253,7 @@ def _pieces(runs: Sequence[FileRun]) -> list[range]:
         nbytes += run.nbytes
     pieces = [*pieces[1:], range(first, len(runs))] if runs else []
     small = [not is_aligned(runs[piece.start]) or _size(runs, piece) < _LARGE_BYTES for piece in pieces]
-    # Of each piece and the next one: whether a vectored call is to take both.
+    # Piece by piece, True if a vectored call is to take it together with the next.
     tied = [
         all(small[number : number + 2]) and _follows(runs[here.stop - 1], runs[here.stop])
         for number, here in enumerate(pieces[:-1])
@@ -271,9 +277,9 @@ def _follows(run: FileRun, other: FileRun) -> bool:
 
 
 def files_for(folder: Path) -> Files:
-    """The backend for a directory: NIXL's POSIX plugin past the page cache, where that can be; else plain system calls.
+    """Returns the files for a directory: NIXL's POSIX plugin where O_DIRECT works, else plain system calls.
 
-    Memory file systems are their own page cache, and file systems without O_DIRECT have nothing else.
+    Memory file systems are their own page cache; file systems without O_DIRECT have no other path.
     """
     if file_system_of(folder) in ("tmpfs", "ramfs"):
         return PlainFiles()
@@ -287,7 +293,9 @@ def files_for(folder: Path) -> Files:
 
 
 def _no_direct(folder: Path) -> str:
-    """Why nothing goes past the page cache, or "": a block goes out and back, since some file systems only open so."""
+    """Returns "" if O_DIRECT works, else the error. A block is written and read, since some file systems allow only the
+    open.
+    """
     trial = folder / f".kvmover-direct-{uuid.uuid4().hex}"
     fd = -1
     try:

@@ -1,8 +1,9 @@
-"""NumberColumns are numbers of many rows, one array each; a PageTable finds the row of a page's hash among millions.
+"""NumberColumns hold numbers of many rows, one array a column; a PageTable finds the row of a page's hash among
+millions.
 
-A row is taken and given back. One number is read through a memoryview, in a third of the time that numpy takes; many
-at once through numpy. Both look at the same memory, GrowingNumbers, which the kernel gives a longer range of addresses:
-a copy of an index of a million objects takes longer than its lock may be held.
+A row is taken and given back. One number is read through a memoryview, in a third of numpy's time; many at once through
+numpy. Both share one memory, GrowingNumbers, whose address range the kernel extends: copying an index of a million
+objects would take longer than its lock may be held.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from kvmover.store.namespace import HASH_BYTES
 
 
 class GrowingNumbers:
-    """Numbers of one type, zeros where nobody wrote. Memory is taken when it is written.
+    """An array of numbers of one type, zero until written. Memory is taken when it is written.
 
-    `numbers` and `view` are the same memory, for numpy and for one number at a time; both are others after `grow`.
+    `numbers` and `view` are the same memory, for numpy and for one number at a time; `grow` replaces both.
     """
 
     __slots__ = ("_memory", "_type", "numbers", "view")
@@ -31,7 +32,7 @@ class GrowingNumbers:
     view: memoryview[int]
 
     def __init__(self, code: str) -> None:
-        """`code`: of the type, as `array` has them."""
+        """`code` is a type code of `array`."""
         self._type = np.dtype(code)
         self._memory = _memory(mmap.PAGESIZE)
         self._look()
@@ -40,14 +41,14 @@ class GrowingNumbers:
         return len(self.numbers)
 
     def grow(self, count: int) -> None:
-        """Have at least `count` numbers, and those that were there."""
+        """Extend the array to at least `count` numbers, keeping its contents."""
         nbytes = -(-count * self._type.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
         if nbytes <= len(self._memory):
             return
         self.numbers, self.view = np.zeros(0, self._type), memoryview(b"")
         try:
             self._memory.resize(nbytes)
-        except BufferError:  # somebody still looks at it
+        except BufferError:  # a view of it is still in use
             longer = _memory(nbytes)
             longer[: len(self._memory)] = self._memory[:]
             self._memory = longer
@@ -64,11 +65,11 @@ def _memory(nbytes: int) -> mmap.mmap:
 
 Rows = npt.NDArray[np.int32]
 
-#: What a slot says, of which one less is meant: zero, so that empty slots take no memory. Nobody was here, somebody
-#: was, or who is about to be; else the row.
+#: The meaning of a slot, stored plus one so that empty slots are zero and take no memory: never used, removed, or about
+#: to be taken; else the row.
 _NONE, _GONE, _CLAIM = -1, -2, -3
 
-#: So many hashes or fewer are cheaper to look for one by one.
+#: Up to this many hashes, searching one by one is cheaper.
 _FEW = 12
 
 #: Slots that are moved to a larger table at a time: some for each new hash, so that the move ends before that is full.
@@ -79,7 +80,7 @@ _ALL_BITS = (1 << 64) - 1
 
 
 class NumberColumns:
-    """Rows of equal columns, each an attribute: `columns.stamp[row]`. `column` is the same one for numpy."""
+    """A table of equally long columns, each an attribute: `columns.stamp[row]`. `column` is the same one for numpy."""
 
     first: memoryview[int]
     parts: memoryview[int]
@@ -94,7 +95,7 @@ class NumberColumns:
     stamp: memoryview[int]
 
     def __init__(self, **formats: str) -> None:
-        """`formats`: the type code of each column, as `array` has them."""
+        """`formats` has the type code of each column, as in `array`."""
         self._columns = {name: GrowingNumbers(code) for name, code in formats.items()}
         self._free = array("i")
         self._end = 0
@@ -102,21 +103,21 @@ class NumberColumns:
             setattr(self, name, column.view)
 
     def column(self, name: str) -> npt.NDArray[np.int64]:
-        """All rows of a column, those that nobody holds too. Until the columns grow."""
+        """Returns all rows of a column, free rows included. Valid until the columns grow."""
         return self._columns[name].numbers
 
     def take(self, count: int) -> Rows:
-        """New rows, whose numbers are what they were."""
+        """Returns `count` rows for use, whose numbers are left from their last use."""
         rows = _taken(self._free, self._end, count)
         self.grow(int(rows.max(initial=-1)) + 1)
         return rows
 
     def give_back(self, rows: Rows) -> None:
-        """Nobody holds these rows any more."""
+        """Free these rows."""
         self._free.frombytes(rows.astype(np.int32).tobytes())
 
     def grow(self, rows: int) -> None:
-        """Have at least so many rows."""
+        """Extend the columns to at least `rows` rows."""
         self._end = max(self._end, rows)
         for name, column in self._columns.items():
             if len(column) < rows:
@@ -126,7 +127,7 @@ class NumberColumns:
 
 
 def _taken(free: array[int], end: int, count: int) -> Rows:
-    """Rows that were given back, and behind them new ones from `end` on."""
+    """Returns freed rows, followed by new rows from `end` on."""
     again = min(count, len(free))
     given = np.array(free[len(free) - again :], np.int32)
     del free[len(free) - again :]
@@ -134,7 +135,7 @@ def _taken(free: array[int], end: int, count: int) -> Rows:
 
 
 class _Slots:
-    """Open addressing, linear probing: rows, or what else a slot says, by the upper bits of a hash."""
+    """A hash table with open addressing and linear probing: rows or marks, placed by the upper bits of a hash."""
 
     __slots__ = ("_factors", "mask", "said", "shift", "used", "view")
 
@@ -148,15 +149,16 @@ class _Slots:
         return len(self.said)
 
     def of(self, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """Where the search for each hash begins."""
+        """Returns the slot at which the search for each hash begins."""
         return ((keys * self._factors).sum(1, dtype=np.uint64) >> np.uint64(self.shift)).astype(np.int64)
 
     def find(
         self, keys: npt.NDArray[np.uint64], known: npt.NDArray[np.uint64], hashes: memoryview[int], found: Rows
     ) -> None:
-        """Say in `found` the row of each of `keys` that is here; row `r` has the hash `known[r]`, in bytes `hashes`.
+        """Write into `found` the row of each of `keys` that is in the table; row `r` has the hash `known[r]`, in bytes
+        `hashes`.
 
-        A few searches are always longer than the others: they end one by one.
+        The last few searches, which are longer, are finished one by one.
         """
         left = np.flatnonzero(found < 0)
         slots = self.of(keys[left])
@@ -172,7 +174,7 @@ class _Slots:
             found[number] = self.find_one(keys[number].tobytes(), slot, hashes)
 
     def find_one(self, key: bytes, slot: int, hashes: memoryview[int]) -> int:
-        """The row of a hash that is looked for from a slot on, or -1."""
+        """Returns the row of a hash, searched from a slot on, or -1."""
         while (row := self.view[slot] - 1) != _NONE:
             if row >= 0 and bytes(hashes[row * HASH_BYTES : (row + 1) * HASH_BYTES]) == key:
                 return row
@@ -180,7 +182,7 @@ class _Slots:
         return _NONE
 
     def put(self, rows: npt.NDArray[Any], known: npt.NDArray[np.uint64]) -> None:
-        """Rows whose hashes are not here."""
+        """Add rows whose hashes are not in the table."""
         slots = self.of(known[rows])
         while len(rows):
             said = self.said[slots]
@@ -191,7 +193,7 @@ class _Slots:
             rows, slots = rows[lost], (slots[lost] + 1) & self.mask
 
     def remove(self, rows: npt.NDArray[Any], known: npt.NDArray[np.uint64]) -> None:
-        """Rows that are no more, of those that are here."""
+        """Remove rows that are in the table."""
         slots = self.of(known[rows])
         while len(rows) > _FEW:
             said = self.said[slots]
@@ -208,10 +210,10 @@ class _Slots:
 
 
 class PageTable:
-    """Rows by hash, at most half full. `seed` makes the order of slots its own, so that nobody can choose hashes that
-    all fall together.
+    """A table of rows by hash, at most half full. `seed` makes the order of slots its own, so that clients cannot
+    choose hashes that collide.
 
-    A table that is too small is moved to a larger one a little with each hash that comes, and asked beside it.
+    A table that is too small is moved to a larger one, a few slots with each new hash, and searched beside it.
     """
 
     def __init__(self, seed: int) -> None:
@@ -230,7 +232,7 @@ class PageTable:
         return self._live
 
     def find(self, page: bytes) -> int:
-        """The row of a hash, or -1."""
+        """Returns the row of a hash, or -1."""
         (a, b, c, d), (e, f, g, h) = _WORDS.unpack(page), self._numbers
         mixed: int = a * e + b * f + c * g + d * h & _ALL_BITS
         for slots in (self._slots, self._small) if self._small else (self._slots,):
@@ -239,7 +241,7 @@ class PageTable:
         return _NONE
 
     def find_many(self, pages: Sequence[bytes]) -> Rows:
-        """The row of each hash, or -1."""
+        """Returns the row of each hash, or -1."""
         keys = np.frombuffer(b"".join(pages), np.uint64).reshape(-1, 4)
         found = np.full(len(keys), _NONE, np.int32)
         self._slots.find(keys, self._keys, self._bytes, found)
@@ -248,7 +250,7 @@ class PageTable:
         return found
 
     def put_many(self, pages: bytes) -> tuple[Rows, Rows]:
-        """The row of each hash, and the rows that are new, in the order of their hashes."""
+        """Add hashes. Returns the row of each, and the new rows in the order of their hashes."""
         keys = np.frombuffer(pages, np.uint64).reshape(-1, 4)
         rows = self.find_many([pages])
         new = np.flatnonzero(rows < 0)
@@ -258,10 +260,10 @@ class PageTable:
         return rows, self._claim(keys, new, rows)
 
     def _claim(self, keys: npt.NDArray[np.uint64], new: npt.NDArray[np.int64], rows: Rows) -> Rows:
-        """Slots and rows for the hashes number `new`, which are not in the table; the rows.
+        """Take slots and rows for the hashes numbered `new`, which are not in the table. Returns the new rows.
 
-        A slot is claimed by the number of a hash, counted down from -3. Twins go by the same slots: who meets its own
-        hash there has the row of who claimed it.
+        A slot is claimed by the number of a hash, counted down from -3. Equal hashes probe the same slots: the later
+        one meets its own hash there and gets the claimant's row.
         """
         table = self._slots
         left, slots = new, table.of(keys[new])
@@ -270,7 +272,7 @@ class PageTable:
         while len(left):
             before = table.said[slots] - 1
             free = (before == _NONE) | (before == _GONE)
-            # Of equal places numpy lets the last win: so the first hash is written last.
+            # numpy keeps the last write to equal places, so the first hash is written last.
             table.said[slots[free][::-1]] = _CLAIM + 1 - left[free][::-1]
             there = np.maximum(_CLAIM + 1 - table.said[slots].astype(np.int64), -1)
             mine = there == left
@@ -291,7 +293,7 @@ class PageTable:
         return fresh
 
     def remove_many(self, rows: npt.NDArray[np.int64]) -> None:
-        """The pages of these rows are gone."""
+        """Remove the pages of these rows."""
         self._slots.remove(rows, self._keys)
         if self._small:
             self._small.remove(rows, self._keys)
@@ -299,15 +301,15 @@ class PageTable:
         self._live -= len(rows)
 
     def key(self, row: int) -> bytes:
-        """The hash of a row."""
+        """Returns the hash of a row."""
         return bytes(self._bytes[row * HASH_BYTES : (row + 1) * HASH_BYTES])
 
     def keys(self, rows: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-        """The hashes of rows, a row of bytes each."""
+        """Returns the hashes of rows, uint8 [row, byte]."""
         return self._keys[rows].view(np.uint8).reshape(-1, HASH_BYTES)
 
     def rows(self) -> Rows:
-        """All rows that are in use, rising."""
+        """Returns all rows in use, ascending."""
         self._move(len(self._small) if self._small else 0)
         return np.sort(self._slots.said[self._slots.said > 0]) - 1
 
@@ -325,19 +327,19 @@ class PageTable:
         self._bytes = self._hashes.view.cast("B")
 
     def _make_room(self, more: int) -> None:
-        """Slots for `more` hashes; those of hashes that are gone are left behind."""
+        """Make slots for `more` hashes; slots of removed hashes are dropped."""
         self._move(_MOVED + more * _MOVED_EACH)
         if (self._slots.used + more) * 2 <= len(self._slots):
             return
         self._move(len(self._small) if self._small else 0)
         bits = 10
-        while (self._live + more) * 8 > 3 << bits:  # so that the next times do not come here again
+        while (self._live + more) * 8 > 3 << bits:  # with room for some more
             bits += 1
         self._small, self._slots, self._moved = self._slots, _Slots(bits, self._factors), 0
         self._move(_MOVED + more * _MOVED_EACH)
 
     def _move(self, slots: int) -> None:
-        """Move what is in so many slots of the table before. It goes on to be there until all is moved."""
+        """Move the rows in the next `slots` slots of the old table, which stays in use until all are moved."""
         if self._small is None or not slots:
             return
         some = self._small.said[self._moved : self._moved + slots]

@@ -16,8 +16,7 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from kvmover.store.cover import ObjectShare
-from kvmover.store.part import PagePart, PartKey
+from kvmover.store.part import ObjectShare, PagePart, PartKey
 from kvmover.store.store_results import Collected, Counters, Recovered, Stat, Verified
 from kvmover.transport import Memory
 

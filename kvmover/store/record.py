@@ -106,13 +106,25 @@ class Preamble:
 
     @classmethod
     def decode(cls, data: bytes) -> Preamble | None:
-        """Decode a preamble; None if it is damaged or of another version."""
+        """Decode a preamble; None if it is damaged or of another format."""
         if len(data) < PREAMBLE_BYTES:
             return None
         magic, version, nbytes, namespace, boot, check = _PREAMBLE.unpack_from(data)
         if (magic, version, nbytes) != (_FORMAT, 1, PREAMBLE_BYTES):
             return None
         return cls(namespace, boot) if check == xxh3_64_intdigest(data[: PREAMBLE_BYTES - 8]) else None
+
+    @staticmethod
+    def is_of_another_format(data: bytes) -> bool:
+        """Returns True if a preamble is whole and of another format.
+
+        Magic, number and check stay in place in every format, so that no release takes a later one for damaged.
+        """
+        if len(data) < PREAMBLE_BYTES:
+            return False
+        magic, version, *_, check = _PREAMBLE.unpack_from(data)
+        is_whole = magic[:7] == _FORMAT[:7] and check == xxh3_64_intdigest(data[: PREAMBLE_BYTES - 8])
+        return is_whole and (magic, version) != (_FORMAT, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
-"""Retention decides which pages of a namespace go: over its quota, past its TTL, least recently used, or bad.
+"""The pages of a namespace that are evicted, expired or deleted as bad: over the quota, past the TTL, least recently
+used.
 
-Where a file system gives back whole files only, a segment is evicted: the one with most cold bytes in it. Its hot pages
-are carried forward into the segment that is being written, as the cleaner of a log does. So one hot page in each
-segment keeps no cold ones, and room for a few pages costs no more than a segment.
+Where a file system frees whole files only, a segment is evicted: the one with the largest share of cold bytes. Its hot
+pages are copied into the segment being written, as the cleaner of a log does. So a hot page keeps no cold neighbours,
+and room for a few pages costs at most one segment.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from kvmover.store.boot import HostBoot
-from kvmover.store.deletion import DeletionOrder, TwoLooks
+from kvmover.store.deletion import DeletionOrder
 from kvmover.store.eviction import EvictionCandidate, carried, victim
-from kvmover.store.fetch import GIVEN_BACK
 from kvmover.store.files import Files, close_quietly, open_shared
 from kvmover.store.guard_lock import GuardLock, off_lock, under_lock
 from kvmover.store.record import holds
@@ -31,7 +31,7 @@ from kvmover.store.store_results import Counters
 from kvmover.store.stored import Placed, Rows, StoredObject
 from kvmover.store.takeover import SegmentTakeover
 
-#: Pages that are looked at to choose a segment by.
+#: Coldest pages that are looked at to choose a segment.
 _COLD = 4096
 
 
@@ -40,7 +40,7 @@ Unused = Callable[[Rows], tuple[Rows, Placed, int]]
 
 @dataclass(frozen=True, slots=True)
 class Cleaned:
-    """A segment that was removed: what the file system has back, beside what was carried, and pages that went."""
+    """A segment that was removed: the bytes freed less the bytes carried forward, and the number of pages evicted."""
 
     freed_bytes: int
     pages: int
@@ -48,7 +48,7 @@ class Cleaned:
 
 @dataclass(frozen=True, slots=True)
 class _Victim:
-    """The segment that goes, and the rows of the pages that are cold, as long as the lock is held."""
+    """A segment to evict, and the rows of its cold pages; the rows are valid while the lock is held."""
 
     segment: Segment
     size_bytes: int
@@ -56,26 +56,25 @@ class _Victim:
 
 
 class SegmentCleaner:
-    """Frees whole segments of a catalog, through the writer of the process. Used while writing."""
+    """A cleaner that frees whole segments of a catalog through the process's writer. Used while writing."""
 
     def __init__(self, catalog: Catalog, writer: Writer, unused: Unused) -> None:
-        """`unused`: which of some pages are the next to go, as nobody else has used them, their objects, and how many
-        the system says nothing of.
-
-        It is called under the lock.
+        """`unused` is called under the lock. Of the pages given it returns those to evict next, which no other process
+        has used; their objects; and the number of pages that could not be looked at.
         """
         self._catalog, self._writer, self._unused = catalog, writer, unused
 
     @property
     def lock(self) -> GuardLock:
-        """The catalog's."""
+        """Returns the catalog's lock."""
         return self._catalog.lock
 
     @off_lock
     def clean(self, nbytes: int, keep: Sequence[bytes]) -> Cleaned | None:
-        """Remove one segment, carrying forward what is hot in it. None where nothing can go.
+        """Remove one segment, carrying its hot pages forward. Returns None if no segment can be removed.
 
-        Cold are the pages that would have to go for `nbytes`, the least recently read ones; never those of `keep`.
+        Cold pages are those that would be evicted for `nbytes`, the least recently read ones; pages in `keep` are never
+        cold.
         """
         with self.lock:
             catalog = self._catalog
@@ -92,14 +91,14 @@ class SegmentCleaner:
 
     @off_lock
     def _cold(self, pages: Sequence[bytes]) -> list[bytes]:
-        """Of a few pages those that nobody else has used."""
+        """Returns the pages that no other process has used."""
         with self.lock:
             cold, _, _ = self._unused(self._catalog.index.pages_at(pages))
             return self._catalog.index.hashes(cold)
 
     @under_lock
     def _victim(self, pages: Sequence[bytes]) -> _Victim | None:
-        """The segment with the smallest share of hot bytes, where `pages` are cold."""
+        """Returns the segment with the smallest share of hot bytes, given cold `pages`."""
         catalog = self._catalog
         cold = catalog.index.pages_at(pages)
         placed = catalog.index.placed(cold)
@@ -119,7 +118,7 @@ class SegmentCleaner:
 
     @under_lock
     def _hottest(self, chosen: _Victim) -> list[int]:
-        """Records of objects of hot pages, the most recently read first, of a share of the segment at most."""
+        """Returns records of hot pages' objects, most recently read first, up to a fixed share of the segment."""
         index = self._catalog.index
         placed = index.placed_in(chosen.segment.name)
         hot = placed.where(~np.isin(placed.pages, chosen.cold))
@@ -132,7 +131,7 @@ class SegmentCleaner:
 
     @off_lock
     def _removed(self, chosen: _Victim, copied: list[StoredObject]) -> Cleaned | None:
-        """Delete what is left in a segment, with all that belongs to its pages, and the segment."""
+        """Delete what is left in a segment, with every object of its pages, and the segment."""
         catalog, name = self._catalog, chosen.segment.name
         kept, pages = {each.page for each in copied}, 0
         while True:
@@ -157,7 +156,7 @@ class SegmentCleaner:
 
     @off_lock
     def _carry(self, name: str, record: int) -> StoredObject | None:
-        """Write an object again, as it is, into the segment that is written now; None where it is not there."""
+        """Copy an object unchanged into the segment being written. Returns None if it could not be read or written."""
         catalog, writer = self._catalog, self._writer
         fd, places = -1, list[FileOffset]()
         with catalog.lock:
@@ -197,20 +196,20 @@ class SegmentCleaner:
 #: Pages that are stamped under one hold of the lock: a few milliseconds.
 _STAMPED = 64
 
-#: Pages that a look-up deletes, which are too old.
+#: Expired pages that one look-up deletes.
 _EXPIRED = 64
 
 
 def _slack(held_bytes: int) -> int:
-    """What eviction frees beyond what is needed, so that not every put evicts, and none of them long."""
+    """Returns the bytes that eviction frees beyond the need, so that few puts evict and each eviction is short."""
     return min(held_bytes // 16, 16 << 20)
 
 
 class Retention:
-    """A namespace as this process holds it: what it knows, what it writes, and what it may hold.
+    """A namespace as this process holds it: its catalog, its writer, and its limits.
 
-    `lock` is for a moment at a time, around everything here. `writing` is held for as long as one writes, and `tidying`
-    as long as one flushes or collects, which no put waits for. They are taken in the order tidying, writing, lock.
+    `lock` is held for moments, around every access. `writing` is held for one write, `tidying` for one flush or
+    collection, which no put waits for. They are taken in the order tidying, writing, lock.
     """
 
     def __init__(self, folder: Path, namespace: bytes, policy: Policy, files: Files, machine: HostBoot) -> None:
@@ -229,13 +228,15 @@ class Retention:
 
     @under_lock
     def note_use(self, pages: Collection[bytes]) -> None:
-        """Pages were read, in this order."""
+        """Record that pages were read, in this order."""
         self.catalog.index.use(list(pages), self.catalog.machine.now())
         self._read.update(pages)
 
     @off_lock
     def make_room(self, nbytes: int, keep: Collection[bytes] = ()) -> bool:
-        """Evict until `nbytes` more fit the quota, but no page of `keep`; False where they never do. While writing."""
+        """Evict pages outside `keep` until `nbytes` more fit the quota. Returns False if they never do. Used while
+        writing.
+        """
         quota = self.policy.quota_bytes
         if quota is None:
             return True
@@ -249,9 +250,9 @@ class Retention:
 
     @off_lock
     def give_way(self, nbytes: int, keep: Collection[bytes]) -> bool:
-        """The disk is full: evict what makes `nbytes` and a little more free, but no page of `keep`. While writing.
+        """Evict pages outside `keep` on a full disk, until `nbytes` and a little more are free. Used while writing.
 
-        Whether any was evicted.
+        Returns True if any page was evicted.
         """
         with self.lock:
             held = self.catalog.held_bytes
@@ -259,9 +260,10 @@ class Retention:
 
     @off_lock
     def evict_to(self, held_bytes: int, keep: Collection[bytes] = ()) -> int:
-        """Evict the least recently read pages until at most so much is held; the bytes freed. While writing.
+        """Evict the least recently read pages until at most `held_bytes` are held. Returns the bytes freed. Used while
+        writing.
 
-        A slice at a time, between which others have the lock. Pages of `keep` stay.
+        The lock is released between slices. Pages of `keep` stay.
         """
         pages = list(keep)
         freed = 0
@@ -280,8 +282,8 @@ class Retention:
 
     @under_lock
     def _evict_some(self, nbytes: int, kept: Collection[int]) -> int | None:
-        """Evict a few pages: the bytes freed, none where all that were looked at have been used. None where no page
-        may go, or the system says nothing of any.
+        """Evict a few pages. Returns the bytes freed: 0 if all of them were used since; None if no page may be evicted,
+        or none could be looked at.
         """
         pages = self.catalog.index.coldest(SLICE, nbytes, kept)
         if not len(pages):
@@ -294,15 +296,18 @@ class Retention:
 
     @off_lock
     def _clean(self, nbytes: int, keep: Sequence[bytes]) -> int:
-        """Evict a segment, where only whole files are freed; the bytes freed."""
+        """Evict a segment where only whole files are freed. Returns the bytes freed."""
         cleaned = None if self.catalog.punches else self._cleaner.clean(nbytes, keep)
         self.counters.evicted_pages += cleaned.pages if cleaned else 0
         return cleaned.freed_bytes if cleaned else 0
 
     @under_lock
     def unused(self, pages: Rows) -> tuple[Rows, Placed, int]:
-        """Of pages those that no other process has used since, which makes them the last to go, nor deleted; and their
-        objects. Then of how many pages the system says nothing: they stay, and others are asked for before them.
+        """Returns the pages that are alive and that no other process has used since; their objects; and the number of
+        pages that could not be looked at.
+
+        A page used elsewhere becomes the most recently used here. A page that could not be looked at stays, after pages
+        that can be.
         """
         index = self.catalog.index
         placed = index.placed(pages)
@@ -329,7 +334,7 @@ class Retention:
 
     @under_lock
     def expire(self) -> int:
-        """Delete pages that nobody used for the policy's TTL, a few: how many the system said anything of."""
+        """Delete a few pages unused for the policy's TTL. Returns the number of pages that could be looked at."""
         if self.policy.ttl_s is None:
             return 0
         index, before = self.catalog.index, self.catalog.machine.now() - self.policy.ttl_s
@@ -343,7 +348,7 @@ class Retention:
 
     @under_lock
     def stale(self, pages: Sequence[bytes]) -> set[bytes]:
-        """Which of `pages` nobody has used for the TTL, though they were not deleted yet."""
+        """Returns the pages among `pages` that are past the TTL and not deleted yet."""
         index, ttl_s = self.catalog.index, self.policy.ttl_s
         if ttl_s is None:
             return set()
@@ -355,9 +360,9 @@ class Retention:
 
     @off_lock
     def write_stamps(self) -> None:
-        """Tell other processes' eviction what was read here, in the headers, each at most once in `stamp_s` seconds.
+        """Write the last uses of pages read here into their headers, where other processes' eviction sees them.
 
-        A slice at a time, between which others have the lock.
+        A header is written at most once in `stamp_s` seconds. The lock is released between slices.
         """
         with self.lock:
             pages, self._read = list(self._read), set()
@@ -374,25 +379,3 @@ class Retention:
                 self.catalog.index.stamped(each, entry.stamp)
                 with suppress(OSError):
                     self.catalog.segments[each.segment].stamp(each.record, entry.stamp)
-
-    @off_lock
-    def poison(self, each: StoredObject, looks: TwoLooks) -> bool:
-        """Delete a bad object, so that the next write goes through.
-
-        False where this process has deleted too many of late: it may be what is bad itself. Then it alone forgets the
-        object, which it finds no more.
-        """
-        with self.lock:
-            if not self.catalog.delete_one(each, looks):
-                self.spare(each)
-                return False
-        self.catalog.sweep()
-        if looks.reason not in GIVEN_BACK:
-            self.counters.poisoned[looks.reason] += 1
-        return True
-
-    @under_lock
-    def spare(self, each: StoredObject) -> None:
-        """Forget an object that cannot be had here, and leave it to the others: it can be put again."""
-        self.catalog.index.remove([each])
-        self.counters.spared += 1

@@ -189,7 +189,8 @@ class Segment:
             if len(start) < PREAMBLE_BYTES:
                 reason = None
             elif found is None:
-                reason = "" if _was_ours(start, fd) else "another format"
+                ours = not Preamble.is_of_another_format(start) and _was_ours(start, fd)
+                reason = "" if ours else "another format"
             else:
                 reason = "" if found.namespace == namespace else "foreign namespace"
         except OSError as error:

@@ -1,11 +1,12 @@
 """A Catalog is a namespace's directory as this process sees it, brought up to date before every question.
 
-One `stat` of the directory finds new and removed segments, one of each head file that is still written its new objects,
-one of the deletion log what others deleted: 128 lookups then cost no system call each. What the system does not say is
-as it was, and is counted: an index that lags costs a miss, never bytes.
+One `stat` of the directory finds new and removed segments; one of each head file that is still written, its new
+objects; one of the deletion log, objects that other processes deleted. So 128 look-ups cost no system call each. Where
+the system fails to answer, the index stays as it was and the failure is counted: an index that lags costs a miss, never
+bytes.
 
-The deletion log is one small file that all processes append to, and only saves time. The truth is the state in each
-header, so lost, torn or repeated rows do no harm: whatever looks odd sends the reader back to the headers.
+The deletion log is one small file that all processes append to. It only saves time: the truth is the state in each
+header. Lost, torn or repeated rows do no harm, since any odd row sends the reader back to the headers.
 """
 
 from __future__ import annotations
@@ -36,26 +37,26 @@ from kvmover.store.record import LIVE, RecordTable
 from kvmover.store.segment import Life, Segment, punch, segments_in
 from kvmover.store.stored import Placed, Places, StoredObject
 
-#: A row: a segment, the place of a record in its head, and a check of both.
+#: A row: a segment, the place of a record in its head, and a checksum of both.
 _ROW = np.dtype({"names": ["segment", "record", "check"], "formats": ["S25", "<u8", "<u8"], "offsets": [0, 32, 40]})
 _CHECKED_BYTES = 40
 _ROW_BYTES = _ROW.itemsize
 
-#: Of the log that are read at a time: a few milliseconds.
+#: Bytes of the log that are read at a time: a few milliseconds.
 _SOME_BYTES = _ROW_BYTES * 2048
 
-#: Beyond this many bytes a cleaner starts the file anew.
+#: A log longer than this many bytes is started anew by a cleaner.
 _LONG_BYTES = 4 << 20
 
-#: Segments, and in each the places of records in its head.
+#: Segments, and the places of records in the head of each.
 Deletions = list[tuple[str, Places]]
 
 
 class DeletionLog:
-    """The log of one namespace, read from where it ended when it was opened: what it said before is in the headers."""
+    """A log of one namespace's deletions, read from its end at opening: earlier deletions are in the headers."""
 
     def __init__(self, path: Path) -> None:
-        """Raises nothing: where the file cannot be had, it is asked for again at each `poll`."""
+        """Open the log. Never raises: a file that cannot be opened is tried again at each `poll`."""
         self._path = path
         self._fd, self._read = -1, 0
         with suppress(OSError):
@@ -63,7 +64,7 @@ class DeletionLog:
             self._read = self._whole_bytes()
 
     def append(self, gone: Placed) -> None:
-        """Objects that were deleted. Failure to tell is no failure to delete."""
+        """Append deleted objects. A failed write is ignored: the deletion stands in the headers."""
         if not len(gone):
             return
         rows = np.zeros(len(gone), _ROW)
@@ -74,12 +75,12 @@ class DeletionLog:
         with suppress(OSError):
             if self._fd < 0:
                 self._open()
-            if not os.fstat(self._fd).st_nlink:  # another has its name, and this one is not read to its end yet
+            if not os.fstat(self._fd).st_nlink:  # replaced, and not read to its end yet
                 self._append_to_the_next(rows.tobytes())
                 return
             os.write(self._fd, rows.tobytes())
             if os.fstat(self._fd).st_size == self._read + len(rows) * _ROW_BYTES:
-                self._read += len(rows) * _ROW_BYTES  # nobody else wrote meanwhile
+                self._read += len(rows) * _ROW_BYTES  # no other process wrote meanwhile
 
     def _append_to_the_next(self, rows: bytes) -> None:
         fd = open_shared(self._path, os.O_CREAT | os.O_APPEND)
@@ -89,17 +90,15 @@ class DeletionLog:
             close_quietly(fd)
 
     def poll(self) -> Deletions | None:
-        """Some of what was deleted since the last call; [] where that is all. None where only the headers can say.
+        """Returns some of the deletions since the last call; [] at the end; None if the headers must be read again.
 
-        Raises OSError.
-
-        A file that another has taken the place of is read to its end, and then the other from its beginning.
+        Raises OSError. A file that was replaced is read to its end, then its successor from the beginning.
         """
         if self._fd < 0:
             try:
                 self._open()
             except OSError as error:
-                if is_gone(error) or error.errno == errno.EROFS:  # nobody has deleted anything here
+                if is_gone(error) or error.errno == errno.EROFS:  # no process has deleted anything yet
                     return []
                 raise
         try:
@@ -107,7 +106,7 @@ class DeletionLog:
         except OSError as error:
             if not is_gone(error):
                 raise
-            self._open()  # what the other said at its end is lost
+            self._open()  # rows at the end of the lost file are lost
             return None
         if found.st_size < self._read:
             self._open()
@@ -124,7 +123,7 @@ class DeletionLog:
         return self._rows(os.fstat(self._fd).st_size)
 
     def shorten(self) -> None:
-        """Start the file anew once it is long: every process reads the old one to its end first."""
+        """Start a new file if the log is long. Every process reads the old one to its end first."""
         with suppress(OSError):
             if self._fd >= 0 and os.fstat(self._fd).st_size > _LONG_BYTES:
                 fresh = self._path.with_name(f"{uuid.uuid4().hex}.tmp")
@@ -132,12 +131,12 @@ class DeletionLog:
                 fresh.replace(self._path)
 
     def close(self) -> None:
-        """Close the file, which stays. Safe to call twice."""
+        """Close the file, which stays on disk. Safe to call twice."""
         fd, self._fd = self._fd, -1
         close_quietly(fd)
 
     def _open(self) -> None:
-        """The file that has the name now, from its beginning on."""
+        """Open the file that has the name now, at its beginning."""
         fresh = open_shared(self._path, os.O_CREAT | os.O_APPEND)
         self.close()
         self._fd, self._read = fresh, 0
@@ -168,7 +167,8 @@ def _checks(rows: npt.NDArray[np.void]) -> npt.NDArray[np.uint64]:
 
 
 class FileSizes:
-    """Sizes by name. What is not known is asked for once by who needs it, and noted here.
+    """The sizes of files by name, in bytes, and their sum. A caller that misses a size asks the system and notes it
+    here.
 
     >>> sizes = FileSizes()
     >>> sizes.note("a", 5), sizes.note("b", 7), sizes.note("a", 6)
@@ -182,33 +182,33 @@ class FileSizes:
 
     def __init__(self) -> None:
         self._of: dict[str, int] = {}
-        #: Of all that are known.
+        #: The sum of all known sizes.
         self.total = 0
 
     def __len__(self) -> int:
         return len(self._of)
 
     def get(self, name: str) -> int | None:
-        """The size that was noted last."""
+        """Returns the size noted last, or None."""
         return self._of.get(name)
 
     def note(self, name: str, nbytes: int) -> int:
-        """How large a file is now, which is returned."""
+        """Note a file's size. Returns it."""
         self.total += nbytes - self._of.get(name, 0)
         self._of[name] = nbytes
         return nbytes
 
     def drop(self, name: str) -> None:
-        """A file that is gone, or may be of another size."""
+        """Forget the size of a file that is gone or has changed."""
         self.total -= self._of.pop(name, 0)
 
 
-#: Segment, offset and bytes of blocks in its data file.
+#: A segment, and the offset and bytes of blocks in its data file.
 BlockRange = tuple[str, int, int]
 
 
 class Garbage:
-    """Blocks in which nothing lives, and names of segments to look at. `leaving`: those that are being removed."""
+    """Dead blocks to free, and segments that may be empty. `leaving` has the segments that are being removed."""
 
     def __init__(self) -> None:
         self._ranges: list[BlockRange] = []
@@ -216,19 +216,19 @@ class Garbage:
         self.leaving: set[str] = set()
 
     def add(self, ranges: Sequence[BlockRange], names: Sequence[str]) -> None:
-        """Blocks to give back, and segments that may be empty now."""
+        """Add blocks to free, and segments that may be empty now."""
         self._ranges += ranges
         self._names.update(dict.fromkeys(names))
 
     def take(self) -> tuple[list[BlockRange], list[str]]:
-        """All of it, neighbouring blocks together; nothing is left."""
+        """Remove and return all blocks, neighbours joined, and all segments."""
         ranges, names = joined(self._ranges), list(self._names)
         self._ranges, self._names = [], {}
         return ranges, names
 
 
 def joined(ranges: Sequence[BlockRange]) -> list[BlockRange]:
-    """Ranges in order, neighbours as one.
+    """Returns ranges in order, neighbours joined.
 
     >>> joined([("a", 8, 4), ("a", 0, 8), ("b", 12, 4)])
     [('a', 0, 12), ('b', 12, 4)]
@@ -247,39 +247,39 @@ def joined(ranges: Sequence[BlockRange]) -> list[BlockRange]:
 #: change is repeated. ext4 ticks every 4 ms.
 _TICK_NS = 20_000_000
 
-#: How far the clocks of machines may differ. A stamp beyond it was written by a clock that was wrong, and says nothing.
+#: The most by which clocks of machines may differ. A stamp beyond it comes from a wrong clock and is ignored.
 _SKEW_S = 300
 
 #: Objects that are deleted under one hold of the lock: a few milliseconds.
 SLICE = 512
 
-#: Objects that are forgotten under one hold of the lock, as their segment is gone.
+#: Objects of a removed segment that are forgotten under one hold of the lock.
 _FORGOTTEN = 2048
 
-#: Headers that are compared under one hold of the lock, after news that were lost.
+#: Headers that are compared under one hold of the lock after deletions were missed.
 _REREAD = 2048
 
 
 class Catalog:
-    """Segments, their index, and the deletion of objects. `lock` is held for a few milliseconds at most.
+    """The segments of a namespace, their index, and the deletion of objects. `lock` is held for milliseconds at most.
 
-    What each method needs of it is said by `under_lock` and `off_lock`.
+    A method marked `under_lock` needs the lock held, one marked `off_lock` needs it free.
     """
 
     def __init__(self, folder: Path, namespace: bytes, files: Files, machine: HostBoot) -> None:
         self.folder, self.namespace, self.files, self.machine = folder, namespace, files, machine
         self.lock = GuardLock()
         self.index = Index()
-        #: Whatever is deleted for others passes here.
+        #: Every deletion that other processes see passes here.
         self.door = DeletionDoor(machine.now())
         self.segments: dict[str, Segment] = {}
-        #: Objects and segments that were not taken over, by reason.
+        #: Objects and segments that were refused at takeover, by reason.
         self.dropped: Counter[str] = Counter()
-        #: Times that the index stayed as it was, by what the system said.
+        #: Times that the index stayed as it was, by the system's error.
         self.lagged: Counter[str] = Counter()
         #: False once the file system has refused to free a part of a file.
         self.punches = True
-        #: Whether anything may be changed here; a snapshot, or an export to read, is not tidied up.
+        #: False for a snapshot or a read-only export, which is never tidied.
         self.writable = os.access(folder, os.W_OK)
         self._deletions = DeletionLog(folder / "deleted.news")
         self._garbage = Garbage()
@@ -288,14 +288,14 @@ class Catalog:
         #: Names of segments of other namespaces and formats.
         self.refused: set[str] = set()
         self._followed: list[Segment] = []
-        #: Segments whose headers are to be read again, since nobody said what was deleted in them.
+        #: Segments whose headers must be read again, since their deletions were missed.
         self._doubted: list[tuple[str, int]] = []
         self.sizes = FileSizes()
         self._data_files = LentFiles(folder, files, self.lock)
 
     @property
     def held_bytes(self) -> int:
-        """What the namespace's payloads take of the disk."""
+        """Returns the disk space that the namespace's payloads take, in bytes."""
         if self.punches:
             return self.index.held_bytes
         if len(self.sizes) < len(self.segments):
@@ -304,7 +304,7 @@ class Catalog:
         return self.sizes.total
 
     def data_bytes(self, segment: Segment) -> int:
-        """Size of a segment's data file as it was when the last was heard of it; 0 where the system does not say."""
+        """Returns the last known size of a segment's data file, or 0 if the system fails to answer."""
         known = self.sizes.get(segment.name)
         if known is not None:
             return known
@@ -315,14 +315,14 @@ class Catalog:
             return 0
 
     def lag(self, error: OSError) -> None:
-        """The system did not say: it is known another time."""
+        """Count an error of the system. The question is asked again later."""
         self.lagged[reason_of(error)] += 1
 
     @off_lock
     def refresh(self) -> None:
-        """Learn what other processes did. Raises nothing: what cannot be learnt now is learnt later.
+        """Learn of other processes' changes: some new records of each head still written, and all deletions.
 
-        Of each head that is written some, and all deletions, a little under each hold of the lock.
+        Never raises; a change that cannot be read now is read later. The lock is released between parts.
         """
         self._look_at_folder()
         for segment in self._followed:
@@ -349,7 +349,7 @@ class Catalog:
                 self._reopen_folder(error)
 
     def _hear_some(self) -> bool:
-        """Learn some of what others deleted; whether there may be more."""
+        """Remove some objects that other processes deleted. Returns True if there may be more."""
         with self.lock:
             try:
                 gone = self._deletions.poll()
@@ -363,7 +363,7 @@ class Catalog:
             return bool(gone)
 
     def _reopen_folder(self, error: OSError) -> None:
-        """A directory that was removed and made anew is another one."""
+        """Open a directory that was removed and made anew."""
         if not is_gone(error):
             return
         with suppress(OSError):
@@ -373,7 +373,7 @@ class Catalog:
 
     @off_lock
     def _scan(self) -> bool:
-        """Look for segments that came or went; whether all could be looked at."""
+        """Find segments that came or went. Returns True if all of them could be looked at."""
         with self.lock:
             before = set(self.segments)
             known = before | self.refused | self._garbage.leaving
@@ -400,7 +400,7 @@ class Catalog:
         return complete
 
     def _met(self, found: Segment) -> None:
-        """A segment that was not known before the directory was listed; the writer here may have made it since."""
+        """Add a segment found in the directory, unless this process has added it meanwhile."""
         if found.name in self.segments:
             found.close()
         else:
@@ -408,7 +408,7 @@ class Catalog:
 
     @under_lock
     def _try_tail(self, segment: Segment) -> bool:
-        """Does as `_tail`, and leaves the segment as it was where the system does not say."""
+        """Run `_tail`; after an OSError the segment stays as it was."""
         try:
             return self._tail(segment)
         except OSError as error:
@@ -417,9 +417,11 @@ class Catalog:
 
     @under_lock
     def _tail(self, segment: Segment) -> bool:
-        """Learn some of what was added to a segment; whether there may be more. Raises OSError: nothing is learnt then.
+        """Learn some new records of a segment. Returns True if there may be more. Raises OSError and then has learnt
+        none.
 
-        Rows are taken once the size of the data is known too: then they are believed, or they wait.
+        A record is believed once its payload lies within the data file's size (or, after a crash of its host, within
+        the synced part). Until then it waits.
         """
         if self.segments.get(segment.name) is not segment or segment.is_sealed:
             return False
@@ -470,7 +472,7 @@ class Catalog:
 
     @off_lock
     def read_heads(self) -> None:
-        """Learn all that is in the heads, where `refresh` learns some: for who has just opened them."""
+        """Learn all records of all heads, where `refresh` learns some. Called after opening."""
         self.refresh()
         for segment in list(self.segments.values()):
             try:
@@ -480,16 +482,16 @@ class Catalog:
 
     @off_lock
     def drain(self, segment: Segment) -> None:
-        """Learn all that is in a head. Raises OSError: the rest is learnt another time."""
+        """Learn all records of a head. Raises OSError; the rest is learnt later."""
         more = True
         while more:
             with self.lock:
                 more = self._tail(segment)
 
     def digests(self, objects: Sequence[StoredObject]) -> list[bytes]:
-        """The digests that the headers of objects have, b"" of one that is not there. Raises OSError.
+        """Returns the digests in the headers of objects, b"" for a missing one. Raises OSError.
 
-        They are compared with what was read: nobody asks here whether they are those that were written.
+        The caller compares them with the bytes it read.
         """
         found = [b""] * len(objects)
         by_segment: dict[str, list[int]] = {}
@@ -508,14 +510,14 @@ class Catalog:
         return found
 
     def lend(self, names: Iterable[str]) -> AbstractContextManager[dict[str, OpenFile]]:
-        """Open data files of segments, for the length of a block; removed ones are left out. Raises OSError."""
+        """Returns a context with the open data files of segments; removed segments are left out. Raises OSError."""
         return self._data_files.lend(name for name in names if name in self.segments)
 
     @off_lock
     def forget(self, name: str) -> None:
-        """A segment that is gone from the directory, a few of its objects under each hold of the lock.
+        """Forget a segment that has left the directory, a few objects under each hold of the lock.
 
-        Reads that go on in it end well: its blocks stay until they do.
+        Reads under way in it still succeed: the file stays open until they end.
         """
         more, segment = True, None
         while more:
@@ -528,7 +530,7 @@ class Catalog:
         self._data_files.close_ended()
 
     def _forget_empty(self, name: str) -> Segment | None:
-        """A segment of which nothing is in the index. The caller closes it and its file, not under the lock."""
+        """Drop a segment without objects in the index. Returns it; the caller closes it off the lock."""
         self.sizes.drop(name)
         segment = self.segments.pop(name, None)
         if segment:
@@ -538,9 +540,9 @@ class Catalog:
 
     @off_lock
     def delete(self, objects: Iterable[StoredObject], grounds: Grounds) -> int:
-        """Delete objects for every process, a few under each hold of the lock; the bytes freed.
+        """Delete objects for every process, a few under each hold of the lock. Returns the bytes freed.
 
-        None go where the door refuses.
+        No object is deleted if the door refuses.
         """
         by_segment: dict[str, list[int]] = {}
         for each in objects:
@@ -550,7 +552,7 @@ class Catalog:
 
     @off_lock
     def delete_at(self, name: str, records: Places, grounds: Grounds) -> int:
-        """As `delete`, by the places of their headers in the head file of a segment."""
+        """Delete objects by segment and place of their headers, like `delete`."""
         freed, records = 0, np.unique(records)
         for first in range(0, len(records), SLICE):
             with self.lock:
@@ -560,16 +562,18 @@ class Catalog:
 
     @under_lock
     def kill(self, placed: Placed, grounds: Grounds) -> int:
-        """Delete a few objects for every process; the bytes that are free after a `sweep`. None go where the door
-        refuses.
+        """Delete a few objects for every process. Returns the bytes that the next `sweep` frees. No object is deleted
+        if the door refuses.
         """
         permit = self.door.ask(grounds, len(placed), self.machine.now())
         return self._kill(placed, permit) if permit else 0
 
     @under_lock
     def _kill(self, placed: Placed, permit: Permit) -> int:
-        """Headers first, then the log. An object whose header cannot be changed is deleted by the next cleaner; here it
-        is forgotten, and keeps its blocks.
+        """Delete objects in their headers, then in the log.
+
+        An object whose header cannot be written is left to the next cleaner: this process forgets it, and its blocks
+        stay.
         """
         killed = np.zeros(len(placed), np.bool_)
         for name, some in placed.by_segment():
@@ -583,29 +587,25 @@ class Catalog:
         return self.index.remove_placed(placed)
 
     @under_lock
-    def delete_one(self, each: StoredObject, grounds: Grounds) -> bool:
-        """Delete an object for every process; False where the door refuses, and it is as it was."""
-        permit = self.door.ask(grounds, 1, self.machine.now())
-        if permit is None:
-            return False
+    def delete_one(self, each: StoredObject, permit: Permit) -> None:
+        """Delete an object for every process."""
         self._kill(self.index.placed_in(each.segment, np.array([each.record], np.int64)), permit)
-        return True
 
     @under_lock
     def free(self, name: str, ranges: Iterable[ByteRange], permit: Permit) -> None:
-        """Blocks of a segment that nothing lives in go back with the next `sweep`: whole ones."""
+        """Mark dead ranges of a segment, which the next `sweep` frees in whole blocks."""
         self._garbage.add([(name, offset, nbytes) for offset, nbytes in ranges], [])
 
     @under_lock
     def discard(self, name: str) -> None:
-        """The next `sweep` removes a segment, if it is finished and nothing lives in it."""
+        """Mark a segment, which the next `sweep` removes if it is finished and empty."""
         self._garbage.add([], [name])
 
     @off_lock
     def sweep(self) -> None:
-        """Give back what deletions left: blocks, then segments in which nothing lives. Raises nothing.
+        """Free dead blocks, then remove empty segments. Never raises.
 
-        Not under the lock: nobody finds what was there any more, so nobody waits for it.
+        It runs off the lock: dead blocks are unreachable already, so no request waits for them.
         """
         with self.lock:
             ranges, names = self._garbage.take()
@@ -627,7 +627,7 @@ class Catalog:
 
     @off_lock
     def _remove_empty(self, segment: Segment) -> None:
-        """Remove a segment that is over by the index, which may lag: if its files say so. Raises OSError."""
+        """Remove a segment that is empty in the index, which may lag, if its files confirm it. Raises OSError."""
         grounds = why_empty(segment)
         permit = self.door.ask(grounds, 1, self.machine.now()) if grounds else None
         if permit is None:
@@ -646,13 +646,13 @@ class Catalog:
                 self._garbage.leaving.discard(segment.name)
 
     def _is_over(self, segment: Segment) -> bool:
-        """Whether a segment is finished, nothing lives in it, and nobody is at work there."""
+        """Returns True if a segment is finished, empty and not being read."""
         return segment.is_done and self.index.empty(segment.name) and not self._data_files.busy(segment.name)
 
     @under_lock
     def last_uses(self, placed: Placed) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_], Places]:
-        """Returns of each object whether the system tells of it, whether it lives, and the second of its use that
-        any process has written down. Of what the system does not say, what is known here.
+        """Returns three arrays over objects: True if its header could be read, True if it lives, and the second of its
+        last use by any process (by this process, if its header could not be read).
         """
         told, alive = np.ones(len(placed), np.bool_), np.ones(len(placed), np.bool_)
         stamps = placed.stamps.copy()
@@ -674,7 +674,7 @@ class Catalog:
 
     @off_lock
     def close(self) -> None:
-        """Close every file, remove none but what is empty. Safe to call twice, and raises nothing."""
+        """Remove empty segments and close every file. Safe to call twice, and never raises."""
         self.sweep()
         for name in list(self.segments):
             self.forget(name)

@@ -1,13 +1,12 @@
 """SegmentObjects keeps objects in segments: files of a directory, on a local disk or on one that machines share.
 
-It is the first engine under a store, and the definition of what others must do.
+It is the first storage engine under a store, and the reference for the behaviour of the other engines.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
@@ -15,10 +14,11 @@ import msgspec
 
 from kvmover.errors import StoreError
 from kvmover.store.boot import HostBoot
-from kvmover.store.deletion import DeletionOrder, Look, Seen, TwoLooks
-from kvmover.store.fetch import GIVEN_BACK, MISSING, SegmentFailure, SegmentRead, fetch, look_again, suspects
+from kvmover.store.deletion import DeletionOrder, Permit, TwoLooks
+from kvmover.store.fetch import MISSING, SegmentFailure, SegmentRead, fetch, look_again, suspects
 from kvmover.store.files import FileRun, Files, OpenFile, reason_of
-from kvmover.store.objects import ObjectDraft, Objects, Verdict, Watcher
+from kvmover.store.judgement import JudgedObjects, judged, verified
+from kvmover.store.objects import ObjectDraft, Verdict, Watcher
 from kvmover.store.part import PagePart, PartKey
 from kvmover.store.record import table
 from kvmover.store.retention import Retention
@@ -28,7 +28,7 @@ from kvmover.store.store_results import Collected, Recovered, Stat, Verified
 from kvmover.store.stored import Page, StoredObject, padded
 from kvmover.transport import Memory
 
-#: What a disk says that is full, or a user who may have no more of it.
+#: Errors of a full disk, or of a user's exhausted disk quota.
 _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 #: Objects that are looked up under one hold of the lock, to be read and compared.
@@ -36,7 +36,7 @@ _VERIFIED = 1024
 
 
 class _Draft(msgspec.Struct, frozen=True, gc=False):
-    """Draft number `item` of a batch, to be written."""
+    """A draft to be written, by its number in the batch and its place in a file."""
 
     item: int
     page: bytes
@@ -45,7 +45,7 @@ class _Draft(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Batch(msgspec.Struct, frozen=True, gc=False):
-    """Objects of one part that are put together; `reasons` has "" or why not, once it is known, by number."""
+    """Objects of one part that are put together; `reasons` has "" or an error by number, once known."""
 
     part: PagePart
     key: PartKey
@@ -57,11 +57,11 @@ class _Batch(msgspec.Struct, frozen=True, gc=False):
         return self.part.nbytes
 
 
-class SegmentObjects(Retention, Objects[StoredObject]):
-    """Objects of one namespace as ranges of files, which any number of processes share."""
+class SegmentObjects(Retention, JudgedObjects[StoredObject]):
+    """The objects of one namespace as ranges of files, shared by any number of processes."""
 
     def __init__(self, folder: Path, namespace: bytes, policy: Policy, files: Files, machine: HostBoot) -> None:
-        """The caller gives up `files`. Raises OSError."""
+        """Open the namespace and take over dead writers' segments. Owns `files` from now on. Raises OSError."""
         super().__init__(folder, namespace, policy, files, machine)
         self.catalog.read_heads()
         self.takeover.recover()
@@ -117,7 +117,7 @@ class SegmentObjects(Retention, Objects[StoredObject]):
             self.writer.owe(each for each in objects if each.segment in self.catalog.segments)
 
     def _store(self, batch: _Batch, items: Sequence[int], keep: Collection[bytes]) -> None:
-        """Write objects number `items` of a batch, and say of each how that ended."""
+        """Write the objects numbered `items` of a batch, and note the outcome of each."""
         places = self._reserve(batch, items, keep)
         if places:
             drafts = [
@@ -127,7 +127,7 @@ class SegmentObjects(Retention, Objects[StoredObject]):
             self._write(batch, drafts)
 
     def _reserve(self, batch: _Batch, items: Sequence[int], keep: Collection[bytes]) -> list[FileOffset]:
-        """Places for the objects to write, or none and the reason."""
+        """Returns places for the objects, or [] after noting the reason for each."""
         size, reason = batch.size, ""
         if not self.make_room(len(items) * padded(size), keep):
             reason = f"{len(items)} pages of {size} bytes are more than the quota of {self.policy.quota_bytes}"
@@ -141,7 +141,7 @@ class SegmentObjects(Retention, Objects[StoredObject]):
         return []
 
     def _write(self, batch: _Batch, todo: Sequence[_Draft]) -> None:
-        """Payloads, and after each group of them the headers that make objects of it."""
+        """Write payloads by groups, and after each group the headers that publish its objects."""
         count = max(1, self.files.group_bytes // batch.size)
         groups = [todo[first : first + count] for first in range(0, len(todo), count)]
         tables: list[list[bytes]] = []
@@ -162,7 +162,7 @@ class SegmentObjects(Retention, Objects[StoredObject]):
     def _runs(
         self, batch: _Batch, group: Sequence[_Draft], files: dict[str, OpenFile], tables: list[list[bytes]]
     ) -> list[FileRun]:
-        """What is written of a group, whose digests are taken now: while the group before is on its way."""
+        """Returns the writes of a group, taking its digests now, while the group before is being written."""
         size, view, cells = batch.size, self.files.view, batch.part.box.cells
         tables.append([table(view(draft.address, size), cells) for draft in group])
         return [
@@ -174,7 +174,7 @@ class SegmentObjects(Retention, Objects[StoredObject]):
     def _announce(
         self, batch: _Batch, group: Sequence[_Draft], tables: Sequence[bytes], reasons: Sequence[str]
     ) -> None:
-        """Headers for the payloads that were written; the space of the others goes back."""
+        """Write headers for the payloads that were written, and free the space of those that failed."""
         size = batch.size
         written = [
             (draft, Header(draft.page, batch.key, draft.place, size, digests))
@@ -207,34 +207,25 @@ class SegmentObjects(Retention, Objects[StoredObject]):
     def read(self, part: PagePart, reads: Sequence[SegmentRead]) -> list[SegmentFailure]:
         return fetch(self.catalog, part, reads)
 
-    def judge(self, failure: SegmentFailure) -> tuple[Verdict, str]:
+    def look_again(self, each: StoredObject) -> tuple[Verdict, str]:
         try:
-            verdict, reason = self._judge(failure.read.each, failure.reason)
-        except OSError as error:
-            return Verdict.UNKNOWN, reason_of(error)
-        return (Verdict.GONE if verdict is Verdict.BAD and reason in GIVEN_BACK else verdict), reason
-
-    def _judge(self, each: StoredObject, read: str) -> tuple[Verdict, str]:
-        """Look at an object again that did not come whole, for a reason. Raises OSError where the system does not say.
-
-        A disk that does not give an object says nothing against it; it can be put again, by who forgets it.
-        """
-        try:
-            verdict, reason = look_again(self.folder, each)
+            return look_again(self.folder, each)
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
-            with self.lock:
-                self.spare(each)
             return Verdict.SPARED, reason_of(error)
-        if verdict is Verdict.GONE:
-            with self.lock:
-                self.catalog.index.remove([each])
-        elif verdict is Verdict.BAD and not self.poison(
-            each, TwoLooks(Look(Seen.READ, read), Look(Seen.ANEW, reason), 1)
-        ):
-            return Verdict.SPARED, reason
-        return verdict, reason
+
+    def permit(self, looks: TwoLooks) -> Permit | None:
+        return self.catalog.door.ask(looks, 1, self.catalog.machine.now())
+
+    def drop(self, each: StoredObject, verdict: Verdict) -> None:
+        with self.lock:
+            self.catalog.index.remove([each])
+
+    def condemn(self, each: StoredObject, permit: Permit) -> None:
+        with self.lock:
+            self.catalog.delete_one(each, permit)
+        self.catalog.sweep()
 
     def used(self, pages: Sequence[bytes]) -> None:
         with self.lock:
@@ -247,7 +238,7 @@ class SegmentObjects(Retention, Objects[StoredObject]):
             self.catalog.index.watch(watcher)
 
     def evict(self, nbytes: int) -> int:
-        """Evict the least recently read pages, whole, until `nbytes` bytes are free; the bytes freed."""
+        """Evict the least recently read pages, whole, until `nbytes` bytes are free. Returns the bytes freed."""
         with self.writing:
             self.catalog.refresh()
             with self.lock:
@@ -255,9 +246,9 @@ class SegmentObjects(Retention, Objects[StoredObject]):
             return self.evict_to(goal)
 
     def collect(self) -> Collected:
-        """Upkeep: write down what was read, take over dead writers, delete what is too old or too much.
+        """Do upkeep: write last uses down, take over dead writers, expire pages, and evict down to the quota.
 
-        Raises nothing for what the system refuses: it is done another time.
+        Never raises: a step that the system refuses is done next time.
         """
         with self.tidying:
             index, counters = self.catalog.index, self.counters
@@ -282,10 +273,10 @@ class SegmentObjects(Retention, Objects[StoredObject]):
         return looked
 
     def flush(self) -> None:
-        """Make all pages safe from a power cut that were written here, or were there already when they were put.
+        """Make pages safe from a power cut: those written here, and those that a put found there already.
 
-        What was written here is then visible to other machines; what others wrote, once they flush. Raises StoreError:
-        pages that the disk did not take are deleted, and the next put writes them again.
+        Pages written here are then visible to other machines. Raises StoreError: pages that the disk refused are
+        deleted, and the next put writes them again.
         """
         with self.tidying:
             self.write_stamps()
@@ -295,7 +286,7 @@ class SegmentObjects(Retention, Objects[StoredObject]):
                 raise StoreError(f"cannot flush {self.folder}: {error.strerror}") from error
 
     def clear(self) -> int:
-        """Delete every page of this namespace, and nothing else; how many. Raises StoreError."""
+        """Delete every page of this namespace. Returns their number. Raises StoreError."""
         with self.writing:
             self.catalog.refresh()
             with self.lock:
@@ -312,7 +303,7 @@ class SegmentObjects(Retention, Objects[StoredObject]):
             return pages
 
     def stat(self) -> Stat:
-        """What the namespace holds now, objects of other processes included."""
+        """Returns the sizes of the namespace, objects of other processes included."""
         self.catalog.refresh()
         with self.lock:
             segments, head_bytes = (
@@ -322,26 +313,19 @@ class SegmentObjects(Retention, Objects[StoredObject]):
             return self.catalog.index.stat(segments, self.catalog.held_bytes, head_bytes)
 
     def verify(self, progress: Callable[[int], None] | None = None) -> Verified:
-        """Read every object whole and delete those that are bad, as far as the budget goes. `progress` hears of bytes.
+        """Read every object whole and delete the bad ones, within the deletion budget. `progress` is called with bytes
+        read.
 
-        Raises OSError where a file is there and cannot be opened: nothing is deleted for that.
+        Raises OSError if a file exists and cannot be opened; nothing is deleted for that.
         """
         self.catalog.refresh()
         with self.lock:
             names = list(self.catalog.segments)
-        count, nbytes, verdicts = 0, 0, {Verdict.BAD: Counter[str](), Verdict.SPARED: Counter[str]()}
-        for each, is_suspect in (found for name in names for found in self._suspects(name)):
-            verdict, reason = self._judge(each, "not whole") if is_suspect else (Verdict.WELL, "")
-            if verdict in verdicts:
-                verdicts[verdict][reason] += 1
-            count += 1
-            nbytes += each.nbytes
-            if progress:
-                progress(each.nbytes)
-        return Verified(count, nbytes, dict(verdicts[Verdict.BAD]), dict(verdicts[Verdict.SPARED]))
+        found = (one for name in names for one in self._suspects(name))
+        return verified(judged(self, found), progress)
 
     def _suspects(self, name: str) -> Iterator[tuple[StoredObject, bool]]:
-        """Each object of a segment, some at a time, and whether it was not what its digests say. Raises OSError."""
+        """Yield each object of a segment, and True if its bytes differ from its digests. Raises OSError."""
         index = self.catalog.index
         with self.lock:
             records = index.records(name).tolist()
@@ -351,7 +335,7 @@ class SegmentObjects(Retention, Objects[StoredObject]):
             yield from suspects(self.catalog, name, [each for each in found if each])
 
     def close(self) -> None:
-        """Flush, and give everything back. Safe to call twice."""
+        """Flush, and close every file. Safe to call twice."""
         with self.tidying, self.writing:
             if self.catalog.segments:
                 self.write_stamps()

@@ -73,8 +73,9 @@ class Page(msgspec.Struct, frozen=True, gc=False):
 class Placed:
     """A table of an index's objects, sorted by segment and record; valid until the index changes.
 
-    `rows` and `pages` are the index's numbers of objects and of their pages; `segments` are places in `names`.
-    `records` are bytes of the head file, `offsets` and `held` (whole blocks) of the data file, `stamps` seconds.
+    `rows` and `pages`: the row of each object and of its page in the index. `segments`: positions in `names`.
+    `records`: byte offsets in head files. `offsets`, `held`: byte offsets and bytes (whole blocks) in data files.
+    `stamps`: last uses, s.
     """
 
     rows: Rows

@@ -220,7 +220,19 @@ def _table(*columns: str) -> Sheet:
 
 def _transfers(view: View) -> Sheet:
     """Returns a row of sums and a row for each rank."""
-    numbers = ("open", "landed", "failed", "sent", "received", "receive p50", "p99", "arena out", "in", "held", "peers")
+    numbers = (
+        "open",
+        "landed",
+        "failed",
+        "sent",
+        "received",
+        "receive p50",
+        "p99",
+        "arena out",
+        "in",
+        "quarantine",
+        "peers",
+    )
     table = _table("transfers", *numbers)
     found = (dict(labels) for labels in view.now.samples.get("kvmover_open_sends", {}))
     ranks = sorted({(each.get("engine", ""), each.get("rank", "")) for each in found}, key=_by_number)
@@ -244,7 +256,7 @@ def _row(view: View, **of: str) -> Iterator[Text]:
     landed = ends.get("landed", 0.0)
     failed = sum(ends.values()) - landed
     buckets = new.by("kvmover_receive_seconds_bucket", "le", **of)
-    held = now.total("kvmover_incoming_quarantined_bytes", **of)
+    quarantined = now.total("kvmover_incoming_quarantined_bytes", **of)
     yield Text(f"{now.total('kvmover_open_sends', **of) + now.total('kvmover_open_receives', **of):,.0f}")
     yield Text(_per_second(view.rate(landed), landed))
     yield Text(f"{failed:,.0f}", "bold red" if failed else "")
@@ -253,10 +265,10 @@ def _row(view: View, **of: str) -> Iterator[Text]:
     for share in (0.5, 0.99):
         yield Text(_seconds(quantile_s(buckets, share)))
     for side in ("outgoing", "incoming"):
-        leased, whole = (now.total(f"kvmover_{side}_{each}_bytes", **of) for each in ("leased", "arena"))
-        share = leased / whole if whole else 0.0
+        reserved, whole = (now.total(f"kvmover_{side}_{each}_bytes", **of) for each in ("reserved", "arena"))
+        share = reserved / whole if whole else 0.0
         yield Text(f"{share:.0%}", "yellow" if share > 0.9 else "")
-    yield Text(bytes_in_words(int(held)) if held else "-", "yellow" if held else "")
+    yield Text(bytes_in_words(int(quarantined)) if quarantined else "-", "yellow" if quarantined else "")
     yield Text(f"{now.total('kvmover_peers', **of):,.0f}")
 
 

@@ -183,7 +183,7 @@ def _leading_gaps(component: Component, table: npt.NDArray[np.int64]) -> int:
 
 
 def token_range(positions: object) -> range:
-    """Return consecutive positions of a request. Raises LayoutError for other than a range from 0 on, of step 1."""
+    """Returns `positions`. Raises LayoutError unless they are a range of step 1, from 0 or later, below 2**63."""
     if not isinstance(positions, range):
         raise LayoutError(f"positions = {positions!r}; give a range of tokens, as range(0, 4096)")
     if positions.step != 1 or positions.start < 0:

@@ -30,12 +30,12 @@ from kvmover.transfer.meter import Count, Meter, Stage
 from kvmover.transfer.peers.links import Links
 from kvmover.transfer.peers.listeners import own_listeners
 from kvmover.transfer.peers.liveness import Liveness
+from kvmover.transfer.peers.peer_table import Peer, Peers
 from kvmover.transfer.peers.processes import local_process
-from kvmover.transfer.peers.table import Peer, Peers
 from kvmover.transfer.protocol.auth import MessageAuth, NoAuth, authentication
 from kvmover.transfer.protocol.chunks import End, related
 from kvmover.transfer.protocol.handshake import Place, Rank, interned, interned_pool
-from kvmover.transfer.protocol.wire import AnyMessage, encode, notes
+from kvmover.transfer.protocol.wire import CURRENT, AnyMessage, Dialect, encode, notes
 from kvmover.transfer.result import Ending, Result
 from kvmover.transport.base import Revocation, Transport, memory_of, union
 
@@ -176,6 +176,7 @@ class Core:
     timers: Timers[Timer] = field(default_factory=Timers[Timer])
     repeats: Repeats = field(default_factory=Repeats)
     wall_ns: Callable[[], int] = time.time_ns
+    dialect: Dialect = CURRENT
     components: tuple[Component, ...] = field(init=False)
     bound: tuple[BoundMemory, ...] = field(init=False)
     compiler: Compiler = field(init=False)
@@ -233,7 +234,14 @@ class Core:
         return self.clock() + self.config.deadline_s + self.config.drain_s
 
     def say(self, peer: str, message: AnyMessage) -> None:
-        """Queue a control message: it leaves with `flush`, with all other messages of this poll to the peer."""
+        """Queue a control message: it leaves with `flush`, with all other messages of this poll to the peer.
+
+        A message that the peer's protocol version lacks is not sent.
+        """
+        if self.dialect.since:
+            connected = self.peers.get(peer)
+            if not self.dialect.knows(connected.version if connected else self.dialect.speaks[0], message):
+                return
         self.post(peer, encode(message))
 
     def post(self, peer: str, encoded: bytes) -> None:

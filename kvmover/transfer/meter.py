@@ -65,7 +65,7 @@ def summed(all_spent_s: Iterable[Mapping[Stage, float]]) -> dict[Stage, float]:
 
 
 class Gauge(StrEnum):
-    """The gauges of a mover at this moment. Leased bytes are those of whole regions, quarantined ones included."""
+    """The gauges of a mover at this moment. Reserved bytes are those of whole regions, quarantined ones included."""
 
     OPEN_SENDS = "open_sends"
     OPEN_RECEIVES = "open_receives"
@@ -79,9 +79,9 @@ class Gauge(StrEnum):
     PEERS = "peers"
     DIALLED_PEERS = "dialled_peers"
     OUTGOING_ARENA_BYTES = "outgoing_arena_bytes"
-    OUTGOING_LEASED_BYTES = "outgoing_leased_bytes"
+    OUTGOING_RESERVED_BYTES = "outgoing_reserved_bytes"
     INCOMING_ARENA_BYTES = "incoming_arena_bytes"
-    INCOMING_LEASED_BYTES = "incoming_leased_bytes"
+    INCOMING_RESERVED_BYTES = "incoming_reserved_bytes"
     INCOMING_QUARANTINED_BYTES = "incoming_quarantined_bytes"
 
 

@@ -35,22 +35,22 @@ from kvmover.transfer.arguments import (
 )
 from kvmover.transfer.config import MoverConfig, Pace
 from kvmover.transfer.core import Core, TimerKind, assembled
-from kvmover.transfer.destination.attempts import ReceiveRequest
-from kvmover.transfer.destination.driver import DestinationDriver, Reads
+from kvmover.transfer.destination.destination_attempts import ReceiveRequest
+from kvmover.transfer.destination.destination_driver import DestinationDriver, Reads
 from kvmover.transfer.destination.quarantine import Quarantine, WriteLeases
 from kvmover.transfer.memory.descriptors import InFlight
 from kvmover.transfer.memory.registrations import Registrations, Renewals
 from kvmover.transfer.meter import Count, Gauge, Meter, Snapshot
 from kvmover.transfer.peers.asks import Asks
 from kvmover.transfer.peers.connections import Connections, Reconnector, check_own_card
+from kvmover.transfer.peers.peer_table import Peer
 from kvmover.transfer.peers.processes import PeerProcess
-from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.auth import MessageAuth, Unverified
 from kvmover.transfer.protocol.content import Content
 from kvmover.transfer.protocol.handshake import Model, Place
 from kvmover.transfer.result import Ending, Gate, Service, Transfer
-from kvmover.transfer.source.driver import SourceDriver
+from kvmover.transfer.source.source_driver import SourceDriver
 from kvmover.transfer.source.writes import Writes
 from kvmover.transport.base import Event, Note, Transport
 
@@ -257,11 +257,12 @@ class Mover:
         events that must pass before more is read, for a request still being computed: `pages` may be its beginning,
         even empty (see `produced`); None: all of it is there. `aux`: at most 64 KiB, sent to each destination rank that
         asks this rank for it, exactly once. The pages belong to the transfer until it has ended, and longer while
-        `transfer.held`. For an hour after the end, destinations that ask are told how the request ended: send its name
-        again before they ask again, or `reopen` it. `deadline_s`: seconds from now; None: as configured. `service`:
-        ONCE ends with the first engine that has all it wants; an engine that asks later is told that it was served,
-        though the pages are still there. If two engines will come, both after the offer, use REPEATED. `content`: the
-        KV's prompt; a destination with another prompt is refused before a byte moves, and the request goes on.
+        `transfer.quarantined`. For an hour after the end, destinations that ask are told how the request ended: send
+        its name again before they ask again, or `reopen` it. `deadline_s`: seconds from now; None: as configured.
+        `service`: ONCE ends with the first engine that has all it wants; an engine that asks later is told that it was
+        served, though the pages are still there. If two engines will come, both after the offer, use REPEATED.
+        `content`: the KV's prompt; a destination with another prompt is refused before a byte moves, and the request
+        goes on.
         """
         self._check_open()
         given = SendArguments.of(request, pages, gates, aux, deadline_s, service, content)
@@ -433,9 +434,9 @@ class Mover:
         KV from now on, and a new transport from `make`, under a new name.
 
         Open transfers fail with `reason` on both sides; connected peers are told, and are connected again. Later Wants
-        for requests offered before are told how these ended. Pages that a peer may still write stay `held` until it
-        can't. Configuration, counts, watchers and the holder of `asks` stay. Raises LayoutError for other components,
-        before any change; an exception of the transport leaves the mover closed.
+        for requests offered before are told how these ended. Pages that a peer may still write stay `quarantined` until
+        it can't. Configuration, counts, watchers and the holder of `asks` stay. Raises LayoutError for other
+        components, before any change; an exception of the transport leaves the mover closed.
         """
         self._check_open()
         if model.components != self._model.components:

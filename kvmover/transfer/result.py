@@ -81,7 +81,7 @@ class Result:
     `writes`: chunks, each of them one write or read.
     `routes`: the route of each rank on the other side that has chunks of the request.
     `peers`: number of such ranks.
-    `held`: a one-sided operation may still touch the pages, so they must not be reused; see `Transfer.held`.
+    `quarantined`: a one-sided operation may still touch the pages, so do not reuse them; see `Transfer.quarantined`.
     `cause`: the failure in a word for a metric; None if it landed.
     `resent`: chunks that did not match their digest at first.
     `incomplete`: one tuple a component, indices into the page table of the pages that this rank asked for and that are
@@ -97,7 +97,7 @@ class Result:
     writes: int = 0
     routes: tuple[Route, ...] = ()
     peers: int = 0
-    held: bool = False
+    quarantined: bool = False
     cause: Cause | None = None
     resent: int = 0
     incomplete: tuple[tuple[int, ...], ...] = ()
@@ -132,19 +132,19 @@ class Ending:
 class Transfer:
     """A request on one rank. Poll the mover and look at `result`.
 
-    `content`: the prompt that its caller named. `held`: an operation may still touch the pages. It is only true after
-    an end with `result.held`, and turns false with the operation's end: the pages are the engine's again.
+    `content`: the prompt that its caller named. `quarantined`: an operation may still touch the pages. It is only true
+    after an end with `result.quarantined`, and turns false with the operation's end: the pages are the engine's again.
     """
 
     request: str
     started: float
     content: Content | None = None
     result: Result | None = field(default=None)
-    held: bool = False
+    quarantined: bool = False
 
     @property
     def ended(self) -> bool:
-        """True if `result` is there. Pages may still be held: see `held`."""
+        """True if `result` is there. Pages may still be quarantined: see `quarantined`."""
         return self.result is not None
 
     def landed(self) -> Result:

@@ -1,4 +1,4 @@
-"""A transport is the wire: one interface, NIXL behind it, and a loopback for tests. Loads neither nixl nor torch."""
+"""A transport is the wire: one interface, NIXL behind it, a loopback for tests. Loads neither nixl nor torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """A Transport registers memory, writes or reads strided descriptors, notifies, and is polled for events.
 
-One caller at a time drives it; it has no thread of its own. A call blocks only for its call to the backend:
-completions, failures and notes come from `poll`. `memory_of` turns tensors into addresses, without importing torch.
+One caller at a time drives it.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ ADDRESS, NBYTES, DEVICE, STRIDE, COUNT = range(5)
 
 
 class MemoryKind(StrEnum):
-    """A memory's kind, by NIXL's names of its segments."""
+    """A memory's kind, by NIXL's names."""
 
     HOST = "DRAM"
     DEVICE = "VRAM"
 
 
 class Revocation(StrEnum):
-    """A transport's guarantee that a peer's earlier operations never land after a deregistration: proven or not."""
+    """A guarantee that peers' operations never land after a deregistration: proven or not."""
 
     PROVEN = "proven"
     UNPROVEN = "unproven"
@@ -38,9 +37,9 @@ class Revocation(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A contiguous byte range of one process. The owner keeps it allocated while it is registered.
+    """A contiguous byte range of one process, which its owner keeps allocated while registered.
 
-    `device` is the CUDA ordinal for device memory and 0 for host memory.
+    `device` is the CUDA ordinal, 0 for host memory.
     """
 
     kind: MemoryKind
@@ -56,9 +55,8 @@ class Memory:
 class Descriptors:
     """Strided byte runs in one kind of memory: the operands of a one-sided operation.
 
-    `table` [n, 5] int64: address, nbytes, device, stride, count. `Descriptors.runs(HOST, [4096], [256])` is one dense
-    run; a stride of 1024 and a count of 64 in one row are 64 rows of a head slice. Raises DescriptorError for an empty
-    or malformed table.
+    `table` [n, 5] int64: address, nbytes, device, stride, count. Raises DescriptorError for an empty or malformed
+    table.
     """
 
     kind: MemoryKind
@@ -80,12 +78,12 @@ class Descriptors:
 
     @classmethod
     def run(cls, kind: MemoryKind, address: int, nbytes: int, device: int = 0) -> Descriptors:
-        """Returns one dense run, such as a packed chunk."""
+        """Returns one dense run."""
         return cls(kind, np.array([[address, nbytes, device, nbytes, 1]], np.int64))
 
     @classmethod
     def runs(cls, kind: MemoryKind, address: npt.ArrayLike, nbytes: npt.ArrayLike, device: int = 0) -> Descriptors:
-        """Returns dense runs, one a row: `address` [n] and `nbytes` [n] (or one number for all)."""
+        """Returns dense runs, one a row: `address` [n], `nbytes` [n] or one for all."""
         start = np.asarray(address, np.int64).reshape(-1)
         length = np.broadcast_to(np.asarray(nbytes, np.int64), start.shape)
         ones = np.ones_like(start)
@@ -93,18 +91,18 @@ class Descriptors:
 
     @property
     def count(self) -> int:
-        """The number of byte runs, which decides the cost at a NIC or in a copy loop."""
+        """Returns the number of byte runs."""
         return int(self.table[0, COUNT] if len(self.table) == 1 else self.table[:, COUNT].sum())
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all runs together."""
+        """Returns the bytes of all runs."""
         return int((self.table[:, NBYTES] * self.table[:, COUNT]).sum())
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A notification from `peer`. It arrives after the data of the write it was sent with."""
+    """A notification from `peer`, after the data of its write."""
 
     peer: str
     payload: bytes
@@ -112,9 +110,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """An operation's time in microseconds: in the call that posted it, and from before that call until `poll` saw its
-    end.
-    """
+    """An operation's time in the call that posted it, and from there until `poll` saw its end."""
 
     post_us: float
     total_us: float
@@ -124,8 +120,7 @@ class Timing:
 class Completed:
     """The operation `ticket` is done on this side: its local memory may be reused.
 
-    The peer may be dead all the same: a copy into a stopped process completes too. `timing` is None from a transport
-    without a wire.
+    A copy into a stopped peer completes too. `timing` is None without a wire.
     """
 
     ticket: int
@@ -136,7 +131,7 @@ class Completed:
 class Failed:
     """The operation `ticket` failed; its target bytes are garbage.
 
-    `quiescent` is False while the backend may still read the local or write the remote memory.
+    `quiescent`: False while the backend may still read the local or write the remote memory.
     """
 
     ticket: int
@@ -149,45 +144,42 @@ Event = Note | Completed | Failed
 
 
 class Transport(Protocol):
-    """A wire as the mover needs it. NIXL is the real one; loopback serves tests and one-process examples."""
+    """A wire as the mover needs it."""
 
     @property
     def name(self) -> str:
-        """The transport's name, unique for ever: a restarted process gets another, so stale metadata is recognised."""
+        """Returns a name unique for ever, so that a restarted process's stale metadata is recognised."""
         ...
 
     @property
     def revocation(self) -> Revocation:
-        """The guarantee of `deregister` against peers that still hold old metadata: the same for
-        all memory, for ever.
-        """
+        """Returns the guarantee of `deregister`, always the same."""
         ...
 
     def register(self, memory: Memory) -> None:
-        """Make `memory` reachable by one-sided operations. Raises DescriptorError for a range that overlaps a
-        registered one.
+        """Make `memory` reachable by one-sided operations. Raises DescriptorError for an overlap.
 
-        A range that is registered again after `deregister` is new to peers: they need new metadata for it.
+        A range registered again needs new metadata.
         """
         ...
 
     def deregister(self, memory: Memory) -> None:
         """End peers' access to `memory`; its owner may then free it.
 
-        Raises DescriptorError for a range that is not registered, or one that an operation from here still uses.
+        Raises DescriptorError if it is not registered, or an operation from here still uses it.
         """
         ...
 
     def metadata(self) -> bytes:
-        """Returns the bytes that a peer needs to connect; call it after all registrations."""
+        """Returns the bytes for peers to connect, once all memory is registered."""
         ...
 
     def identify(self, metadata: bytes) -> str:
-        """Returns the name of the peer behind `metadata`, without loading it. Raises PeerRefused as `connect` does."""
+        """Returns the name of the peer behind `metadata`, without loading it. Raises as `connect`."""
         ...
 
     def connect(self, metadata: bytes) -> str:
-        """Load a peer's metadata and return the peer's name. Raises PeerRefused for damaged metadata."""
+        """Load a peer's metadata. Returns the peer's name. Raises PeerRefused for damaged metadata."""
         ...
 
     def disconnect(self, peer: str) -> None:
@@ -205,15 +197,15 @@ class Transport(Protocol):
     ) -> int:
         """Post a one-sided write and return its ticket; `note` reaches the peer after the bytes.
 
-        `deadline_s`: seconds from now. `until`: time of the transport's clock (by default `time.monotonic`) from which
-        posting is refused. It is checked last, so that a process that was suspended in between does no harm.
+        `deadline_s`: from now. `until`: time of the transport's clock (by default `time.monotonic`) from which posting
+        is refused, checked last.
 
-        Raises DescriptorError, PeerUnknown or LeaseOver before anything is posted. Later failures are `Failed` events.
+        Raises DescriptorError, PeerUnknown or LeaseOver before it posts. Later failures are `Failed` events.
         """
         ...
 
     def read(self, peer: str, local: Descriptors, remote: Descriptors, note: bytes, deadline_s: float) -> int:
-        """Post a one-sided read, as `write` does; `note` reaches the peer after its bytes were read."""
+        """Post a read as `write` does; `note` reaches the peer after its bytes were read."""
         ...
 
     def notify(self, peer: str, note: bytes) -> None:
@@ -225,11 +217,11 @@ class Transport(Protocol):
         ...
 
     def unsettled(self) -> frozenset[int]:
-        """Returns tickets of failed operations that may still touch memory; a ticket leaves this set for good."""
+        """Returns tickets of failed operations that may still touch memory; one leaves this set for good."""
         ...
 
     def close(self) -> None:
-        """Release every handle, peer and registration. Safe to call twice."""
+        """Release all handles, peers and registrations. May be repeated."""
         ...
 
 
@@ -241,12 +233,12 @@ class DeviceLike(Protocol):
 
     @property
     def type(self) -> str:
-        """The device's type, `cpu` or `cuda`; other types cannot be registered."""
+        """Returns `cpu` or `cuda`; other types cannot be registered."""
         ...
 
     @property
     def index(self) -> int | None:
-        """The CUDA ordinal; None for a CPU."""
+        """Returns the CUDA ordinal; None for a CPU."""
         ...
 
 
@@ -255,11 +247,11 @@ class TensorLike(Protocol):
 
     @property
     def device(self) -> DeviceLike:
-        """The device of its memory."""
+        """Returns its memory's device."""
         ...
 
     def data_ptr(self) -> int:
-        """Returns the address of the first element."""
+        """Returns the first element's address."""
         ...
 
     def numel(self) -> int:
@@ -271,13 +263,14 @@ class TensorLike(Protocol):
         ...
 
     def is_contiguous(self) -> bool:
-        """Returns True if its elements are one dense range, in order."""
+        """Returns True if its elements are dense and in order."""
         ...
 
 
 def memory_of(tensor: TensorLike) -> Memory:
-    """Returns the bytes of a contiguous CPU or CUDA tensor, which must outlive their registration. Raises
-    DescriptorError for any other tensor.
+    """Returns a tensor's bytes, which must outlive their registration.
+
+    Raises DescriptorError if it is not contiguous, empty, or neither on CPU nor CUDA.
     """
     device = tensor.device
     if device.type not in _KINDS:
@@ -293,8 +286,7 @@ def memory_of(tensor: TensorLike) -> Memory:
 def union(memories: Iterable[Memory]) -> list[Memory]:
     """Returns ranges to register for `memories`: overlapping ones, as views of one allocation are, are merged.
 
-    Neighbours stay apart, since each CUDA allocation is registered by itself: of [0, 8) [4, 12) [12, 16) the first two
-    are merged.
+    Neighbours stay apart, as separate CUDA allocations: of [0, 8) [4, 12) [12, 16) two are merged.
     """
     found: list[Memory] = []
     for memory in sorted(set(memories), key=lambda one: (one.kind, one.device, one.address)):

@@ -1,7 +1,6 @@
-"""Checks refuse a bad call before a backend sees it: unregistered ranges, lists that do not pair, notes too long.
+"""Checks refuse a bad call before a backend sees it.
 
-NIXL finds some of these late and misses some: it accepts a length of zero, a second registration of the same range and
-a descriptor whose negative stride leaves the registered memory (measured with 1.5.1: state DONE, bytes moved).
+NIXL 1.5.1 accepts a length of zero, a range twice, and a negative stride that leaves registered memory.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ _LOWEST_ADDRESS = 1 << 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Sorted:
-    """The ranges of one kind of memory on one device by address, as arrays [range], and their starts as a list.
-
-    Entry 0 is a sentinel below all memory, so that a lookup always finds an entry.
-    """
+    """The ranges of one device's memory by address, after a sentinel below all."""
 
     starts: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
@@ -38,14 +34,13 @@ class _Sorted:
     ordered: list[int]
 
     def at(self, address: int) -> int:
-        """Returns the number of the last range that begins at or before an address; 0 or less if there is none."""
+        """Returns the last range from at or before an address; 0: the sentinel."""
         return bisect_right(self.ordered, address) - 1
 
 
 class Ranges:
-    """The registered ranges of one process, disjoint, each with its serial number.
-
-    A range that is dropped and registered again gets another serial: its remote keys differ.
+    """The registered ranges of one process, disjoint; a range registered again gets another serial number, as its keys
+    differ.
     """
 
     def __init__(self, entries: Iterable[tuple[Memory, int]] = ()) -> None:
@@ -63,13 +58,11 @@ class Ranges:
         return iter(self._serials)
 
     def items(self) -> ItemsView[Memory, int]:
-        """Returns every range with its serial number."""
+        """Returns ranges and serial numbers."""
         return self._serials.items()
 
     def add(self, memory: Memory) -> None:
-        """Add a range under a new serial. Raises DescriptorError if it is empty, below every mapping, or overlaps one
-        of the same device.
-        """
+        """Add a range. Raises DescriptorError if it is empty, below every mapping, or overlaps another."""
         end = memory.address + memory.nbytes
         if memory.nbytes <= 0 or memory.address < _LOWEST_ADDRESS or end >= 1 << 63 or memory.device < 0:
             raise DescriptorError(f"{memory} is not memory that can be registered")
@@ -91,7 +84,7 @@ class Ranges:
         self._tables.clear()
 
     def check(self, descriptors: Descriptors, owner: str) -> None:
-        """Raise DescriptorError unless every run lies in a registered range; `owner` names the side in the message."""
+        """Raise DescriptorError, which names `owner`, unless every run lies in a registered range."""
         table = descriptors.table
         if len(table) == 1 and self._holds(descriptors.kind, *table[0].tolist()):
             return
@@ -103,7 +96,7 @@ class Ranges:
             self._check_rows(descriptors.kind, device, table[devices == device], owner)
 
     def serials(self, descriptors: Descriptors) -> frozenset[int]:
-        """Returns the serial numbers of the ranges that checked descriptors lie in."""
+        """Returns the serial numbers of checked descriptors' ranges."""
         table = descriptors.table
         if len(table) == 1:
             found = self._table(descriptors.kind, int(table[0, DEVICE]))
@@ -116,7 +109,7 @@ class Ranges:
         return frozenset(serials)
 
     def _holds(self, kind: MemoryKind, address: int, nbytes: int, device: int, stride: int, count: int) -> bool:
-        """Returns True if one row lies in one registered range; array arithmetic is slower for a single row."""
+        """Returns True if a row lies in one range; arrays are slower."""
         found = self._table(kind, device)
         at = found.at(address)
         room = int(found.ends[at]) - address if at > 0 else -1  # entry 0 is the sentinel
@@ -150,7 +143,7 @@ class Ranges:
 
 
 def touches(descriptors: Descriptors, memory: Memory) -> bool:
-    """Returns True if a row of checked `descriptors` lies in `memory`."""
+    """Returns True if a checked row lies in `memory`."""
     if descriptors.kind != memory.kind:
         return False
     table = descriptors.table
@@ -159,10 +152,7 @@ def touches(descriptors: Descriptors, memory: Memory) -> bool:
 
 
 def check_runs(local: Descriptors, remote: Descriptors) -> None:
-    """Raise DescriptorError unless both sides expand to equally many runs of equal lengths, in order.
-
-    The rows may differ: one strided row on this side pairs with many dense rows on the other.
-    """
+    """Raise DescriptorError unless both sides expand to equally many runs of equal lengths, in order."""
     if len(local.table) == len(remote.table) == 1:  # the case of a packed chunk
         here, there = local.table[0].tolist(), remote.table[0].tolist()
         if (here[NBYTES], here[COUNT]) == (there[NBYTES], there[COUNT]):
@@ -191,8 +181,10 @@ class Operation:
     until: float = math.inf
 
     def check(self, ours: Ranges, theirs: Ranges) -> None:
-        """Raise ProtocolError for a note that is too long; DescriptorError for a deadline that is not in the future,
-        memory outside the registered ranges of either side, or runs that do not pair.
+        """Raise ProtocolError for a note that is too long.
+
+        Raises DescriptorError for a deadline not in the future, memory outside either side's ranges, or runs that do
+        not pair.
         """
         check_note(self.note)
         if not 0 < self.deadline_s < math.inf:

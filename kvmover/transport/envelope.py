@@ -1,6 +1,5 @@
-"""Metadata travels in an envelope: the backend's bytes, their owner, and a digest, since NIXL checks none of these.
-
-NIXL refuses a blob cut by one byte only after the connection is half loaded.
+"""Metadata travels in an envelope: the backend's bytes, their owner, and a digest, which NIXL does not check in
+time.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Registration(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A registered range as sent to peers: `Memory` field by field, and its serial number in `Ranges`."""
+    """A registered range for peers, with its serial number in `Ranges`."""
 
     kind: MemoryKind
     address: _Natural
@@ -30,7 +29,7 @@ class Registration(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class TransportCard(Struct, frozen=True, forbid_unknown_fields=True):
-    """A transport's description of itself for peers. `revision` grows with every change to its registrations."""
+    """A transport's description for peers. `revision` grows with its registrations' every change."""
 
     backend: Annotated[str, Meta(min_length=1)]
     name: Annotated[str, Meta(min_length=1)]
@@ -41,14 +40,12 @@ class TransportCard(Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, backend: str, name: str, ranges: Ranges, agent: bytes) -> TransportCard:
-        """Make the card of a transport whose `name` ends in its generation. `agent`: the bytes of the backend."""
+        """Make the card; `name` ends in its generation, and `agent` is the backend's bytes."""
         rows = tuple(Registration(m.kind, m.address, m.nbytes, m.device, serial) for m, serial in ranges.items())
         return cls(backend, name, name.rpartition(".")[2], ranges.revision, rows, agent)
 
     def ranges(self) -> Ranges:
-        """Returns the ranges that may be written and read at this peer. Raises DescriptorError for
-        ranges that overlap.
-        """
+        """Returns the peer's ranges. Raises DescriptorError if they overlap."""
         return Ranges((Memory(r.kind, r.address, r.nbytes, r.device), r.serial) for r in self.registrations)
 
 
@@ -60,13 +57,13 @@ class _Sealed(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 def seal(card: TransportCard) -> bytes:
-    """Returns the card with its length and SHA-256, for `unseal`: it detects damage, not forgery."""
+    """Returns the card with its length and SHA-256, against damage, not forgery."""
     body = msgspec.msgpack.encode(card)
     return msgspec.msgpack.encode(_Sealed(_FORMAT, len(body), hashlib.sha256(body).digest(), body))
 
 
 def unseal(metadata: bytes, backend: str) -> TransportCard:
-    """Open sealed metadata. Raises PeerRefused unless `metadata` is whole, of this format and of `backend`."""
+    """Open metadata. Raises PeerRefused unless it is whole, of this format and of `backend`."""
     try:
         sealed = msgspec.msgpack.decode(metadata, type=_Sealed)
         if sealed.format != _FORMAT:

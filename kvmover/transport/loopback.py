@@ -1,4 +1,4 @@
-"""A LoopbackTransport has no wire: for tests and examples in one process, with NIXL's rules and failures on request."""
+"""A LoopbackTransport has no wire: for one process, with NIXL's rules and failures on request."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from kvmover.transport.envelope import TransportCard, seal, unseal
 class _Flight:
     """A posted operation. `landed`: its bytes are copied or never will be. `told`: its event is out.
 
-    `registrations`: serial numbers of the peer's target ranges, as this side knows them.
+    `registrations`: the target ranges' serial numbers, as this side knows them.
     """
 
     ticket: int
@@ -53,9 +53,7 @@ class _Flight:
 
 
 class LoopbackNetwork:
-    """A network of loopback transports. It delivers at once, except while `hold` is on or to
-    members that were `cut`.
-    """
+    """A network of loopback transports. It delivers at once, unless on `hold` or `cut`."""
 
     def __init__(self) -> None:
         self._members: dict[str, LoopbackTransport] = {}
@@ -63,18 +61,18 @@ class LoopbackNetwork:
         self._held: list[tuple[LoopbackTransport, _Flight]] | None = None
 
     def hold(self) -> None:
-        """Keep operations posted from now on in flight: bytes and notes wait for `deliver`."""
+        """Keep operations from now on in flight until `deliver`."""
         if self._held is None:
             self._held = []
 
     def deliver(self) -> None:
-        """Land the held operations in order, even past their deadlines, and end `hold`."""
+        """Land the held operations in order, even past deadlines."""
         held, self._held = self._held or [], None
         for sender, flight in held:
             self._land(sender, flight)
 
     def cut(self, name: str) -> None:
-        """Isolate `name` from all others, for ever. Operations that it posted before still land."""
+        """Isolate `name` for ever. Operations that it posted before still land."""
         self._cut.add(name)
 
     def join(self, transport: LoopbackTransport) -> None:
@@ -82,11 +80,11 @@ class LoopbackNetwork:
         self._members[transport.name] = transport
 
     def leave(self, name: str) -> None:
-        """Remove a closed transport: peers then lose it."""
+        """Remove a transport, which peers then lose."""
         self._members.pop(name, None)
 
     def carry(self, sender: LoopbackTransport, flight: _Flight) -> None:
-        """Land an operation now, or hold it back; an operation of a cut-off sender fails without moving a byte."""
+        """Land an operation or hold it back; a cut-off sender's fails."""
         if sender.name in self._cut:
             flight.landed, flight.error = True, _lost(flight.peer)
         elif self._held is None:
@@ -95,17 +93,13 @@ class LoopbackNetwork:
             self._held.append((sender, flight))
 
     def tell(self, sender: str, peer: str, note: bytes) -> None:
-        """Deliver a note at once. Raises PeerLost if either end is cut off, or the peer closed."""
+        """Deliver a note at once. Raises PeerLost if an end is cut off, or the peer closed."""
         if peer not in self._members or {sender, peer} & self._cut:
             raise _lost(peer)
         self._members[peer].inbox.append(Note(sender, note))
 
     def refusal(self, flight: _Flight) -> DescriptorError | None:
-        """Returns the error of an operation on memory that the peer deregistered or registered anew since; None:
-        allowed.
-
-        A NIC refuses as much. UCX over TCP or between processes writes to memory that is still mapped.
-        """
+        """Returns an error if the peer deregistered or reregistered the memory."""
         peer = self._members[flight.peer]
         try:
             peer.ranges.check(flight.remote, flight.peer)
@@ -157,11 +151,10 @@ class LoopbackTransport(Transport):
 
     @property
     def revocation(self) -> Revocation:
-        """PROVEN: the network compares registrations when an operation lands."""
+        """Returns PROVEN: registrations are compared on landing."""
         return Revocation.PROVEN
 
     def unsettled(self) -> frozenset[int]:
-        """Returns failed tickets that may still touch memory; `poll` removes those that have ended since."""
         return frozenset(flight.ticket for flight in self._flights.values() if flight.told)
 
     def register(self, memory: Memory) -> None:

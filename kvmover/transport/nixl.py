@@ -1,4 +1,4 @@
-"""A NixlTransport is NIXL as the transport: peers, operations and their ends, guarded against every measured trap."""
+"""A NixlTransport is NIXL as the transport, guarded against every measured trap."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Peer:
 
 @dataclass(slots=True)
 class _Flight:
-    """A posted operation. `handle`: None once its state can no longer be asked for. `told`: its event is out."""
+    """A posted operation. `handle`: None once its state is unknown. `told`: its event is out."""
 
     ticket: int
     peer: str
@@ -64,7 +64,7 @@ class _Flight:
 class NixlTransport(Transport):
     """A transport over one NIXL agent, for the process that made it: a forked child hangs in NIXL's progress thread.
 
-    With `cma` (two processes of one host) `write` and `read` copy the bytes before they return, at 5-10 us a run.
+    With `cma` (processes of one host) `write` and `read` copy before they return, 5-10 us a run.
     """
 
     def __init__(
@@ -95,16 +95,13 @@ class NixlTransport(Transport):
 
     @property
     def revocation(self) -> Revocation:
-        """UNPROVEN: over UCX's tcp and cma a write by old metadata lands in memory that its owner has deregistered, and
-        over tcp an operation in flight does too (1.5.1, measured).
+        """Returns UNPROVEN: over UCX's tcp and cma a write by old metadata lands in deregistered memory (1.5.1,
+        measured).
         """
         return Revocation.UNPROVEN
 
     def unsettled(self) -> frozenset[int]:
-        """Returns failed tickets that may still touch memory. `poll` removes one once NIXL has released its memory.
-
-        Some stay until `close`, which ends them all: without the agent, local memory is no longer read or written.
-        """
+        """Returns failed tickets that may still touch memory, some until `close`, others until NIXL releases it."""
         return frozenset(flight.ticket for flight in self._flights.values() if flight.told)
 
     def register(self, memory: Memory) -> None:
@@ -119,9 +116,7 @@ class NixlTransport(Transport):
             raise TransportUnavailable(f"NIXL cannot register {memory}: {error}{cause}") from error
 
     def deregister(self, memory: Memory) -> None:
-        """End peers' access to `memory`. Raises DescriptorError while an operation, even a failed, unsettled one, uses
-        it.
-        """
+        """End peers' access to `memory`. Raises DescriptorError while an operation, even an unsettled one, uses it."""
         agent = self._ready()
         busy = [flight.ticket for flight in self._flights.values() if touches(flight.local, memory)]
         if busy and memory in self._ranges:
@@ -136,8 +131,7 @@ class NixlTransport(Transport):
         return unseal(metadata, "nixl").name
 
     def connect(self, metadata: bytes) -> str:
-        """Load a peer's metadata and return its name; newer metadata of a connected peer replaces it, older or equal is
-        ignored.
+        """Load a peer's metadata, unless older than or equal to that held, and return its name.
 
         Raises PeerRefused; PeerLost for a name that was lost; TransportError where operations in flight forbid it.
         """
@@ -197,9 +191,7 @@ class NixlTransport(Transport):
         deadline_s: float,
         until: float = math.inf,
     ) -> int:
-        """Post a write. `deadline_s` counts from now. An empty note is not sent. A failed write and its note may still
-        land.
-        """
+        """Post a write. An empty note is not sent. A failed write and its note may still land."""
         return self._post(Operation("WRITE", peer, local, remote, note, deadline_s, until))
 
     def read(self, peer: str, local: Descriptors, remote: Descriptors, note: bytes, deadline_s: float) -> int:
@@ -228,7 +220,7 @@ class NixlTransport(Transport):
         return flight.ticket
 
     def notify(self, peer: str, note: bytes) -> None:
-        """Send `note` without data. It overtakes writes in flight to `peer`, which carry their own notes."""
+        """Send `note` without data. It overtakes writes in flight to `peer`."""
         agent = self._ready()
         self._peer(peer)
         check_note(note)
@@ -238,9 +230,7 @@ class NixlTransport(Transport):
             raise self._lose(peer, error) from error
 
     def poll(self) -> list[Event]:
-        """Returns events since the last call. Notes are in order for each sender, which may be one that this side never
-        connected to.
-        """
+        """Returns events since the last call; a note's sender may be unconnected here."""
         agent = self._ready()
         for flight in list(self._flights.values()):
             self._advance(agent, flight, agent.nixl.check_xfer_state)
@@ -254,7 +244,7 @@ class NixlTransport(Transport):
         return events
 
     def close(self) -> None:
-        """Release everything in 10-20 ms, also with a stopped peer. Operations in flight end without an event."""
+        """Release everything in 10-20 ms. Operations in flight end without an event."""
         agent, self._agent = self._agent, None
         if agent is None:
             return
@@ -329,7 +319,6 @@ class NixlTransport(Transport):
             self._events.append(Failed(flight.ticket, flight.peer, error, quiescent=True))
 
     def _timing(self, flight: _Flight, handle: Handle) -> Timing:
-        """Returns the time by NIXL's telemetry where it is on, else by our clock."""
         agent = self._ready()
         if self._telemetry:
             try:
@@ -341,16 +330,14 @@ class NixlTransport(Transport):
         return Timing((min(flight.posted, now) - flight.begun) * 1e6, (now - flight.begun) * 1e6)
 
     def _lose(self, peer: str, cause: object) -> PeerLost:
-        """Mark a peer lost for good: the endpoint is dead even if the link comes back."""
+        """Mark a peer lost for good."""
         if self._peers.pop(peer, None) is not None:
             self._lost[peer] = f"{peer} is lost: {cause}"
             self._retired.add(peer)
         return PeerLost(self._lost.get(peer, f"{peer} is lost: {cause}"))
 
     def _sweep(self, agent: NixlAgent) -> None:
-        """Unload lost and disconnected peers once their operations are over: NIXL forgets the state
-        of those in flight.
-        """
+        """Unload retired peers once their operations, whose state NIXL would forget, are over."""
         if not self._retired:
             return
         for peer in self._retired - {flight.peer for flight in self._flights.values() if flight.handle is not None}:

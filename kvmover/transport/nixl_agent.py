@@ -1,4 +1,4 @@
-"""A NIXL agent is made here: the right wheel, STRICT locking, a name of its own. Only this module loads nixl."""
+"""A NIXL agent is made here, with STRICT locking and a name of its own. Only this module loads nixl."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _ENVIRONMENT = {
 
 
 class Handle(Protocol):
-    """A NIXL transfer. Releasing it while it runs does not stop it."""
+    """A NIXL transfer. Releasing it does not stop it."""
 
     def release(self) -> None:
-        """Release NIXL's state of the transfer. Raises one of `NixlAgent.errors`."""
+        """Release the state. Raises one of `NixlAgent.errors`."""
         ...
 
 
@@ -50,8 +50,8 @@ class Handle(Protocol):
 class NixlAgent:
     """An agent with the particulars of its wheel.
 
-    `name`: unique for ever. `nixl`: NIXL's own object. `errors`: all of NIXL's exceptions, which share no base but
-    Exception. `gone`: the one for a dead peer. `telemetry`: True if the environment turned NIXL's timing on.
+    `name`: unique for ever. `nixl`: NIXL's object. `errors`: all of NIXL's exceptions. `gone`: the one for a dead peer.
+    `telemetry`: True if NIXL's timing is on.
     """
 
     name: str
@@ -66,10 +66,8 @@ class NixlAgent:
         """Prepare an operation for `nixl.transfer` to post; `note` reaches `peer` after the bytes. Raises one of
         `errors`.
 
-        Next to a post, a strided list costs no more than a dense one, and its rows need not match the other side's.
-
-        16384 runs: 0.3-1.8 ms in 64 rows a side, 1.4 ms in 16384 rows, 0.7-4 ms as dense [n, 3]; the post takes 60 ms.
-        Indices count runs, not rows: NIXL takes row numbers too, and then silently moves the first runs only.
+        16384 runs: 0.3-1.8 ms in 64 rows a side, 1.4 ms in 16384 rows; the post takes 60 ms. Indices count runs: with
+        row numbers NIXL silently moves the first runs only.
         """
         runs = np.arange(local.count, dtype=np.int32)
         lists: list[Any] = []
@@ -82,16 +80,13 @@ class NixlAgent:
                 prepared.release()
 
     def timing(self, handle: Handle) -> Timing:
-        """Returns the telemetry of a finished operation, to the microsecond. Raises one of `errors`."""
+        """Returns the telemetry of a finished operation. Raises one of `errors`."""
         found = self.nixl.get_xfer_telemetry(handle)
         return Timing(float(found.postDuration), float(found.xferDuration))
 
 
 def start_agent(name_hint: str, backends: Sequence[str], num_threads: int) -> NixlAgent:
-    """Start an agent with a name that is unique for ever. Raises TransportUnavailable.
-
-    Sets the environment variables that UCX and NIXL read, unless they are set.
-    """
+    """Start an agent and set unset environment variables of UCX and NIXL. Raises TransportUnavailable."""
     for variable, value in _ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     api = _load()
@@ -114,10 +109,9 @@ def start_agent(name_hint: str, backends: Sequence[str], num_threads: int) -> Ni
 
 @contextmanager
 def _sleeping(bindings: Any) -> Generator[None, None, None]:
-    """Make agents inside this context sleep between events, for up to PROGRESS_US.
+    """Make agents in this context sleep up to PROGRESS_US between events.
 
-    NIXL's Python layer sets the pause to 0 and offers no way to change it: each idle agent then takes a whole core, and
-    the agents of two processes both cores of a small machine. With any pause it takes 2 % of one.
+    NIXL's own pause of 0 costs an idle agent a whole core; any pause 2 % of one.
     """
     config = bindings.nixlAgentConfig
     pause = config.pthrDelay
@@ -140,9 +134,6 @@ def _sleeping(bindings: Any) -> Generator[None, None, None]:
 
 
 def _telemetry() -> bool:
-    """Returns True if the user turned telemetry on: it takes a thread an agent, and agrees with our
-    clock within 1 us.
-    """
     return os.environ.get("NIXL_TELEMETRY_ENABLE", "n").lower() not in {"n", "no", "0", "false", "off", "disable"}
 
 
@@ -155,7 +146,7 @@ def _strided(descriptors: Descriptors) -> npt.NDArray[np.uint64]:
 
 
 def _load() -> ModuleType:
-    """Returns NIXL's API from the installed wheel: `import nixl` imports torch to choose, 2.4 s instead of 0.3 s."""
+    """Returns NIXL's API from its wheel: `import nixl` imports torch, 2.4 s instead of 0.3 s."""
     for major in (13, 12):
         try:
             api = import_module(f"nixl_cu{major}._api")
@@ -184,9 +175,7 @@ _living: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def spare_forks(owner: object) -> None:
-    """Keep forked children from destroying the agent of `owner`: a child that leaves by sys.exit hangs in the
-    destructor.
-    """
+    """Keep forked children from destroying the agent of `owner`, which would hang."""
     _living.add(owner)
 
 

@@ -203,7 +203,7 @@ HANDED = {
     "engines/sglang/pd.py": {"mover", "mover_config", "progress"},
     "engines/common/neighbours.py": {"mover_config", "peers"},
     "engines/sglang/radix_tiers.py": {"hints"},
-    "engines/sglang/storage.py": {"store"},
+    "engines/sglang/hicache_store.py": {"store"},
     "engines/vllm/connector.py": {"exchange", "hints", "mover", "mover_config", "progress", "store"},
     "observe/observers.py": {"logging", "metrics", "record"},
     "tools/cli/store_commands.py": {"store"},

@@ -16,7 +16,7 @@ _LENGTHS |= {0xDC: "H", 0xDD: "I", 0xDE: "H", 0xDF: "I"}
 
 def messages(note: bytes) -> list[dict[str, Any]]:
     """The maps of a note that is not sealed. Fields that were left out are left out."""
-    assert note[:4] == b"kvm\x05", "a note of this version"
+    assert note[:4] == b"kvm\x01", "a note of this framing"
     value, end = unpack(note, 4)
     assert end == len(note), "one map or one array of them, and nothing behind it"
     return value if isinstance(value, list) else [value]

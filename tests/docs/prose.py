@@ -1,27 +1,22 @@
-"""Counts words that stand for nothing named, in all prose of a package, and holds each package to its budget.
+"""Counts words that name no thing, in all prose of each package, and holds them to `MOST`.
 
-    python -m tests.docs.prose            print the counts, and fail where one is over its budget
-    python -m tests.docs.prose --check    print only what is over its budget
-    python -m tests.docs.prose --lower    write the counts as budgets where they have fallen
+    python -m tests.docs.prose            print the counts, and fail if one is too high
+    python -m tests.docs.prose --check    print only counts that are too high
 
-Prose is docstrings, comments, texts of errors, help texts, and pages of documentation outside their code. Budgets only
-fall. A package whose counts are all at or below `GOALS` needs no budget: the goals hold it.
+Prose is docstrings, comments, texts of errors, help texts, and pages of documentation outside their code.
 """
 
 from __future__ import annotations
 
 import ast
 import io
-import json
 import re
 import sys
 import tokenize
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-BUDGETS = Path(__file__).with_name("prose_budgets.json")
 
 #: Words by the name of their count, which is per 1,000 words. Python's None does not count.
 WORDS: Mapping[str, re.Pattern[str]] = {
@@ -35,7 +30,8 @@ OPENINGS = frozenset(
     {"What", "Whatever", "Who", "Whoever", "Where", "Whether", "Which", "Whichever", "Of", "As", "How"}
 )
 
-GOALS: Mapping[str, float] = {"what": 4.0, "nobody": 2.0, "who": 0.2, "whichever": 0.5, "openings": 0.0}
+#: The highest counts, of words per 1,000 and of openings.
+MOST: Mapping[str, float] = {"what": 4.0, "nobody": 2.0, "who": 0.2, "whichever": 0.5, "openings": 0.0}
 
 _FENCE = re.compile(r"^```.*?^```", re.M | re.S)
 _DOCTEST = re.compile(r"^\s*(>>>|\.\.\.).*$", re.M)
@@ -55,9 +51,8 @@ def packages() -> dict[str, list[Path]]:
     }
 
 
-@cache
 def counts(name: str) -> dict[str, float]:
-    """Returns the counts of a package, by the names of `GOALS`."""
+    """Returns the counts of a package, by the names of `MOST`."""
     texts, first_words = list[str](), list[str]()
     for path in packages()[name]:
         text = path.read_text(encoding="utf-8")
@@ -82,24 +77,14 @@ def rates(texts: Sequence[str], first_words: Sequence[str]) -> dict[str, float]:
     return {**found, "openings": sum(word in OPENINGS for word in first_words)}
 
 
-def over_budget(budgets: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    """Yields a line for each count that is over its budget, or over its goal where it has no budget."""
-    for name in packages():
-        for kind, count in counts(name).items():
-            most = budgets.get(name, {}).get(kind, GOALS[kind])
-            if round(count, 1) > most:
-                yield f"{name}: {count:.1f} of {kind!r}, and its budget is {most}"
-
-
-def lowered(budgets: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Returns the budgets, each at the count of today where that is lower, without those that have met their goals."""
-    fresh = dict[str, dict[str, float]]()
-    for name in packages():
-        before = budgets.get(name, {}) if budgets else counts(name)
-        least = {kind: min(round(counts(name)[kind], 1), round(most, 1)) for kind, most in before.items()}
-        if above := {kind: most for kind, most in least.items() if most > GOALS[kind]}:
-            fresh[name] = above
-    return fresh
+def too_high(counted: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Returns a line for each count above `MOST`, of the counts of each package."""
+    return [
+        f"{name}: {count:.1f} of {kind!r}, more than {MOST[kind]}"
+        for name, found in counted.items()
+        for kind, count in found.items()
+        if round(count, 1) > MOST[kind]
+    ]
 
 
 def _docstrings(tree: ast.Module) -> Iterator[str]:
@@ -130,17 +115,12 @@ def messages(tree: ast.Module) -> Iterator[str]:
 
 def main(arguments: list[str]) -> int:
     """Run the command. Returns its exit code."""
-    budgets = json.loads(BUDGETS.read_text()) if BUDGETS.exists() else {}
-    if arguments == ["--lower"]:
-        BUDGETS.write_text(json.dumps(lowered(budgets), indent=2, sort_keys=True) + "\n")
-        return 0
-    for name in packages() if not arguments else ():
-        sys.stdout.write(
-            "  ".join([f"{name:12}", *(f"{kind} {count:4.1f}" for kind, count in counts(name).items())]) + "\n"
-        )
-    over = list(over_budget(budgets))
-    sys.stdout.writelines(f"{line}\n" for line in over)
-    return bool(over)
+    counted = {name: counts(name) for name in packages()}
+    for name, found in counted.items() if not arguments else ():
+        sys.stdout.write("  ".join([f"{name:12}", *(f"{kind} {count:4.1f}" for kind, count in found.items())]) + "\n")
+    lines = too_high(counted)
+    sys.stdout.writelines(f"{line}\n" for line in lines)
+    return bool(lines)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def test_an_example_runs_and_finds_every_byte_right(example: Path, capfd: pytest
 def test_the_example_of_a_memory_manager_stays_short_and_does_it_all() -> None:
     text = (DOCS / "examples" / "memory_manager.py").read_text()
     assert sum(bool(line.strip()) for line in text.splitlines()) <= 60
-    for call in ("Pool.zeros(", ".connect(", ".send(", ".receive(", ".abort(", ".put(", ".get(", ".held"):
+    for call in ("Pool.zeros(", ".connect(", ".send(", ".receive(", ".abort(", ".put(", ".get(", ".quarantined"):
         assert call in text, call
 
 
@@ -47,7 +47,7 @@ def test_the_page_is_what_the_docstrings_say() -> None:
 def test_a_row_has_types_defaults_and_what_is_raised() -> None:
     text = PAGE.read_text()
     assert "`Mover.connect(card: bytes) -> str`" in text
-    assert "`Result.held: bool = False` | a one-sided operation may still touch the pages" in text
+    assert "`Result.quarantined: bool = False` | a one-sided operation may still touch the pages" in text
     assert re.search(
         r"`Mover\.receive\(request: str, .*\) -> Transfer` \| .*Raises PlanError, LayoutError or PeerUnknown", text
     )

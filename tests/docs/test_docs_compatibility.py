@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvmover.engines.sglang import SGLANG
-from kvmover.engines.vllm import VLLM
+from kvmover.engines.common import Contract, is_of
+from kvmover.engines.sglang.sglang_contract import SGLANG
+from kvmover.engines.vllm.vllm_contract import VLLM
 
 ROOT = Path(__file__).parents[2]
 ROWS = dict(re.findall(r"^\| ([^|]+?) \| (.+) \|$", (ROOT / "docs" / "README.md").read_text(), flags=re.M))
@@ -37,9 +38,14 @@ def test_a_library_is_taken_from_the_version_on_that_the_package_asks_for(row: s
     assert ROWS[row].startswith(f"{asked} and newer |")
 
 
-@pytest.mark.parametrize(("row", "releases"), [("vLLM", VLLM.releases), ("SGLang", SGLANG.releases)])
-def test_an_engine_is_taken_in_the_releases_that_its_adapter_knows(row: str, releases: tuple[str, ...]) -> None:
-    assert ROWS[row] == f"{', '.join(releases)} and no other | {', '.join(releases)}"
+@pytest.mark.parametrize(("row", "contract"), [("vLLM", VLLM), ("SGLang", SGLANG)])
+def test_an_engine_is_taken_in_the_releases_that_its_contract_knows(row: str, contract: Contract) -> None:
+    releases = sorted({release for tested in contract.tested.values() for release in tested})
+    installed = (ROOT / "tests" / "engines" / contract.package / "alone.txt").read_text()
+    (newest,) = re.findall(rf"^{contract.package}==(\S+)$", installed, flags=re.M)
+    assert is_of(newest, (releases[-1],))
+    taken = f"by plug-in, {releases[0]} to {releases[-1]} with their fixes: [releases](compatibility.md)"
+    assert ROWS[row] == f"{taken} | {releases[0]} to {newest}"
 
 
 @pytest.mark.parametrize(("row", "engine"), [("vLLM's router", "vllm"), ("SGLang's router", "sglang")])

@@ -14,8 +14,8 @@ from kvmover.config import Settings, keys
 from kvmover.config.load import toml
 from kvmover.config.settings import value_of
 from kvmover.engines.common import ContentOptions
-from kvmover.engines.sglang import options as sglang
-from kvmover.engines.vllm import options as vllm
+from kvmover.engines.sglang import sglang_options as sglang
+from kvmover.engines.vllm import vllm_options as vllm
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 ADAPTERS = [

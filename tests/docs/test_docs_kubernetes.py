@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from kvmover.config import load
-from kvmover.engines.vllm.options import ConnectorOptions
+from kvmover.engines.vllm.vllm_options import ConnectorOptions
 
 FOLDER = Path(__file__).parents[2] / "docs" / "examples"
 ENGINES = ("vllm", "sglang")

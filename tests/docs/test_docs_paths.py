@@ -27,7 +27,7 @@ def test_the_recipes_name_what_the_code_has() -> None:
         ("HYBRID", "tests/transfer/test_mover_models.py"),
         ("BACKENDS", "tests/store/test_files.py"),
         ("StoreConformance", "kvmover/tools/conformance.py"),
-        ("Tested", "kvmover/engines/common/release.py"),
+        ("Contract", "kvmover/engines/common/contract.py"),
         ("files_for", "kvmover/store/nixl_files.py"),
         ("ToDestination", "kvmover/transfer/protocol/wire.py"),
         ("kinds_of_messages", "tests/transfer/mover_cases.py"),

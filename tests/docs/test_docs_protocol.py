@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import itertools
 import math
@@ -213,9 +212,9 @@ def test_a_card_is_read_by_the_page() -> None:
     mover = Mover(LoopbackTransport(LoopbackNetwork(), "p"), MODEL, place, [Pool.zeros(spec)])
     card, end = unpack(mover.card, 0)
     assert end == len(mover.card)
-    keys = ("name", "layers", "kv", "heads", "dim", "dtype", "window", "states", "row_tokens")
-    model = {"name": "tiny", "components": [{key: getattr(KV, key) for key in keys}], "weights": ""}
-    assert card["digest"] == hashlib.sha256(msgspec.msgpack.encode([5, model])).digest()
+    own = {f"{KV.name}.{key}": str(getattr(KV, key)) for key in ("layers", "kv", "heads", "dim", "dtype")}
+    assert card["fields"] == {"name": "tiny", "components": KV.name, **own}
+    assert card["speaks"] == list(wire.CURRENT.speaks)
     body, _ = unpack(card["body"], 0)
     assert (body["place"]["engine"], body["place"]["rank"], body["place"]["fleet"]["tp"]) == ("prefill", 1, 2)
     assert body["pools"][0]["layout"]["axes"] == ["layer", "kv", "page", "token", "head", "dim"]
@@ -268,7 +267,7 @@ def test_a_sealed_card_is_opened_by_the_page() -> None:
     sealed, mover_card = mover.card, mover.card[44:]
     whole = b"".join(struct.pack(">Q", len(part)) + part for part in (b"kvmover card", mover_card))
     assert sealed[:44] == b"kvs\x01" + bytes(8) + hmac.digest(secret, whole, "sha256")
-    assert unpack(mover_card, 0)[0].keys() == {"digest", "model", "body", "weights"}
+    assert unpack(mover_card, 0)[0].keys() == {"speaks", "fields", "model", "body"}
     mover.close()
 
 
@@ -309,4 +308,4 @@ def test_the_numbers_are_the_codes() -> None:
     prose = " ".join(PAGE.split())
     assert f"longer than {wire.MAX_MESSAGE_BYTES:,} bytes" in prose
     assert f"at most {wire.MAX_AUX_BYTES:,}" in prose
-    assert PAGE.splitlines()[2].startswith(f"Version {wire.VERSION}.")
+    assert PAGE.splitlines()[2].startswith(f"Version {wire.CURRENT.speaks[1]}.")

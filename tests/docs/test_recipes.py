@@ -15,7 +15,7 @@ import torch
 
 from kvmover import Component, Fleet, Model, Mover, MoverConfig, Place, Pool, PoolSpec, Route, Transport
 from kvmover.config import ConfigError, Settings
-from kvmover.engines.common import read_options, release
+from kvmover.engines.common import read_options
 from kvmover.observe.observers import Observers
 from kvmover.store import Files
 from tests.docs.test_docs_paths import ROOT
@@ -103,17 +103,6 @@ class ToyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What an operator says to the toy's adapter alone."""
 
     layer_wise: bool = False
-
-
-TOY = release.Tested("Toy", "torch", ("0.0.1",), "kvmover.engines.toy")
-
-
-def test_an_adapter_refuses_an_untested_release_and_a_package_that_is_not_there() -> None:
-    TOY.check("0.0.1+cpu")
-    with pytest.raises(release.EngineUnsupported, match=r"adapters for Toy were tested with torch 0\.0\.1, not with"):
-        TOY.require()
-    with pytest.raises(release.EngineUnsupported, match="not-a-package is not installed; kvmover.engines.toy is"):
-        release.Tested("Toy", "not-a-package", ("1",), "kvmover.engines.toy").require()
 
 
 def test_an_adapters_options_are_its_own_or_stand_for_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

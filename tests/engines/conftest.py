@@ -14,14 +14,20 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.fixture
 def in_engine() -> Callable[[str, Path], None]:
-    """Run a file of tests with pytest inside the environment of an engine, and fail with its output."""
+    """Run a file of tests with pytest inside the environment of an engine, and fail with its output.
+
+    $KVMOVER_RELEASE: the folder of another release, whose Python lies over the environment's.
+    """
 
     def run(engine: str, tests: Path) -> None:
         python = ROOT / ".engines" / engine / "bin" / "python"
         if not python.exists():
             pytest.skip(f"{engine} is not installed: `make engines` builds .engines/{engine}")
+        release = os.environ.get("KVMOVER_RELEASE")
+        path = os.pathsep.join([*filter(None, [release]), str(ROOT)])
         # A cache of its own: what the engine compiles at its first call is kept with it.
-        kept = {"TORCH_EXTENSIONS_DIR": str(python.parent.parent / "extensions"), "PYTHONPATH": str(ROOT)}
+        home = Path(release) if release else python.parent.parent
+        kept = {"TORCH_EXTENSIONS_DIR": str(home / "extensions"), "PYTHONPATH": path}
         done = subprocess.run(
             [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", ROOT / "tests/engines/inside.ini", tests],
             cwd=ROOT,

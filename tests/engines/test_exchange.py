@@ -30,16 +30,16 @@ from kvmover.engines.common import (
     open_store,
     told_logprobs,
 )
-from kvmover.engines.sglang.options import ModelFacts
 from kvmover.engines.sglang.page_parts import PoolRows, part_of_rows
 from kvmover.engines.sglang.pd_aux import AuxRows
 from kvmover.engines.sglang.pd_cache import CacheTotals, RankCache, caches_of, pool_of
 from kvmover.engines.sglang.pd_exchange import CardTable, Exchange, Met, RankCard, exchanged_caches, foreign_cards
+from kvmover.engines.sglang.sglang_options import ModelFacts
 from kvmover.engines.vllm import caches as vllm
 from kvmover.engines.vllm.block_store import BlockStore
 from kvmover.engines.vllm.connector_metadata import LoadSpec
-from kvmover.engines.vllm.request_content import token_hashes
 from kvmover.engines.vllm.scheduler import Live
+from kvmover.engines.vllm.vllm_content import token_hashes
 from kvmover.errors import PeerRefused, ProtocolError
 from kvmover.kernels import reference
 from kvmover.layout import Component, Pool

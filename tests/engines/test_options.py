@@ -12,8 +12,8 @@ import pytest
 from kvmover.config import ConfigError, Settings, keys
 from kvmover.config.load import toml
 from kvmover.config.settings import value_of
-from kvmover.engines.sglang import options as sglang
-from kvmover.engines.vllm import options as vllm
+from kvmover.engines.sglang import sglang_options as sglang
+from kvmover.engines.vllm import vllm_options as vllm
 from kvmover.plan.cost import Route
 from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.protocol.content import IdentityCheck

@@ -15,12 +15,12 @@ import msgspec
 import numpy as np
 
 from kvmover.cache.ledger.account import Account, AccountGroup, AttemptPhase, Loss
-from kvmover.cache.prefix import events
+from kvmover.cache.prefix import kv_events
 from kvmover.engines.common.cards import Cards
 from kvmover.engines.common.first_token import FirstToken
 from kvmover.engines.sglang import pd_driver
 from kvmover.engines.sglang.pd_exchange import RankCard
-from kvmover.engines.vllm import handshake as vllm
+from kvmover.engines.vllm import transfer_params as vllm
 from kvmover.kernels.cuda_exports import Export, HandleKind
 from kvmover.kernels.cuda_virtual import HANDLE_BYTES
 from kvmover.layout import Codec, Component, CpOrder, Fleet, PoolSpec, Span, Stripe
@@ -102,8 +102,8 @@ _MESSAGES: tuple[wire.AnyMessage, ...] = (
 )
 
 _PACKETS: tuple[messages.Request | messages.Answer, ...] = (
-    messages.Attach(messages.VERSION, bytes(32), b"manifest"),
-    messages.Attach(messages.VERSION, bytes(32), b"manifest", "fleet", 3),
+    messages.Attach(messages.SPEAKS, bytes(32), b"manifest"),
+    messages.Attach(messages.SPEAKS, bytes(32), b"manifest", "fleet", 3),
     messages.AllocateSlab(4096, 1 << 20, None, [1]),
     messages.CommitObjects(7, [messages.CommittedObject(4096, 64, bytes(32), bytes(64), bytes(8))]),
     messages.OpenSlabs([7, 8]),
@@ -113,7 +113,7 @@ _PACKETS: tuple[messages.Request | messages.Answer, ...] = (
     messages.TrimNamespace(None, 1 << 30, 1 << 20),
     messages.ClearNamespace(),
     messages.ListNamespaces(16),
-    messages.Welcome(40, 1 << 20),
+    messages.Welcome(40, 1 << 20, 1, 1),
     messages.SlabToFill(7, 1 << 20),
     messages.SlabsToRead([7]),
     messages.JournalToFollow(80),
@@ -124,11 +124,11 @@ _PACKETS: tuple[messages.Request | messages.Answer, ...] = (
     messages.Refused(messages.KeeperRefusal.FULL, "no room"),
 )
 
-_EVENTS: tuple[events.KVEvent, ...] = (
-    events.BlockStored((1, -2), None, (5, 6), 1, None, events.Medium.GPU, None),
-    events.BlockStored((1,), 9, (5, 6), 2, 4, events.Medium.DISK, "adapter", "salt", "session"),
-    events.BlockRemoved((1, -2), events.Medium.CPU_PINNED),
-    events.AllBlocksCleared(),
+_EVENTS: tuple[kv_events.KVEvent, ...] = (
+    kv_events.BlockStored((1, -2), None, (5, 6), 1, None, kv_events.Medium.GPU, None),
+    kv_events.BlockStored((1,), 9, (5, 6), 2, 4, kv_events.Medium.DISK, "adapter", "salt", "session"),
+    kv_events.BlockRemoved((1, -2), kv_events.Medium.CPU_PINNED),
+    kv_events.AllBlocksCleared(),
 )
 
 _BOX = PageBox(Span(2, 2), Span(0, 4), Stripe(0, 16, 16, 16))
@@ -162,7 +162,7 @@ def goldens() -> dict[str, Goldens]:
 def unnamed() -> set[str]:
     """Returns names of classes and kinds that travel or are stored and have no golden value."""
     classes = {*get_args(wire.AnyMessage), *get_args(messages.Request), *get_args(messages.Answer)}
-    classes |= {*get_args(events.KVEvent), *get_args(pd_driver.Message), *get_args(runlog.AnyLine)}
+    classes |= {*get_args(kv_events.KVEvent), *get_args(pd_driver.Message), *get_args(runlog.AnyLine)}
     names = {each.__name__ for each in classes} | {each.name for each in (*Kind, *journal.JournalChange)}
     return names - {name.partition("-")[0] for values in goldens().values() for name in values}
 
@@ -314,10 +314,10 @@ def _migrations() -> Goldens:
 
 
 def _event_batches() -> Goldens:
-    def batch(*told: events.KVEvent, rank: int | None = None) -> Golden:
-        written = msgspec.msgpack.encode(events.KVEventBatch(1.5, told, rank))
+    def batch(*told: kv_events.KVEvent, rank: int | None = None) -> Golden:
+        written = msgspec.msgpack.encode(kv_events.KVEventBatch(1.5, told, rank))
         return Golden(
-            written, lambda raw: msgspec.msgpack.encode(msgspec.msgpack.decode(raw, type=events.KVEventBatch))
+            written, lambda raw: msgspec.msgpack.encode(msgspec.msgpack.decode(raw, type=kv_events.KVEventBatch))
         )
 
     return {**dict(_named(_EVENTS, batch)), "batch": batch(*_EVENTS, rank=1)}

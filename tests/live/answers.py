@@ -15,6 +15,9 @@ from urllib.parse import urlsplit
 #: Log probabilities of float32 models differ by this much where requests are batched otherwise.
 GAP = 1e-3
 
+#: Those of bfloat16 models differ by steps of 2**-6, from 2 to 4.
+ROUNDED = 4 * 2.0**-6
+
 Prompt = Sequence[int]
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from tests.store.pool_processes import PoolProcesses
 HERE = Path(__file__).parent
 
 #: By the folder of a test: whose servers it starts.
-_ENGINES = {"sglang": {"sglang"}, "vllm": {"vllm"}, "cross": {"sglang", "vllm"}}
+_ENGINES = {"sglang": {"sglang"}, "vllm": {"vllm"}, "cross": {"sglang", "vllm"}, "pair": {"pair"}}
 _RESULTS = pytest.StashKey[Results]()
 _LOCK = pytest.StashKey[IO[str]]()
 

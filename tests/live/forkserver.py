@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,9 @@ class Forkserver:
 
 
 def main(modules: list[str]) -> None:
-    for module in modules:
-        importlib.import_module(module)
+    with redirect_stdout(sys.stderr):  # pids alone go to whoever reads this process's output
+        for module in modules:
+            importlib.import_module(module)
     gc.freeze()  # a collection in a child would copy all that it shares with this process
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody here waits for a server
     for line in sys.stdin:

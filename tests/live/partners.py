@@ -10,7 +10,7 @@ from typing import Any
 
 from perf import record
 from perf.wrong_partner import AFTERWARDS, WRONG_PARTNER
-from tests.live.answers import Answer, judge, prompts_of
+from tests.live.answers import GAP, ROUNDED, Answer, judge, prompts_of
 from tests.live.server import Server
 from tests.live.table import Results
 
@@ -57,6 +57,9 @@ ADAPTERS: Mapping[str, tuple[str, str]] = {
 
 #: Mistakes that only who has such a thing can make.
 OTHER_KEY = "a prefill without the decode's key"
+
+#: The one mistake between models whose numbers are bfloat16.
+OTHER_DTYPE = "KV of another dtype"
 DROPPED = "KV of another prompt, from a router that drops what it does not know"
 
 #: Lengths of the prompts that are mixed up.
@@ -123,8 +126,9 @@ def mistake(
 ) -> int:
     """Judge the answers to requests that got another one's partner, and those to the same prompts afterwards, which
     tell whether a prefix cache took anything of it. Returns how many requests were refused."""
-    refused = results.add(engine, f"{WRONG_PARTNER}{what}", wanted, got, said).failed
-    alone = results.add(engine, f"{WRONG_PARTNER}{what}{AFTERWARDS}", wanted, again())
+    gap = ROUNDED if what == OTHER_DTYPE else GAP
+    refused = results.add(engine, f"{WRONG_PARTNER}{what}", wanted, got, said, gap).failed
+    alone = results.add(engine, f"{WRONG_PARTNER}{what}{AFTERWARDS}", wanted, again(), gap=gap)
     assert not alone.failed
     return len(refused)
 

@@ -9,7 +9,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from http.client import HTTPConnection, HTTPException
@@ -79,7 +79,7 @@ _forkservers: dict[str, Forkserver] = {}
 
 def _forkserver(ground: Ground) -> Forkserver:
     """One a ground, which ends with this process."""
-    key = " ".join([ground.engine, *ground.modules])
+    key = " ".join([ground.engine, *ground.modules, ground.environment.get("PYTHONPATH", "")])
     if key not in _forkservers:
         home = ENVIRONMENTS / ground.engine
         LOGS.mkdir(parents=True, exist_ok=True)
@@ -215,13 +215,29 @@ class Server:
             os.killpg(self.pid, number)
 
 
+def ports_of(worker: int, workers: int) -> Iterator[int]:
+    """Yield a worker's ports in random order, each once, eight or more apart: TP ranks take those that follow.
+
+    No connection is given one by itself: those begin at 32768.
+    """
+    ports = list(range(12000 + 8 * worker, 32000, 8 * workers))
+    random.SystemRandom().shuffle(ports)
+    yield from ports
+
+
+_PORTS = ports_of(
+    int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")),
+    int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")),
+)
+
+
 def free_port() -> int:
-    """A port that was free a moment ago, and that no connection is given by itself: those begin at 32768."""
-    while True:
-        port = random.SystemRandom().randrange(12000, 32000)
+    """Return a port that was free a moment ago. No port is returned twice, since its server may bind it later."""
+    for port in _PORTS:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+    raise RuntimeError("this worker has given out all of its ports")
 
 
 def labelled(server: Server, name: str, label: str, port: int | None = None) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 from tests.live.answers import Answer, many
 from tests.live.checkpoints import copied_adapters, other_weights
 from tests.live.conftest import ModelMaker
-from tests.live.partners import MIX_UPS, Asked, Mixed, adapters_mixed_up, exchanged, mixed_up, not_mixed_up
+from tests.live.partners import MIX_UPS, OTHER_DTYPE, Asked, Mixed, adapters_mixed_up, exchanged, mixed_up, not_mixed_up
 from tests.live.server import Command, Server
 from tests.live.sglang_client import Room, ask, generate, room_at, rooms_at
 from tests.live.sglang_servers import DECODE, sglang
@@ -168,7 +168,7 @@ def decodes_of_other_models(name: str, folder: Path, model: ModelMaker, **named:
         "other weights at the same path": (other_weights(source, folder), {}),
         "a model of more layers": (model("llama-other", "sglang"), {}),
         "a model of more heads": (model("llama-doubled", "sglang"), {}),
-        "KV of another dtype": (source, {"dtype": "bfloat16"}),
+        OTHER_DTYPE: (source, {"dtype": "bfloat16"}),
     }
     return {
         what: sglang(f"{name}-{number}", path, mode=DECODE, environment=PATIENCE, **own, **named)

@@ -67,6 +67,7 @@ def sglang(
     port = free_port()
     arguments = ["--model-path", str(model), "--served-model-name", "m"]
     arguments += ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype, *_MODEL]
+    arguments += ["--nccl-port", str(free_port())]  # SGLang's own choice may be another server's, not yet bound
     arguments += ["--tp-size", str(tp), "--pp-size", str(pp), "--page-size", str(page_tokens), *more]
     bootstrap_port = 0
     # One entry a rank, or SGLang wants a NUMA node for each; what would bind threads to cores is not there.
@@ -80,7 +81,13 @@ def sglang(
 
 
 def of_tree(command: Command, tree: Path) -> Command:
-    """The same server with the kvmover of another tree."""
+    """The same server with the kvmover of another tree.
+
+    The installed entry point names the plug-in's module of today; an older tree has it under another name.
+    """
+    plugin = tree / "kvmover" / "engines" / "sglang" / "sglang_plugin.py"
+    if not plugin.exists():
+        plugin.write_text("from kvmover.engines.sglang.plugin import register as register\n")
     own = {**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(_FIXTURE), str(tree)])}
     return replace(command, ground=Ground("sglang", (*_GROUND.modules, "kvmover"), own))
 

@@ -13,7 +13,7 @@ from typing import Any
 from tests.live.answers import Answer, many, post
 from tests.live.checkpoints import copied_adapters, other_weights
 from tests.live.conftest import ModelMaker
-from tests.live.partners import MIX_UPS, Asked, Mixed, adapters_mixed_up, mixed_up, not_mixed_up
+from tests.live.partners import MIX_UPS, OTHER_DTYPE, Asked, Mixed, adapters_mixed_up, mixed_up, not_mixed_up
 from tests.live.server import Command, Server
 from tests.live.vllm_client import FOR_ANOTHER, ask, ask_several
 from tests.live.vllm_servers import vllm
@@ -132,7 +132,7 @@ def decodes_of_other_models(name: str, folder: Path, model: ModelMaker, **named:
         "other weights at the same path": (other_weights(source, folder), {}),
         "a model of more layers": (model("qwen3-other", "vllm"), {}),
         "a model of more heads": (model("qwen3-doubled", "vllm"), {}),
-        "KV of another dtype": (source, {"dtype": "bfloat16"}),
+        OTHER_DTYPE: (source, {"dtype": "bfloat16"}),
     }
     return {
         what: vllm(f"{name}-{number}", path, **own, **named)

@@ -21,8 +21,8 @@ from kvmover.migrate.departure import (
     HandOver,
     Withdraw,
 )
-from kvmover.migrate.events import PartnerEnded, RoundFailed, RoundLanded
 from kvmover.migrate.migration import Decision
+from kvmover.migrate.migration_events import PartnerEnded, RoundFailed, RoundLanded
 from kvmover.migrate.rounds import MigrationConfig, Round
 from kvmover.transfer.events import Cancel
 

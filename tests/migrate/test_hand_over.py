@@ -13,8 +13,8 @@ from kvmover.errors import PlanError
 from kvmover.migrate import arrival, departure
 from kvmover.migrate.arrival import Arrival, ArrivalPhase
 from kvmover.migrate.departure import Departure, DeparturePhase
-from kvmover.migrate.events import PartnerEnded, RoundFailed, RoundLanded
 from kvmover.migrate.migration import Decision
+from kvmover.migrate.migration_events import PartnerEnded, RoundFailed, RoundLanded
 from kvmover.migrate.rounds import MigrationConfig, Round, next_round
 
 

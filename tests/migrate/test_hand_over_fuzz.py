@@ -13,8 +13,8 @@ from kvmover.errors import PlanError, ProtocolError
 from kvmover.migrate import Migration, Party, arrival, departure
 from kvmover.migrate.arrival import Acknowledged, Announced, ArrivalEvent, ArrivalPhase, PatienceOver, SayDecision
 from kvmover.migrate.departure import Decided, DepartureEvent, DeparturePhase, Wrote
-from kvmover.migrate.events import PartnerEnded, RoundFailed, RoundLanded
 from kvmover.migrate.migration import MAX_PAYLOAD_BYTES, Announcement, Decision
+from kvmover.migrate.migration_events import PartnerEnded, RoundFailed, RoundLanded
 from kvmover.migrate.rounds import MigrationConfig
 from kvmover.transfer.events import Cancel
 from tests.drawn_values import ODD, damaged, drawn

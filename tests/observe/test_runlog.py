@@ -20,7 +20,7 @@ from kvmover.transfer.result import Cause, Ending, Result
 from tests.observe import rundata
 
 LANDED = Ending("decode", 3, "receive", "r1", Result(None, 0.25, 4096, 16, 1, (Route.PACKED, Route.DIRECT), 2))
-FAILED = Ending("prefill", 0, "send", "r2", Result("peer lost", 1.5, cause=Cause.PEER_LOST, held=True, resent=2))
+FAILED = Ending("prefill", 0, "send", "r2", Result("peer lost", 1.5, cause=Cause.PEER_LOST, quarantined=True, resent=2))
 
 
 def log_of(path: Path, *endings: Ending) -> None:
@@ -46,7 +46,7 @@ def test_what_was_told_is_read_back(tmp_path: Path) -> None:
     routes = (Route.PACKED, Route.DIRECT)
     assert found.transfers == (
         Moved(began + 1, 0.25, "decode", 3, "receive", "r1", None, None, 4096, 16, 1, routes, 2),
-        Moved(began + 2, 1.5, "prefill", 0, "send", "r2", Cause.PEER_LOST, "peer lost", resent=2, held=True),
+        Moved(began + 2, 1.5, "prefill", 0, "send", "r2", Cause.PEER_LOST, "peer lost", resent=2, quarantined=True),
     )
     assert found.transfers[0].began_s == began + 0.75
     assert [line.account for line in found.accounts] == [over]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvmover.cache.ledger import Credit, Ledger
-from kvmover.cache.ledger.export import LedgerCollector
+from kvmover.cache.ledger.ledger_collector import LedgerCollector
 from kvmover.config import load
 from kvmover.errors import KvmoverError
 from kvmover.observe import logs

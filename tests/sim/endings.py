@@ -14,9 +14,11 @@ from tests.sim.seats import Order
 
 
 def check_result(scene: Scene, order: Order, result: Result) -> None:
-    """What a mover says of a transfer that has just ended, whose pages may still be held."""
-    scene.network.log(lambda: f"{order.name} ended: {result.reason or 'landed'}{', held' if result.held else ''}")
-    end = "landed" if result.landed else "held" if result.held else "failed"
+    """What a mover says of a transfer that has just ended, whose pages may still be quarantined."""
+    scene.network.log(
+        lambda: f"{order.name} ended: {result.reason or 'landed'}{', quarantined' if result.quarantined else ''}"
+    )
+    end = "landed" if result.landed else "quarantined" if result.quarantined else "failed"
     scene.seen[f"{order.verb} {end}"] += 1
     if result.reason is not None and not result.reason.strip():
         raise Broken(f"{order.name} failed without a reason")
@@ -38,13 +40,15 @@ def check_result(scene: Scene, order: Order, result: Result) -> None:
 
 def _came_late(scene: Scene, order: Order, result: Result) -> bool:
     """Of two decode engines one may ask when the other was served, and the request is over: at some rank of the source,
-    for one who had asked all of them before they sent it is served as the other is.
+    an engine that had asked all of them before they sent it is served as the other is. A rank that came late ends the
+    request of its engine's other ranks too.
     """
     if order.request.asked.other_s is None or result.reason != SERVED:
         return False
     scenario, seat = scene.scenario, order.seat.place
     fleets = scenario.fleets["p"], scenario.fleets[seat.engine]
-    sources = related(scenario.components, *fleets, scenario.config.replicas).sources_of(seat.rank)
+    between = related(scenario.components, *fleets, scenario.config.replicas)
+    sources = set().union(*(between.sources_of(rank) for rank in range(fleets[1].size)))
     waited = (
         other.seat.place.rank
         for other in scene.orders

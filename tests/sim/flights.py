@@ -92,9 +92,9 @@ class Flights:
         id_, key = target.owner
         attempt = seat.mover._destination._attempts.get(id_)
         ward = seat.mover._destination.quarantine.get((key[0], *id_))
-        leased = attempt is not None and attempt.state.regions.get(key) == target.offset
-        if not leased and (ward is None or target.offset not in ward.offsets):
-            raise Broken(f"{posted}: in flight to the region at {target.offset}, which is not leased to it any more")
+        reserved = attempt is not None and attempt.state.regions.get(key) == target.offset
+        if not reserved and (ward is None or target.offset not in ward.offsets):
+            raise Broken(f"{posted}: in flight to the region at {target.offset}, which is not reserved to it any more")
 
     def _by_old_keys(self, posted: Posted) -> None:
         """No chunk is written by keys that are over while its grant is not."""
@@ -135,13 +135,13 @@ class Flights:
         pages = set(seat.geometry.page_of[inside].tolist())
         if not pages:
             offset = posted.targets[0] - seat.mover._core.incoming.memory.address
-            return Target(seat, (), offset, _leased(seat, offset) or _warded(posted, seat, offset))
+            return Target(seat, (), offset, _reserved(seat, offset) or _warded(posted, seat, offset))
         if not pages <= seat.open_to.keys():
             raise Broken(f"{posted}: to pages {sorted(pages - seat.open_to.keys())}, which are open to nobody")
         return Target(seat, tuple((page, seat.open_to[page]) for page in sorted(pages)))
 
 
-def _leased(seat: Seat, offset: int) -> Owner | None:
+def _reserved(seat: Seat, offset: int) -> Owner | None:
     for attempt in seat.mover._destination._attempts.values():
         for key, at in attempt.state.regions.items():
             if at == offset:

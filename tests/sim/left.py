@@ -15,7 +15,7 @@ def left(scene: Scene) -> list[str]:
 
 def _remembered(scene: Scene, seat: Seat) -> list[str]:
     mover = seat.mover
-    arena, wards = mover._core.incoming.arena, mover._destination.quarantine._held
+    arena, wards = mover._core.incoming.arena, mover._destination.quarantine._isolated
     tables = {
         "attempts": mover._destination._attempts,
         "queue": mover._destination._credits,
@@ -28,8 +28,8 @@ def _remembered(scene: Scene, seat: Seat) -> list[str]:
         "staged": mover._writes._staged,
         "writes": mover._writes.flights,
         "later": mover._core.later,
-        "staging": mover._core.outgoing.arena._leased,
-        "leased": arena._leased,
+        "staging": mover._core.outgoing.arena._reserved,
+        "reserved": arena._reserved,
         "held": seat.orders,
     }
     return [f"{seat.name} {name}: {len(table)}" for name, table in tables.items() if table]

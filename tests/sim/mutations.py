@@ -13,26 +13,23 @@ import pytest
 
 from kvmover.transfer import core
 from kvmover.transfer.core import Timers
-from kvmover.transfer.destination import credits
-from kvmover.transfer.destination import driver as destination_driver
-from kvmover.transfer.destination import machine as destination_machine
-from kvmover.transfer.destination.attempts import ReceiveAttempt
-from kvmover.transfer.destination.driver import DestinationDriver
-from kvmover.transfer.destination.machine import Action, Free, Receiving, WriterChunk
+from kvmover.transfer.destination import credits, destination_driver, destination_machine
+from kvmover.transfer.destination.destination_attempts import ReceiveAttempt
+from kvmover.transfer.destination.destination_driver import DestinationDriver
+from kvmover.transfer.destination.destination_machine import Action, Free, Receiving, WriterChunk
 from kvmover.transfer.destination.quarantine import Quarantine, Retransmissions, WriteLeases
 from kvmover.transfer.memory import registrations
 from kvmover.transfer.memory.arena import ALIGN_BYTES, Arena, Renewal
 from kvmover.transfer.memory.registrations import Renewals
 from kvmover.transfer.peers.liveness import Duty, Liveness
-from kvmover.transfer.peers.table import Peer, Peers
+from kvmover.transfer.peers.peer_table import Peer, Peers
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.chunks import Lane
 from kvmover.transfer.protocol.wire import Verb
-from kvmover.transfer.source import driver as source_driver
-from kvmover.transfer.source import machine as source_machine
-from kvmover.transfer.source.attempts import Request, SendAttempt
-from kvmover.transfer.source.driver import EarlyWants, SourceDriver
-from kvmover.transfer.source.machine import Say, Sending
+from kvmover.transfer.source import source_driver, source_machine
+from kvmover.transfer.source.source_attempts import Request, SendAttempt
+from kvmover.transfer.source.source_driver import EarlyWants, SourceDriver
+from kvmover.transfer.source.source_machine import Say, Sending
 from kvmover.transfer.source.writes import Part, Writes
 from kvmover.transfer.tombstones import Tombstones
 from kvmover.transport.base import Completed, Failed
@@ -184,21 +181,21 @@ def the_arena_is_a_ring(patch: pytest.MonkeyPatch) -> None:
     """The next region follows the last one, whoever has it."""
     ends: dict[int, int] = {}
 
-    def lease(honest: Any, self: Arena, nbytes: int, owner: str = "") -> int | None:
+    def reserve(honest: Any, self: Arena, nbytes: int, owner: str = "") -> int | None:
         size = -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
         offset = ends.get(id(self), 0)
         if offset + size > self.nbytes:
             offset = 0
-        if offset in self._leased:  # a ring that counts would stop here; one that overcommits goes on
+        if offset in self._reserved:  # a ring that counts would stop here; one that overcommits goes on
             offset = (offset + ALIGN_BYTES) % self.nbytes
-        if offset + size > self.nbytes or offset in self._leased:
+        if offset + size > self.nbytes or offset in self._reserved:
             return honest(self, nbytes, owner)
         ends[id(self)] = offset + size
-        self._leased[offset], self._owners[offset] = size, owner
-        self._held[owner] += size
+        self._reserved[offset], self._owners[offset] = size, owner
+        self._owned[owner] += size
         return offset
 
-    around(patch, Arena, "lease", lease)
+    around(patch, Arena, "reserve", reserve)
 
 
 def a_source_may_have_all(patch: pytest.MonkeyPatch) -> None:
@@ -230,7 +227,7 @@ def nobody_is_told_of_a_registration(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_region_is_free_while_its_source_waits(patch: pytest.MonkeyPatch) -> None:
-    """What went out with a Want is leased to others when the source says that it has nothing to write yet."""
+    """What went out with a Want is reserved to others when the source says that it has nothing to write yet."""
 
     def noted(honest: Any, state: Receiving, peer: str, until: float) -> Stepped:
         after, actions = honest(state, peer, until)
@@ -300,7 +297,7 @@ def a_lapsed_chunk_is_not_offered_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Writes, "_lapse", lambda self, entry: self._release(entry))
 
 
-def held_pages_are_given_back(patch: pytest.MonkeyPatch) -> None:
+def quarantined_pages_are_given_back(patch: pytest.MonkeyPatch) -> None:
     """A direct route's pages are not reported as held when a source never answered."""
     around(
         patch,
@@ -310,14 +307,18 @@ def held_pages_are_given_back(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def held_is_over_with_the_transfer(patch: pytest.MonkeyPatch) -> None:
-    """`Transfer.held` turns false at once, while a write may still land."""
+def the_quarantine_is_over_with_the_transfer(patch: pytest.MonkeyPatch) -> None:
+    """`Transfer.quarantined` turns false at once, while a write may still land."""
 
     def close(honest: Any, attempt: Any, *rest: Any) -> None:
         honest(attempt, *rest)
-        attempt.transfer.held = False
+        attempt.transfer.quarantined = False
 
     around(patch, destination_driver, "close", close)
+
+
+def a_message_is_said_to_a_release_that_lacks_it(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(wire.Dialect, "knows", lambda self, version, message: True)
 
 
 def gates_are_ignored(patch: pytest.MonkeyPatch) -> None:
@@ -576,8 +577,9 @@ MUTATIONS: list[tuple[Mutation, str]] = [
     (a_renewal_revives_old_grants, "drowsy"),
     (a_lapsed_chunk_is_not_offered_again, "drowsy"),
     (a_mapped_copy_ends_with_its_lease, "drowsy"),
-    (held_pages_are_given_back, "default"),
-    (held_is_over_with_the_transfer, "default"),
+    (quarantined_pages_are_given_back, "default"),
+    (the_quarantine_is_over_with_the_transfer, "default"),
+    (a_message_is_said_to_a_release_that_lacks_it, "mixed"),
     (gates_are_ignored, "default"),
     (pages_are_not_awaited, "default"),
     (lost_page_ids_are_not_missed, "pulled"),

@@ -53,7 +53,7 @@ class Profile:
     """What the wire does to what it carries, and how much else goes wrong. Probabilities are for each note, each write
     and read, and `calm` for a whole schedule in which nothing does, `others` for one with a second decode engine.
     `grids` of the prefill; `tokens` of a request, at least and at most; how much decodes ask `ahead_s` of its prefill;
-    how often their pages are `allocated` part by part.
+    how often their pages are `allocated` part by part; `mixed`: how often its processes are of two releases.
     """
 
     name: str
@@ -86,6 +86,7 @@ class Profile:
     tokens: tuple[int, int] = (1, 12)
     ahead_s: float = 0.0
     allocated: float = 0.3
+    mixed: float = 0.0
 
 
 #: What NIXL does: notes of one peer stay in order and none is lost while the peer lives; a write may take for ever.
@@ -131,6 +132,10 @@ REVOKED = replace(
 REPLACED = replace(DEFAULT, name="replaced", calm=0.0, crashes=0.0, replaced=1.0)
 #: Two decode engines of several ranks that ask for the same requests.
 SEVERAL = replace(DEFAULT, name="several", calm=0.4, crashes=0.3, others=1.0)
+#: Processes of two releases, of which every second one to be born lacks the newest message and the newest field.
+MIXED = replace(
+    DEFAULT, name="mixed", loss=0.05, calm=0.5, silence_s=4.0, others=0.5, ahead_s=0.3, verbs=tuple(Verb), mixed=1.0
+)
 #: Two decode engines that ask before the ranks of a prefill send, each in its own time, of which some have no chunk.
 STAGGERED = replace(
     DEFAULT,
@@ -158,6 +163,7 @@ PROFILES = {
         PULLED,
         SEVERAL,
         STAGGERED,
+        MIXED,
     )
 }
 
@@ -287,7 +293,7 @@ Fault = Crash | Stop | Cut | Replace
 class Scenario:
     """`copy_s`: how long gathers and scatters take, (0, 0) for at once. `pace_s` [engine]: how late a rank is polled.
     `separate`: pool axes with an allocation an index, at the source. `clocks`: 1, or -1 where the clock of each process
-    that takes the place of another is behind that one's."""
+    that takes the place of another is behind that one's. `mixed`: its processes are of two releases."""
 
     components: tuple[Component, ...]
     fleets: dict[str, Fleet]
@@ -300,6 +306,7 @@ class Scenario:
     requests: tuple[Asked, ...]
     faults: tuple[Fault, ...] = field(default=())
     clocks: Literal[1, -1] = 1
+    mixed: bool = False
 
     @classmethod
     def draw(cls, seed: int, profile: Profile) -> Scenario:
@@ -331,7 +338,8 @@ class Scenario:
         )
         drawn = drawn._on_one_host() if drawn.shared else drawn
         behind = any(isinstance(each, Crash) for each in drawn.faults) and Random(f"clocks {seed}").random() < 0.25
-        return replace(drawn, clocks=-1 if behind else 1)
+        mixed = Random(f"mixed {seed}").random() < profile.mixed
+        return replace(drawn, clocks=-1 if behind else 1, mixed=mixed)
 
     def generation(self, births: int) -> int:
         """Of the process that is so manieth at its place."""

@@ -13,19 +13,20 @@ import torch
 
 from kvmover.layout import Component, Pool
 from kvmover.shared_memory import MapMode
-from kvmover.transfer.destination.machine import Receiving
+from kvmover.transfer.destination.destination_machine import Receiving
 from kvmover.transfer.memory.arena import Arena
 from kvmover.transfer.memory.mapped import Mapped
 from kvmover.transfer.mover import Mover
-from kvmover.transfer.peers.table import Peer
+from kvmover.transfer.peers.peer_table import Peer
 from kvmover.transfer.protocol.handshake import Model, Place
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import Transfer
-from kvmover.transfer.source.machine import Sending
+from kvmover.transfer.source.source_machine import Sending
 from tests.sim.copies import SimCopier
 from tests.sim.geometry import PAGES, Bytes, Geometry, Part, part_of
 from tests.sim.network import SimNetwork, SimTransport
 from tests.sim.scenario import Asked, Scenario, Step
+from tests.transfer.releases import becomes_the_release_before, becomes_this_release
 
 
 @dataclass(slots=True)
@@ -35,7 +36,7 @@ class Scorched(Arena):
     memory: Bytes = field(kw_only=True)
 
     def release(self, offset: int) -> None:
-        self.memory[offset : offset + self._leased[offset]] ^= 0xFF
+        self.memory[offset : offset + self._reserved[offset]] ^= 0xFF
         Arena.release(self, offset)
 
 
@@ -114,9 +115,10 @@ class Order:
 class Seat:
     """One incarnation of a rank: its mover and its pools, with what they must hold outside of pages in `open_to`.
 
-    `open_to` [page]: the receive that lets peers write it; it stays after a transfer that ended `held`. `dirty`:
+    `open_to` [page]: the receive that lets peers write it; it stays after a transfer that ended `quarantined`. `dirty`:
     memory was touched since it was last checked. `stops`: (since, until) when it is not polled. `sound`: states of its
-    attempts, and `sitting`: who sat where, as they were checked last.
+    attempts, and `sitting`: who sat where, as they were checked last. `heard`: kinds of messages, if it is of a
+    make-believe release.
     """
 
     place: Place
@@ -135,6 +137,7 @@ class Seat:
     sitting: dict[tuple[str, int], str] = field(default_factory=dict[tuple[str, int], str])
     sound: dict[int, Receiving | Sending] = field(default_factory=dict[int, "Receiving | Sending"])
     stops: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    heard: Counter[str] = field(default_factory=Counter[str])
 
     @property
     def name(self) -> str:
@@ -288,5 +291,9 @@ def seated(
     for staging in (mover._core.outgoing, mover._core.incoming):
         arena = staging.arena
         staging.arena = Scorched(arena.nbytes, arena.slab_bytes, memory=staging.tensor.numpy())
-    mover._destination.generation = network.births(f"{engine}{rank}") * 1_000_000
+    births = network.births(f"{engine}{rank}")
+    mover._destination.generation = births * 1_000_000
+    if scenario.mixed:  # a process that is born again is of the other release
+        becomes = becomes_this_release if (births + rank + (engine == "p")) % 2 else becomes_the_release_before
+        made.heard = becomes(mover)
     return made

@@ -12,7 +12,7 @@ from msgspec import structs
 from kvmover.transfer.destination.quarantine import ASK_S
 from kvmover.transfer.meter import Count
 from kvmover.transfer.protocol import wire
-from kvmover.transfer.source.attempts import SendAttempt
+from kvmover.transfer.source.source_attempts import SendAttempt
 from tests.sim.network import text_of
 from tests.sim.scenario import OTHER
 from tests.sim.scene import Broken, Scene
@@ -83,24 +83,24 @@ def check_memory(seat: Seat) -> None:
 
 
 def check_arena(seat: Seat) -> None:
-    """Each region is leased to one chunk, or kept apart for one peer that may still write it; none is forgotten."""
+    """Each region is reserved to one chunk, or kept apart for one peer that may still write it; none is forgotten."""
     inbound, arena = seat.mover._destination, seat.mover._core.incoming.arena
-    if not arena._leased and not inbound._attempts and not inbound.quarantine._held and not inbound._eager.nbytes:
+    if not arena._reserved and not inbound._attempts and not inbound.quarantine._isolated and not inbound._eager.nbytes:
         return
     regions = [at for attempt in inbound._attempts.values() for at in attempt.state.regions.values()]
-    wards = [at for ward in inbound.quarantine._held.values() for at in ward.offsets]
+    wards = [at for ward in inbound.quarantine._isolated.values() for at in ward.offsets]
     if len({*regions, *wards}) < len(regions) + len(wards):
-        raise Broken(f"{seat.name}: a region is leased twice: {sorted(regions)}, in limbo {sorted(wards)}")
-    if set(wards) != arena._quarantined or arena._leased.keys() != {*regions, *wards}:
+        raise Broken(f"{seat.name}: a region is reserved twice: {sorted(regions)}, in limbo {sorted(wards)}")
+    if set(wards) != arena._quarantined or arena._reserved.keys() != {*regions, *wards}:
         known = f"attempts {sorted(regions)}, limbo {sorted(wards)}"
-        raise Broken(f"{seat.name}: leased {sorted(arena._leased)}, {sorted(arena._quarantined)} apart; {known}")
-    for owner in arena._held:
+        raise Broken(f"{seat.name}: reserved {sorted(arena._reserved)}, {sorted(arena._quarantined)} apart; {known}")
+    for owner in arena._owned:
         own = [at for at, of in arena._owners.items() if of == owner]
-        if len(own) > 1 and 2 * arena.leased_by(owner) > arena.nbytes:
-            raise Broken(f"{seat.name}: {owner} has {arena.leased_by(owner)} bytes of {arena.nbytes}")
+        if len(own) > 1 and 2 * arena.reserved_by(owner) > arena.nbytes:
+            raise Broken(f"{seat.name}: {owner} has {arena.reserved_by(owner)} bytes of {arena.nbytes}")
     eager = inbound._eager._regions.keys()
-    if not eager <= arena._leased.keys() or 8 * sum(arena._leased[at] for at in eager) > arena.nbytes:
-        raise Broken(f"{seat.name}: {sorted(eager)} of {arena.nbytes} bytes went out with Wants: {arena._leased}")
+    if not eager <= arena._reserved.keys() or 8 * sum(arena._reserved[at] for at in eager) > arena.nbytes:
+        raise Broken(f"{seat.name}: {sorted(eager)} of {arena.nbytes} bytes went out with Wants: {arena._reserved}")
     try:
         arena.check()
     except AssertionError as error:
@@ -146,7 +146,7 @@ def check_quarantine(scene: Scene, seat: Seat) -> None:
     """Nothing is kept from a peer that is there to say that it has drained."""
     if not scene.profile.ordered or scene.profile.loss:
         return
-    now, held = scene.network.now, seat.mover._destination.quarantine._held
+    now, held = scene.network.now, seat.mover._destination.quarantine._isolated
     for key in [key for key in scene.idle_since if key[0] == seat.name and key[1] not in held]:
         del scene.idle_since[key]
     for key, ward in held.items():
@@ -162,7 +162,9 @@ def check_quarantine(scene: Scene, seat: Seat) -> None:
 def check_forgotten(seat: Seat, dead: Seat) -> None:
     """Nothing is kept from a process that is known to be dead, nor is it awaited or dialled."""
     mover = seat.mover
-    kept = [key for key, ward in mover._destination.quarantine._held.items() if key[0] == dead.name and not ward.reads]
+    kept = [
+        key for key, ward in mover._destination.quarantine._isolated.items() if key[0] == dead.name and not ward.reads
+    ]
     awaited = dead.name in dict(_awaited(seat))
     if kept or awaited or mover._core.peers.get(dead.name) or dead.name in mover._reconnector._lost_peers:
         raise Broken(f"{seat.name}: {dead.name} is dead, as it was told, and not forgotten: {kept}")

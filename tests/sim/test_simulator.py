@@ -34,6 +34,7 @@ SHARES = {
     "pulled": 1,
     "several": 1,
     "staggered": 1,
+    "mixed": 1,
     "swarm": 2,
 }
 
@@ -66,10 +67,10 @@ CAUGHT_AT = {
 #: In how many of a hundred schedules a situation is reached, at the least: half of what is usual.
 REACHED: dict[str, dict[str, int]] = {
     "default": {
-        **{f"receive {end}": least for end, least in {"landed": 45, "failed": 45, "held": 9}.items()},
-        **{f"send {end}": least for end, least in {"landed": 35, "failed": 45, "held": 5}.items()},
-        "receive held and given back": 8,
-        "send held and given back": 5,
+        **{f"receive {end}": least for end, least in {"landed": 45, "failed": 45, "quarantined": 9}.items()},
+        **{f"send {end}": least for end, least in {"landed": 35, "failed": 45, "quarantined": 5}.items()},
+        "receive quarantined and given back": 8,
+        "send quarantined and given back": 5,
         "some pages whole, others not": 8,
         "push direct landed": 11,
         "push packed landed": 8,
@@ -106,23 +107,24 @@ REACHED: dict[str, dict[str, int]] = {
         "landed aux": 20,
     },
     "hostile": {"lost Abort": 14, "lost Drained": 10, "receive landed": 30, "landed resent": 2},
-    "echoes": {"receive landed": 25, "landed resent": 1, "receive held": 14},
+    "echoes": {"receive landed": 25, "landed resent": 1, "receive quarantined": 14},
     "ambushed": {"pages reused under a read": 18, "given up under a chunk": 22, "receive landed": 12},
     "drowsy": {
         "receive landed": 24,
         "send landed": 17,
-        "receive held and given back": 19,
+        "receive quarantined and given back": 19,
         "landed after a lapse": 5,
         "push mapped landed": 1,
     },
     "several": {"landed at a second engine": 30, "landed where another failed": 8},
     "staggered": {"landed at a second engine": 50},
+    "mixed": {"receive landed": 44, "send landed": 35, "noted between newer releases": 24},
     "replaced": {"replaced and heard of again": 90, "receive landed": 20},
     "frail": {
         "landed behind its predecessor's clock": 2,
         "crashed and came back": 40,
         "crashed for ever": 9,
-        "receive held and given back": 9,
+        "receive quarantined and given back": 9,
     },
     "revoked": {"slab renewed": 7, "write refused": 3, "receive landed": 10},
 }

@@ -271,12 +271,12 @@ class World:
         if not order.closed:
             order.closed = True
             endings.check_result(self.scene, order, result)
-        if order.transfer.held:
-            if not result.held:
-                raise Broken(f"{order.name} is held, though its result says that it is not")
+        if order.transfer.quarantined:
+            if not result.quarantined:
+                raise Broken(f"{order.name} is quarantined, though its result says that it is not")
             return False
-        if result.held:
-            self.seen[f"{order.verb} held and given back"] += 1
+        if result.quarantined:
+            self.seen[f"{order.verb} quarantined and given back"] += 1
         self.flights.untouched(order)
         if order.verb == "receive" and result.landed:
             endings.check_landed(order, result)
@@ -293,6 +293,7 @@ class World:
         """Count what was reached; check what only the end can show."""
         endings.check_told(self.scene)
         meters = [seat.mover.meter.counts for seat in self.scene.seats.values()]
+        self.seen["noted between newer releases"] += sum(seat.heard["Noted"] for seat in self.scene.seats.values())
         self.seen["slab renewed"] += sum(counts[Count.RENEWED_SLABS] for counts in meters)
         self.seen.update({f"lost {kind}": count for kind, count in self.network.lost.items()})
         for fault in self.scenario.faults:

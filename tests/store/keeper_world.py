@@ -12,7 +12,7 @@ from kvmover.store.index import Index
 from kvmover.store.keeper.journal import JournalChange, decode_entries, removed_places, runs_of, slab_name, table_of
 from kvmover.store.keeper.keeper_machine import rewritten, step
 from kvmover.store.keeper.messages import (
-    VERSION,
+    SPEAKS,
     Agreed,
     AllocateSlab,
     Answer,
@@ -134,7 +134,7 @@ class World:
         self.step(SessionOpened(session))
         fleet, generation = WHO[session]
         newest = self.state.generations.get(fleet, 0)
-        answer = self.ask(session, Attach(VERSION, SPACE.digest, b"{}", fleet, generation))
+        answer = self.ask(session, Attach(SPEAKS, SPACE.digest, b"{}", fleet, generation))
         assert isinstance(answer, Refused) == (generation < newest), "who is older got in, or who is not did not"
         if generation < newest:
             self.end(session)

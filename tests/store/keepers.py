@@ -12,6 +12,7 @@ from typing import Any
 from kvmover.store.keeper import keeper_machine as machine
 from kvmover.store.keeper import memory
 from kvmover.store.keeper.server import KeeperServer
+from kvmover.store.keeper.state import KeeperEvent
 
 #: Of each keeper here.
 CAPACITY_BYTES = 64 << 20
@@ -36,18 +37,30 @@ def _break(name: str, calls: int) -> None:
     setattr(machine, name, broken)
 
 
+class LockedServer(KeeperServer):
+    """A keeper whose state is read by the tests between two events, never within one."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.lock = threading.RLock()
+        super().__init__(*arguments)
+
+    def _step(self, event: KeeperEvent) -> None:
+        with self.lock:
+            super()._step(event)
+
+
 def _serve(pipe: Connection, seals: bool) -> None:
     """Answer (verb, folder) until the pipe closes."""
     if not seals:  # so that a test can damage what the kernel would guard
         memory.seal = lambda fd, end: os.ftruncate(fd, end) is None
-    keepers: dict[Path, KeeperServer] = {}
+    keepers: dict[Path, LockedServer] = {}
     while True:
         try:
             verb, folder, arguments = pipe.recv()
         except EOFError:
             os._exit(0)
         if verb == "start":
-            keepers[folder] = KeeperServer(folder / "keeper.sock", *arguments)
+            keepers[folder] = LockedServer(folder / "keeper.sock", *arguments)
             threading.Thread(target=keepers[folder].serve, daemon=True).start()
             pipe.send(None)
         elif verb == "sessions":
@@ -60,7 +73,8 @@ def _serve(pipe: Connection, seals: bool) -> None:
         elif verb == "faults":
             pipe.send(keepers[folder].faults)
         elif verb == "check":
-            keepers[folder].state.check()
+            with keepers[folder].lock:
+                keepers[folder].state.check()
             pipe.send(None)
 
 

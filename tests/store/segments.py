@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import struct
+
+from xxhash import xxh3_64_intdigest
+
 from kvmover.store import PageStore
 from kvmover.store.deletion import Look, Seen, TwoLooks
+from kvmover.store.objects import Verdict
 from kvmover.store.segment_objects import SegmentObjects
+from kvmover.store.stored import StoredObject
 
 
 def segments_of(store: PageStore) -> SegmentObjects:
@@ -12,5 +18,21 @@ def segments_of(store: PageStore) -> SegmentObjects:
     return store.objects
 
 
+def later_format(head: bytes, magic: bytes, number: int) -> bytes:
+    """A head as a later release may write it: another format by its magic or number, records as they are."""
+    start = magic + struct.pack("<I", number) + head[12:72]
+    return start + xxh3_64_intdigest(start).to_bytes(8, "little") + head[80:]
+
+
 #: Grounds on which a test has an object deleted as bad.
 LOOKS = TwoLooks(Look(Seen.READ, "digest"), Look(Seen.ANEW, "digest"), 1)
+
+
+def condemn(store: PageStore, each: StoredObject) -> None:
+    """An object is found to be bad: it is deleted for every process or, beyond the budget, only forgotten here."""
+    segments = segments_of(store)
+    permit = segments.permit(LOOKS)
+    if permit is None:
+        segments.drop(each, Verdict.SPARED)
+    else:
+        segments.condemn(each, permit)

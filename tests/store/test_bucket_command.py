@@ -60,6 +60,14 @@ def test_a_namespace_without_its_manifest_is_found_by_its_heads(command: Command
     assert {row["model"]: row["pages"] for row in json.loads(out)} == {"(unknown)": 5, "mistral": 3}
 
 
+def test_a_manifest_of_a_later_format_stays(filled: str) -> None:
+    path, later = f"{SPACE.folder}/namespace.json", b'{"format":"kvmover.store/2","codec":"new"}'
+    obstore.put(ObjectBucket.open(filled)._store, path, later)
+    with PageStore.open(filled, SPACE) as store:
+        assert store.stat().pages == 5
+    assert obstore.get(ObjectBucket.open(filled)._store, path).bytes() == later
+
+
 def test_engines_reach_a_bucket_by_the_option_that_names_a_directory(bucket: str) -> None:
     settings = load(environ={"KVMOVER_STORE_ROOT": bucket}).settings.store
     assert settings.root == bucket

@@ -31,6 +31,7 @@ from kvmover.store.bucket.service import BucketEntry, requests
 from kvmover.store.eviction import CARRIED_SHARE, EvictionCandidate, carried, victim
 from kvmover.store.part import PageBox, PartKey, part_key
 from kvmover.store.record import decode_all, holds, table
+from tests.store.segments import later_format
 
 SPACE = b"n" * 32
 BLOCK = 4096
@@ -103,6 +104,11 @@ def test_a_head_with_any_byte_changed_or_cut_at_any_place_is_not_believed() -> N
 
 def test_a_head_of_another_namespace_is_foreign() -> None:
     assert read_head("a", filled("a", 1).head(), b"x" * 32) == "foreign namespace"
+
+
+def test_a_head_of_a_later_format_is_not_taken_for_damaged() -> None:
+    for magic, number in ((b"KVMOVER1", 2), (b"KVMOVER2", 1)):
+        assert read_head("a", later_format(filled("a", 1).head(), magic, number), SPACE) == "another format"
 
 
 def test_names_of_segments_rise_with_their_seconds() -> None:

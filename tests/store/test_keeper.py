@@ -16,6 +16,7 @@ from collections.abc import Generator
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from keepers import location
 from store_rank import GQA, MLA, PAGE, SPACE, Rank, pages_of
@@ -26,7 +27,7 @@ from kvmover.errors import StoreError
 from kvmover.layout import Fleet
 from kvmover.store import Found, Got, Namespace, PageStore, Policy, Put, clear_stores, stat_stores, verify_stores
 from kvmover.store.deletion import DeletionOrder
-from kvmover.store.keeper import memory
+from kvmover.store.keeper import keeper_machine, keeper_objects, link, memory
 from kvmover.store.keeper.keeper_objects import KeeperLocation, keeper_namespaces
 from kvmover.store.keeper.link import StoreFenced
 from kvmover.store.keeper.messages import PACKET_BYTES, ListNamespaces, decode_answer, encode
@@ -167,7 +168,7 @@ def test_who_follows_a_journal_that_is_written_anew_loses_nothing(keeper: Served
                 if page
                 for each in page.objects
             ]:
-                store.objects._condemn(each, store.objects._door.order(DeletionOrder.CLEARED))
+                store.objects.condemn(each, store.objects._door.order(DeletionOrder.CLEARED))
             other.flush()
             assert all(oks(theirs.get(pages_of(4, "kept"))))
             bases.add(keeper.server.state.namespaces[SPACE.digest].base)
@@ -246,6 +247,30 @@ def test_a_liar_and_one_who_does_not_listen_are_refused_and_others_served(keeper
             with pytest.raises((ConnectionResetError, BrokenPipeError)):
                 talk()
         assert all(oks(whole(store).put(pages_of(2))))
+
+
+def test_an_engine_of_a_later_release_keeps_the_pages_of_a_keeper_that_runs(
+    keeper: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = pages_of(3)
+    with keeper.open("engine", 1) as store:
+        assert all(answer.ok for answer in whole(store).put(pages))
+    monkeypatch.setattr(keeper_objects, "SPEAKS", (1, 2))
+    monkeypatch.setattr(
+        link, "encode", lambda said: msgspec.msgpack.encode([*msgspec.msgpack.decode(encode(said)), "new"])
+    )
+    with keeper.open("engine", 2) as store:
+        assert all(answer.ok for answer in whole(store).get(pages))
+        assert all(answer.ok for answer in whole(store).put(pages_of(2, "later")))
+    monkeypatch.setattr(keeper_objects, "SPEAKS", (2, 3))
+    with pytest.raises(StoreError, match="the client speaks versions 2 to 3, this keeper versions 1 to 1"):
+        keeper.open("engine", 3)
+
+
+def test_a_journal_of_a_later_version_is_refused_in_words(keeper: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper_machine, "JOURNAL", 2)
+    with pytest.raises(StoreError, match="the keeper's journal is of version 2; this side reads 1"):
+        keeper.open()
 
 
 def test_two_keepers_never_serve_one_socket_and_one_that_died_leaves_it(keeper: Served) -> None:
@@ -435,3 +460,21 @@ def test_verify_without_a_keeper_is_an_error_of_the_store(tmp_path: Path) -> Non
         served.close()
         with pytest.raises(StoreError, match="cannot verify"):
             store.verify()
+
+
+@pytest.mark.parametrize(("number", "writes"), [(errno.ENOSPC, 1), (errno.EPERM, 2)])
+def test_only_a_write_to_a_sealed_slab_is_tried_in_another(
+    keeper: Served, monkeypatch: pytest.MonkeyPatch, number: int, writes: int
+) -> None:
+    with keeper.open() as store:
+        rank, tried = whole(store), list[int]()
+
+        def refused(runs: list[object]) -> list[str]:
+            tried.append(len(runs))
+            return [os.strerror(number)] * len(runs)
+
+        monkeypatch.setattr(store.objects.catalog.files, "write", refused)
+        assert {answer.reason for answer in rank.put(pages_of(1))} == {os.strerror(number)}
+        assert len(tried) == writes
+        monkeypatch.undo()
+        assert all(oks(rank.put(pages_of(1))))

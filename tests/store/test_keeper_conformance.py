@@ -24,9 +24,18 @@ class KeeperSubject(PageStoreSubject):
         self.over(PageStore.open(location(folder), space), space, identity)
 
     def close(self) -> None:
-        """The keeper hears of it a moment later, and gives back what was not filled."""
         before = self.keeper.ask("sessions", self.folder)
         super().close()
+        self._left(before)
+
+    def become(self, identity: Identity | None) -> None:
+        before = self.keeper.ask("sessions", self.folder)
+        super().become(identity)
+        if identity is None:
+            self._left(before)
+
+    def _left(self, before: int) -> None:
+        """The keeper hears of an end a moment later, and gives back what was not filled."""
         while self.keeper.ask("sessions", self.folder) >= before:
             time.sleep(0.001)
 

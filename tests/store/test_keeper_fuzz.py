@@ -11,7 +11,7 @@ from keeper_world import KEY, OBJECT_BYTES, PAGES, PART, SLAB_BYTES
 
 from kvmover.store.keeper.journal import decode_entries
 from kvmover.store.keeper.keeper_machine import step
-from kvmover.store.keeper.messages import VERSION, Attach, Request, decode_request, encode
+from kvmover.store.keeper.messages import SPEAKS, Attach, Request, decode_request, encode
 from kvmover.store.keeper.state import (
     AppendEntry,
     KeeperEvent,
@@ -40,7 +40,7 @@ def odd_parts() -> list[bytes]:
 
 #: Values that a client has which keeps to the protocol.
 USUAL = {
-    "version": [VERSION],
+    "speaks": [SPEAKS],
     "namespace": SPACES,
     "generation": [0, 1, 1, 2],
     "slab": [*range(1, 6)],
@@ -73,7 +73,7 @@ class Heckled:
     def open(self) -> None:
         self.sessions += 1
         self.step(SessionOpened(self.sessions))
-        attach = Attach(VERSION, self.dice.choice(SPACES), b"{}", *self.dice.choice([("", 0), ("a", 1), ("a", 2)]))
+        attach = Attach(SPEAKS, self.dice.choice(SPACES), b"{}", *self.dice.choice([("", 0), ("a", 1), ("a", 2)]))
         self.step(SessionHeard(self.sessions, attach))
 
     def request(self) -> Request | None:

@@ -11,7 +11,7 @@ from keeper_world import EVENTS, KEY, OBJECT_BYTES, PAGES, PART, SLAB_BYTES, Wor
 
 from kvmover.store.keeper.journal import page_and_digests
 from kvmover.store.keeper.messages import (
-    VERSION,
+    SPEAKS,
     Agreed,
     AllocateSlab,
     Attach,
@@ -21,6 +21,7 @@ from kvmover.store.keeper.messages import (
     NoteUses,
     Refused,
     SlabToFill,
+    Welcome,
 )
 from kvmover.store.keeper.state import KeeperState, SessionOpened
 from kvmover.store.record import DIGEST_BYTES, encode_part
@@ -74,11 +75,30 @@ def test_a_newer_generation_takes_the_place_of_an_older_one_and_has_all_that_it_
 def test_ranks_of_one_generation_fill_slabs_side_by_side() -> None:
     world = run(("attach 2",))
     world.step(SessionOpened(9))
-    world.ask(9, Attach(VERSION, SPACE.digest, b"{}", "a", 2))
+    world.ask(9, Attach(SPEAKS, SPACE.digest, b"{}", "a", 2))
     for session in (2, 9):
         world.allocate(session)
         world.commit(session)
     assert [slab.writer for slab in world.state.slabs.values()] == [2, 9]
+
+
+@pytest.mark.parametrize(
+    ("attach", "words"),
+    [
+        (Attach((2, 3), SPACE.digest, b""), "the client speaks versions 2 to 3, this keeper versions 1 to 1"),
+        (Attach(SPEAKS, SPACE.digest, b"", "", 4), "generation 4 of no fleet"),
+    ],
+)
+def test_each_reason_not_to_attach_has_its_own_words(attach: Attach, words: str) -> None:
+    world = run(())
+    world.step(SessionOpened(9))
+    answer = world.ask(9, attach)
+    assert isinstance(answer, Refused)
+    assert answer.words == words
+    assert isinstance(world.ask(9, Attach(SPEAKS, SPACE.digest, b"")), Welcome)
+    again = world.ask(9, Attach(SPEAKS, SPACE.digest, b""))
+    assert isinstance(again, Refused)
+    assert again.words == "attached already"
 
 
 def test_what_is_not_committed_is_nobodys_when_its_writer_ends() -> None:

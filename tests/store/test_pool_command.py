@@ -12,8 +12,8 @@ from test_upkeep import OTHER, Command, command
 
 from kvmover.config import load
 from kvmover.engines.common.store import open_store
-from kvmover.engines.sglang import options as sglang
-from kvmover.engines.vllm import options as vllm
+from kvmover.engines.sglang import sglang_options as sglang
+from kvmover.engines.vllm import vllm_options as vllm
 from kvmover.engines.vllm.block_store import StoreLookup
 from kvmover.errors import StoreError
 from kvmover.layout import Fleet

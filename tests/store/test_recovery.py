@@ -17,7 +17,7 @@ from kvmover.errors import StoreError
 from kvmover.store import Got, HostBoot, PagePart, PageStore, Policy, segment_catalog
 from kvmover.store.record import PREAMBLE_BYTES, Kind, Preamble, decode_all
 from kvmover.store.segment import DATA, HEAD, Segment
-from tests.store.segments import segments_of
+from tests.store.segments import later_format, segments_of
 
 WHOLE = PagePart.whole(GQA, PAGE)
 NEXT_BOOT = HostBoot(bytes(16))
@@ -132,6 +132,24 @@ def test_a_head_of_another_format_is_left_alone(crashed: Path) -> None:
     head.write_bytes(b"KVMOVER2".ljust(PREAMBLE_BYTES + 500, b"."))
     assert reopened(crashed) == ([False] * 10, {"another format": 1}, 0)
     assert head.exists()
+
+
+@pytest.mark.parametrize(("magic", "number"), [(b"KVMOVER1", 2), (b"KVMOVER2", 1)])
+def test_a_later_format_is_left_alone_though_its_records_are_still_alike(
+    crashed: Path, magic: bytes, number: int
+) -> None:
+    head = only(crashed, HEAD)
+    later = later_format(head.read_bytes(), magic, number)
+    head.write_bytes(later)
+    payload = only(crashed, DATA).read_bytes()
+    assert reopened(crashed) == ([False] * 10, {"another format": 1}, 0)
+    with PageStore.open(crashed, SPACE) as store:
+        rank, pages = Rank(store, WHOLE), pages_of(10)
+        assert all(result.ok for result in rank.put(pages))
+        assert all(result.ok for result in rank.get(pages))
+        assert not store.verify().bad
+        store.clear()
+    assert (head.read_bytes(), head.with_suffix(DATA).read_bytes()) == (later, payload)
 
 
 @pytest.mark.parametrize("at", [0, 10, 20, 50, 75])

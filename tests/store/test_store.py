@@ -418,7 +418,7 @@ def test_a_file_system_that_frees_whole_files_only_keeps_to_the_quota(
 def test_the_store_needs_neither_torch_nor_nixl() -> None:
     code = "import sys, kvmover.tools.conformance\nfrom kvmover.store import *\nprint(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert "kvmover.store.part_view" in loaded
+    assert "kvmover.store.page_store" in loaded
     assert not [name for name in loaded if name.startswith(("torch", "nixl", "triton"))]
 
 

@@ -16,7 +16,7 @@ from store_rank import PAGE, SPACE, Rank, pages_of
 from kvmover.errors import LayoutError
 from kvmover.layout import Component, CpOrder, Fleet, Span, Stripe
 from kvmover.store import Got, PageBox, PagePart, PageStore, Put, elected, replicas
-from kvmover.store.cover import cell_runs, cover
+from kvmover.store.part import cell_runs, cover
 from tests.store.segments import segments_of
 
 COMPONENTS = (

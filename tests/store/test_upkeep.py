@@ -151,6 +151,18 @@ def test_a_damaged_manifest_stops_no_command_and_is_written_again(command: Comma
     }
 
 
+def test_a_manifest_of_a_later_format_stays_and_one_with_a_new_field_is_read(command: Command, root: Path) -> None:
+    manifest = root / SPACE.folder / "namespace.json"
+    known = json.loads(manifest.read_text())
+    for more, model in (({"format": "kvmover.store/2", "codec": "new"}, "(unknown)"), ({"codec": "new"}, "llama")):
+        later = json.dumps(known | more)
+        manifest.write_text(later)
+        with PageStore.open(root, SPACE) as store:
+            assert store.stat().pages == 5
+        assert manifest.read_text() == later
+        assert {row["model"] for row in json.loads(command("stat", root, "--json")[1])} == {model, "mistral"}
+
+
 def test_an_empty_directory_holds_no_store(command: Command, tmp_path: Path) -> None:
     assert command("stat", tmp_path) == (0, "no page store here\n", "")
 

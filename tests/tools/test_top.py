@@ -15,9 +15,9 @@ from rich.console import Console
 
 from kvmover import cli
 from kvmover.cache.ledger import EVERYBODY, AccountGroup, Credit, Ledger, Loss, Prediction, Predictor
-from kvmover.cache.ledger.export import LedgerCollector
-from kvmover.cache.tiers import metrics as tiers
-from kvmover.cache.tiers.metrics import TierCollector
+from kvmover.cache.ledger.ledger_collector import LedgerCollector
+from kvmover.cache.tiers import tier_metrics as tiers
+from kvmover.cache.tiers.tier_metrics import TierCollector
 from kvmover.errors import KvmoverError
 from kvmover.observe.metrics import MoverCollector
 from kvmover.tools import top
@@ -117,12 +117,18 @@ def test_arenas_show_how_full_they_are_and_what_is_held():
     engine = Engine()
     engine.gauges[0] |= {
         Gauge.OPEN_SENDS: 2, Gauge.OPEN_RECEIVES: 3, Gauge.PEERS: 8,
-        Gauge.OUTGOING_ARENA_BYTES: 1000, Gauge.OUTGOING_LEASED_BYTES: 250,
-        Gauge.INCOMING_ARENA_BYTES: 1000, Gauge.INCOMING_LEASED_BYTES: 950, Gauge.INCOMING_QUARANTINED_BYTES: 512,
+        Gauge.OUTGOING_ARENA_BYTES: 1000, Gauge.OUTGOING_RESERVED_BYTES: 250,
+        Gauge.INCOMING_ARENA_BYTES: 1000, Gauge.INCOMING_RESERVED_BYTES: 950, Gauge.INCOMING_QUARANTINED_BYTES: 512,
     }  # fmt: skip
     rows = shown(View.of("here", None, engine.scrape(0.0)))
     row = dict(zip(rows["transfers"], rows["decode 0"], strict=True))
-    assert [row[name] for name in ("open", "arena out", "in", "held", "peers")] == ["5", "25%", "95%", "512 B", "8"]
+    assert [row[name] for name in ("open", "arena out", "in", "quarantine", "peers")] == [
+        "5",
+        "25%",
+        "95%",
+        "512 B",
+        "8",
+    ]
 
 
 def test_hits_are_shown_by_tier_and_losses_by_reason():

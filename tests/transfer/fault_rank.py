@@ -88,7 +88,7 @@ class Job:
 class Ending:
     """What became of a job on one rank. `cause` is None where it landed; `wrong` counts bytes of what did.
 
-    `held`: its pages were not given back with the result. `spoiled`: bytes that changed while they were in use.
+    `quarantined`: its pages were not given back with the result. `spoiled`: bytes that changed while they were in use.
     """
 
     job: str
@@ -99,7 +99,7 @@ class Ending:
     reason: str | None
     seconds: float
     wrong: int = 0
-    held: bool = False
+    quarantined: bool = False
     spoiled: int = 0
 
 
@@ -221,7 +221,7 @@ class Rank:
         for open_ in list(self._open):
             if open_.ending is None and open_.transfer.ended:
                 told.append(self._end(open_, now))
-            elif open_.ending is not None and not open_.transfer.held and now >= open_.until:
+            elif open_.ending is not None and not open_.transfer.quarantined and now >= open_.until:
                 self._open.remove(open_)
                 if spoiled := self._wrong(open_):
                     told.append(replace(open_.ending, spoiled=spoiled))
@@ -233,7 +233,7 @@ class Rank:
         assert result is not None, "an ended transfer has a result"
         cause = result.cause.value if result.cause else None
         ending = self._ending(open_.job, open_.side, cause, result.reason, result.seconds)
-        open_.ending = replace(ending, wrong=self._wrong(open_), held=open_.transfer.held)
+        open_.ending = replace(ending, wrong=self._wrong(open_), quarantined=open_.transfer.quarantined)
         open_.until = now + (self._seat.use_s if result.landed and open_.side == "receive" else 0.0)
         return open_.ending
 
@@ -276,10 +276,10 @@ class Rank:
             "queued": len(mover._writes._queue),
             "staged": len(mover._writes._staged),
             "writes": len(mover._writes.flights),
-            "leased": sum(arena.leased_bytes for arena in arenas),
+            "reserved": sum(arena.reserved_bytes for arena in arenas),
             "quarantined": sum(arena.quarantined_bytes for arena in arenas),
             "open jobs": len(self._open),
-            "held": sum(open_.transfer.held for open_ in self._open),
+            "in quarantine": sum(open_.transfer.quarantined for open_ in self._open),
             "pages": self._shelf.taken,
             "dirty bytes": self._shelf.dirty(),
             "operations": len(self.transport._flights),

@@ -111,7 +111,7 @@ class Bench:
         for mover in self.movers:
             core = mover._core
             for staging in (core.incoming, core.outgoing):
-                assert (staging.arena.leased_bytes, staging.arena.quarantined_bytes) == (0, 0)
+                assert (staging.arena.reserved_bytes, staging.arena.quarantined_bytes) == (0, 0)
                 staging.arena.check()
                 assert len(staging.arena._free) == staging.arena.slabs
             assert not mover._destination._attempts

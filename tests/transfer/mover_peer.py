@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from mover_fleets import POISON
+from releases import becomes_the_release_before, becomes_this_release
 
 from kvmover.errors import KvmoverError, TransferFailed
 from kvmover.kernels.convert_reference import decode, encode
@@ -23,7 +25,9 @@ from kvmover.layout.codec import named
 from kvmover.plan.cost import Costs, Route
 from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.memory.copier import Copier, Done, Work
+from kvmover.transfer.meter import Count
 from kvmover.transfer.mover import Mover
+from kvmover.transfer.protocol.auth import Key, Keys
 from kvmover.transfer.protocol.handshake import Model, Place
 from kvmover.transfer.result import Transfer
 from kvmover.transport import NixlTransport
@@ -68,17 +72,24 @@ class Side:
         model: str = "toy",
         pools: str = "zeros",
         stored: tuple[str, float] = ("auto", 0.0),
+        release: str = "",
+        secret: bytes = b"",
     ) -> None:
-        """`stored`: the form of what are numbers, and how much of one may be lost on the way."""
+        """`stored`: the form of what are numbers, and how much of one may be lost on the way. `release`: "now" or
+        "before", of the make-believe ones.
+        """
         fleet, (form, lossy) = Fleet(page_tokens=page_tokens), stored
         components = tuple(in_form(component, form) for component in COMPONENTS)
         specs = [PoolSpec.dense(c, fleet.shard(c, 0, 1), PAGES, page_tokens, order) for c in components]
         self._pools = [getattr(Pool, pools)(spec) for spec in specs]
         for pool in self._pools:
             pool.tensors[0].fill_(POISON)
-        config = MoverConfig(CONFIG.arena_bytes, DEADLINE_S, costs=CONFIG.costs, route=route, lossy=lossy)
+        keys = Keys(Key(secret)) if secret else None
+        config = MoverConfig(CONFIG.arena_bytes, DEADLINE_S, costs=CONFIG.costs, route=route, lossy=lossy, keys=keys)
         self.transport = NixlTransport(engine)
         self.mover = Mover(self.transport, Model(model, components), Place(engine, fleet, 0), self._pools, config)
+        becomes = {"before": becomes_the_release_before, "now": becomes_this_release}
+        self.heard = becomes[release](self.mover) if release else Counter[str]()
         self._transfers: dict[str, Transfer] = {}
         self.naps_s = 0.0
 
@@ -168,8 +179,15 @@ class Side:
             said = f"TransferFailed: {failed}"
         return said, time.monotonic() - began
 
-    def held(self, request: str) -> bool:
-        return self._transfers[request].held
+    def quarantined(self, request: str) -> bool:
+        return self._transfers[request].quarantined
+
+    def malformed(self) -> int:
+        return self.mover.meter.counts[Count.MALFORMED_MESSAGES]
+
+    def kinds_heard(self) -> dict[str, int]:
+        """The messages that a make-believe release has heard, by their kinds."""
+        return dict(self.heard)
 
     def progress(self) -> int:
         """Chunks of all open requests that have arrived, or were written."""

@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 
 from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
-from kvmover.transfer.destination import machine as receiver
-from kvmover.transfer.destination import machine as receiving
+from kvmover.transfer.destination import destination_machine as receiver
+from kvmover.transfer.destination import destination_machine as receiving
 from kvmover.transfer.destination.credits import Credits
-from kvmover.transfer.destination.machine import Receiving, Source, WriterChunk
+from kvmover.transfer.destination.destination_machine import Receiving, Source, WriterChunk
 from kvmover.transfer.events import Cancel, Patience, Tick
 from kvmover.transfer.memory.arena import ALIGN_BYTES, Arena
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.wire import Verb
-from kvmover.transfer.source import machine as sender
-from kvmover.transfer.source import machine as sending
-from kvmover.transfer.source.machine import Sending
+from kvmover.transfer.source import source_machine as sender
+from kvmover.transfer.source import source_machine as sending
+from kvmover.transfer.source.source_machine import Sending
 
 PATIENCE = Patience(deadline_s=30.0, drain_s=2.0, resend_s=1.0)
 TICK_S = 0.05
@@ -71,7 +71,7 @@ class Joined:
         self.state = Receiving("r", 7, sources, PATIENCE, PATIENCE.deadline_s)
         self.ends = {peer: _End(source, [n * SLOT for n in range(staging)]) for peer, source in sources.items()}
         self.arena, self.credits = Arena(slots * SLOT), Credits[str, WriterChunk]()
-        self.leased: dict[int, WriterChunk] = {}
+        self.reserved: dict[int, WriterChunk] = {}
         self.asked: set[WriterChunk] = set()
         self.regions: dict[int, str] = {}
         self.pages: dict[WriterChunk, str] = {}
@@ -167,20 +167,20 @@ class Joined:
                     self._send("d", peer, message)
                 case receiving.Ask(peer):
                     self._send("d", peer, WANT)
-                case receiving.Lease(peer, chunk):
-                    assert (peer, chunk) not in self.asked, "leased twice"
+                case receiving.Reserve(peer, chunk):
+                    assert (peer, chunk) not in self.asked, "reserved twice"
                     self.asked.add((peer, chunk))
                     self.credits.ask(peer, peer, (peer, chunk), SLOT)
                 case receiving.Read():
                     self._at(0.02, lambda a=action: self._read(a))
                 case receiving.Scatter(peer, chunk, offset):
                     if offset is not None:
-                        assert self.leased[offset] == (peer, chunk)
+                        assert self.reserved[offset] == (peer, chunk)
                         self.pages[peer, chunk] = self.regions[offset]
                     digest = hash(self.pages[peer, chunk])
                     self._at(0.005, lambda p=peer, c=chunk, d=digest: self._step(receiving.Scattered(p, c, d)))
                 case receiving.Free(offset):
-                    del self.leased[offset]
+                    del self.reserved[offset]
                     self.arena.release(offset)
                 case receiving.Isolate(_, offset):
                     self.arena.quarantine(offset)
@@ -189,14 +189,14 @@ class Joined:
                 case receiving.EndReceive():
                     assert self.finish is None, "ended twice"
                     self.finish = action
-        self._lease()
+        self._reserve()
 
-    def _lease(self) -> None:
+    def _reserve(self) -> None:
         """Sources take turns here, as requests do in a mover."""
-        while self.state.reason is None and (granted := self.credits.lease(self.arena)) is not None:
+        while self.state.reason is None and (granted := self.credits.reserve(self.arena)) is not None:
             _, key, offset = granted
-            self.leased[offset] = key
-            self._step(receiving.Leased(key[0], ((key[1], offset),)))
+            self.reserved[offset] = key
+            self._step(receiving.Reserved(key[0], ((key[1], offset),)))
 
     def _read(self, read: receiving.Read) -> None:
         """The bytes are those that lie there when the read takes place, whoever's they are by then."""
@@ -274,7 +274,7 @@ class Joined:
             if end.source.direct:
                 self.pages[peer, post.chunk] = text
             else:
-                assert self.leased.get(post.offset) == (peer, post.chunk), "a write into a region of others"
+                assert self.reserved.get(post.offset) == (peer, post.chunk), "a write into a region of others"
                 self.regions[post.offset] = text
             self._send(peer, "d", wire.Chunk("r", 7, post.chunk, post.round, digest))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
-from kvmover.transfer.destination.machine import Heard
+from kvmover.transfer.destination.destination_machine import Heard
 from kvmover.transfer.protocol import wire
 
 WANT = wire.Want("r", 7, 0, 1, Route.PACKED, Replicas.STRIPE, 1 << 20)

@@ -25,10 +25,10 @@ class ArenaModel(RuleBasedStateMachine):
         self.quarantined: set[int] = set()
 
     @rule(nbytes=st.integers(1, NBYTES - 100))
-    def lease(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int) -> None:
         words = -(-nbytes // ALIGN_BYTES)
         fits = [at for at in range(WORDS - words + 1) if not any(o is not None for o in self.owner[at : at + words])]
-        offset = self.arena.lease(nbytes)
+        offset = self.arena.reserve(nbytes)
         if not fits:
             assert offset is None
             return
@@ -54,14 +54,14 @@ class ArenaModel(RuleBasedStateMachine):
 
     @invariant()
     def accounts_balance(self) -> None:
-        assert self.arena.leased_bytes == sum(self.leases.values()) * ALIGN_BYTES
+        assert self.arena.reserved_bytes == sum(self.leases.values()) * ALIGN_BYTES
         assert self.arena.quarantined_bytes == sum(self.leases[o] for o in self.quarantined) * ALIGN_BYTES
 
     def teardown(self) -> None:
         for offset in self.leases:
             self.arena.release(offset)
-        assert (self.arena.leased_bytes, self.arena.quarantined_bytes) == (0, 0)
-        assert self.arena.lease(WORDS * ALIGN_BYTES) == 0  # all of it, in one piece
+        assert (self.arena.reserved_bytes, self.arena.quarantined_bytes) == (0, 0)
+        assert self.arena.reserve(WORDS * ALIGN_BYTES) == 0  # all of it, in one piece
 
 
 TestArenaModel = ArenaModel.TestCase
@@ -70,7 +70,7 @@ TestArenaModel = ArenaModel.TestCase
 @given(st.lists(st.integers(1, 3000), max_size=40))
 def test_leases_are_aligned_and_never_overlap(sizes: list[int]):
     arena = Arena(1 << 15)
-    taken = [(offset, size) for size in sizes if (offset := arena.lease(size)) is not None]
+    taken = [(offset, size) for size in sizes if (offset := arena.reserve(size)) is not None]
     for (low, size), (high, _) in zip(sorted(taken), sorted(taken)[1:], strict=False):
         assert low + size <= high
     assert all(offset % ALIGN_BYTES == 0 and offset + size <= arena.nbytes for offset, size in taken)
@@ -78,12 +78,12 @@ def test_leases_are_aligned_and_never_overlap(sizes: list[int]):
 
 def test_a_long_lived_lease_blocks_nobody_but_itself():
     arena = Arena(8 * ALIGN_BYTES)
-    first = arena.lease(ALIGN_BYTES)
+    first = arena.reserve(ALIGN_BYTES)
     for _ in range(1000):
-        others = [arena.lease(ALIGN_BYTES) for _ in range(7)]
+        others = [arena.reserve(ALIGN_BYTES) for _ in range(7)]
         assert None not in others
         assert first not in others
-        assert arena.lease(1) is None
+        assert arena.reserve(1) is None
         for offset in others:
             assert offset is not None
             arena.release(offset)
@@ -91,20 +91,20 @@ def test_a_long_lived_lease_blocks_nobody_but_itself():
 
 def test_a_quarantined_region_is_not_lent_again_until_it_is_released():
     arena = Arena(4 * ALIGN_BYTES)
-    bad = arena.lease(2 * ALIGN_BYTES)
+    bad = arena.reserve(2 * ALIGN_BYTES)
     assert bad == 0
     arena.quarantine(bad)
     assert arena.quarantined_bytes == 2 * ALIGN_BYTES
-    assert arena.lease(2 * ALIGN_BYTES) == 2 * ALIGN_BYTES
-    assert arena.lease(1) is None
+    assert arena.reserve(2 * ALIGN_BYTES) == 2 * ALIGN_BYTES
+    assert arena.reserve(1) is None
     arena.release(bad)
     assert arena.quarantined_bytes == 0
-    assert arena.lease(2 * ALIGN_BYTES) == bad
+    assert arena.reserve(2 * ALIGN_BYTES) == bad
 
 
 def test_a_region_that_never_fits_is_an_error_and_no_wait():
     with pytest.raises(LayoutError, match="1025 bytes does not fit an arena of 1024"):
-        Arena(1024).lease(1025)
+        Arena(1024).reserve(1025)
 
 
 def test_an_arena_without_room_for_one_region_is_refused():
@@ -113,5 +113,5 @@ def test_an_arena_without_room_for_one_region_is_refused():
 
 
 def test_only_a_leased_region_can_be_quarantined():
-    with pytest.raises(LayoutError, match="no region is leased at 256"):
+    with pytest.raises(LayoutError, match="no region is reserved at 256"):
         Arena(1024).quarantine(256)

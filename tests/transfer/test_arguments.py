@@ -254,7 +254,7 @@ def test_a_model_and_a_place_are_checked_when_they_are_made(make: Any, reason: s
 def test_components_may_come_in_a_list_and_a_rank_as_any_integer():
     model = Model("toy", cast(Any, [ATTENTION]))
     assert model == Model("toy", (ATTENTION,))
-    assert model.digest() == Model("toy", (ATTENTION,)).digest()
+    assert model.fields() == Model("toy", (ATTENTION,)).fields()
     place = Place("decode", Fleet(tp=2), cast(Any, np.int64(1)))
     assert type(place.rank) is int
 

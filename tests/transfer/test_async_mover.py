@@ -135,7 +135,7 @@ def test_a_cancelled_task_is_over_when_the_pages_are_free(cancels: int):
             await task
         result = begun(asked).result
         assert result is not None
-        assert (result.reason, result.held) == ("the task that waited was cancelled", False)
+        assert (result.reason, result.quarantined) == ("the task that waited was cancelled", False)
         assert (await sending).reason == result.reason
         again = await asyncio.gather(
             source.send("again", threads.pair.src_tables[0]), receive(threads, target, "again")
@@ -157,11 +157,11 @@ def test_a_cancelled_task_is_over_with_pages_held_where_a_direct_write_never_end
         await chunks_fly(threads)
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(asked, 1e-3)
-        assert begun(asked).held
+        assert begun(asked).quarantined
         assert threads.progress[1].snapshot().gauges[Gauge.ATTEMPTS_IN_LIMBO] == 1
         threads.pair.bench.network.deliver()
         await sending
-        while begun(asked).held:
+        while begun(asked).quarantined:
             await asyncio.sleep(1e-3)
         assert threads.progress[1].snapshot().gauges[Gauge.ATTEMPTS_IN_LIMBO] == 0
 

@@ -98,11 +98,11 @@ def test_pages_of_a_failed_receive_stay_its_own_while_they_are_held():
     pair.bench.turn()
     mover.abort(asked, "enough")
     pair.bench.settle(lambda: asked.ended)
-    assert asked.held
+    assert asked.quarantined
     with pytest.raises(PlanError, match=f"page id {table[0]} of attention is one of request, which is over, and may"):
         receive(pair, "other")
     network.deliver()
-    pair.bench.settle(lambda: not asked.held)
+    pair.bench.settle(lambda: not asked.quarantined)
     other = receive(pair, "other")
     pair.bench.ended([other, *pair.send("other")])
     pair.assert_landed()

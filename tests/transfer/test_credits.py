@@ -19,7 +19,7 @@ SLOT = ALIGN_BYTES
 def drain(credits: Credits[str, int], arena: Arena) -> list[tuple[str, int]]:
     """Who is served while there is room."""
     served: list[tuple[str, int]] = []
-    while (granted := credits.lease(arena)) is not None:
+    while (granted := credits.reserve(arena)) is not None:
         served.append(granted[:2])
     return served
 
@@ -61,7 +61,7 @@ def test_a_request_that_comes_later_waits_for_one_turn_and_not_for_a_queue():
 
 def test_a_chunk_that_does_not_fit_lets_others_pass():
     credits, arena = asking(large=[3], small=[1, 1]), Arena(3 * SLOT)
-    taken = arena.lease(SLOT)
+    taken = arena.reserve(SLOT)
     assert taken is not None
     assert drain(credits, arena) == [("small", 0), ("small", 1)]
     assert len(credits) == 1
@@ -70,11 +70,11 @@ def test_a_chunk_that_does_not_fit_lets_others_pass():
 def test_a_large_chunk_is_passed_so_often_and_no_more():
     """Small ones for ever, two slots of four free at a time: the large one would never find three."""
     credits, arena = asking(large=[3]), Arena(4 * SLOT)
-    held: deque[int] = deque(arena.lease(SLOT) or 0 for _ in range(3))
+    held: deque[int] = deque(arena.reserve(SLOT) or 0 for _ in range(3))
     passed = 0
     for chunk in range(100):
         credits.ask(f"small {chunk}", f"small {chunk}", chunk, SLOT)
-        granted = credits.lease(arena)
+        granted = credits.reserve(arena)
         if granted is not None and granted[0] == "large":
             break
         if granted is not None:
@@ -91,15 +91,15 @@ def test_a_request_that_is_given_up_asks_for_nothing_and_lets_others_on():
     credits, arena = asking(large=[2, 1], small=[1]), Arena(2 * SLOT)
     for number in range(PATIENCE):
         credits.ask("others", f"others {number}", 0, SLOT)
-    taken = arena.lease(SLOT)
+    taken = arena.reserve(SLOT)
     for _ in range(PATIENCE + 1):
-        granted = credits.lease(arena)
+        granted = credits.reserve(arena)
         if granted is not None:
             arena.release(granted[2])
-    assert credits.lease(arena) is None  # nothing passes the large one any more
+    assert credits.reserve(arena) is None  # nothing passes the large one any more
     credits.forget("large")
     credits.forget("nobody")
-    assert credits.lease(arena) is not None
+    assert credits.reserve(arena) is not None
     assert taken == 0
 
 
@@ -112,7 +112,7 @@ def serve(requests: dict[str, list[int]], lives: list[int]) -> list[tuple[str, i
         for until, offset in [region for region in held if region[0] <= now]:
             arena.release(offset)
             held.remove((until, offset))
-        while (granted := credits.lease(arena)) is not None:
+        while (granted := credits.reserve(arena)) is not None:
             request, chunk, offset = granted
             held.append((now + 1 + lives[len(served) % len(lives)], offset))
             served.append((request, chunk))
@@ -152,10 +152,10 @@ class Ring:
     in_use: deque[tuple[int, int]] = field(default_factory=deque)
     over: set[int] = field(default_factory=set)
 
-    def leased_by(self, owner: str) -> int:
+    def reserved_by(self, owner: str) -> int:
         return 0
 
-    def lease(self, nbytes: int, owner: str = "") -> int | None:
+    def reserve(self, nbytes: int, owner: str = "") -> int | None:
         oldest = self.in_use[0][0] if self.in_use else None
         at = self.head
         if at + nbytes > self.nbytes:  # the rest of the lap is skipped
@@ -180,7 +180,7 @@ class Ring:
 def served_beside_a_long_lease(arena: Arena, steps: int) -> int:
     """Chunks of one slot that go through an arena in so many steps: each is in use for one, a first one for ever."""
     credits = Credits[str, int]()
-    assert arena.lease(SLOT) == 0
+    assert arena.reserve(SLOT) == 0
     done, held = 0, list[int]()
     for step in range(steps):
         for offset in held:
@@ -188,7 +188,7 @@ def served_beside_a_long_lease(arena: Arena, steps: int) -> int:
         held.clear()
         for chunk in range(8):
             credits.ask(f"request {step}", f"{step} {chunk}", chunk, SLOT)
-        while (granted := credits.lease(arena)) is not None:
+        while (granted := credits.reserve(arena)) is not None:
             held.append(granted[2])
         done += len(held)
     return done
@@ -207,9 +207,9 @@ def test_the_ring_of_the_comparison_is_an_honest_one():
     for arena in (Ring(8 * SLOT), Arena(8 * SLOT)):
         done = 0
         for _ in range(50):
-            held = [arena.lease(SLOT) for _ in range(8)]
+            held = [arena.reserve(SLOT) for _ in range(8)]
             assert None not in held
-            assert arena.lease(SLOT) is None
+            assert arena.reserve(SLOT) is None
             for offset in held:
                 assert offset is not None
                 arena.release(offset)
@@ -233,7 +233,11 @@ def test_a_source_has_no_more_than_what_it_leaves_free():
     credits.ask("other", "healthy", 1, SLOT)
     credits.ask("other", "healthy", 2, SLOT)
     assert drain(credits, arena) == [("other", 0), ("other", 1)]
-    assert (arena.leased_by("dying"), arena.leased_by("healthy"), arena.free_bytes) == (4 * SLOT, 2 * SLOT, 2 * SLOT)
+    assert (arena.reserved_by("dying"), arena.reserved_by("healthy"), arena.free_bytes) == (
+        4 * SLOT,
+        2 * SLOT,
+        2 * SLOT,
+    )
     arena.release(0)
     assert len(drain(credits, arena)) == 0, "each has what is left free"
     arena.release(SLOT)
@@ -254,7 +258,7 @@ def test_sources_that_die_one_after_the_other_each_leave_something():
 def test_many_sources_share_an_arena():
     credits, arena = sources_of(**{f"source {n}": 100 for n in range(7)}), Arena(64 * SLOT)
     drain(credits, arena)
-    assert {arena.leased_by(f"source {n}") for n in range(7)} == {8 * SLOT}
+    assert {arena.reserved_by(f"source {n}") for n in range(7)} == {8 * SLOT}
     assert arena.free_bytes == 8 * SLOT
 
 
@@ -269,43 +273,43 @@ def test_a_source_over_its_share_keeps_nobody_else_waiting():
     """Neither another of the same request, nor of another, however often it is passed."""
     credits, arena = sources_of(slow=100, quick=100), Arena(8 * SLOT)
     for _ in range(3):
-        assert arena.lease(SLOT, "slow") is not None
+        assert arena.reserve(SLOT, "slow") is not None
     for _ in range(4 * PATIENCE):
-        granted = credits.lease(arena)
+        granted = credits.reserve(arena)
         assert granted is not None
         arena.release(granted[2])
 
 
 def test_requests_that_may_wait_for_long_get_an_eighth_of_the_arena_and_each_source_a_part_of_that():
     eager, arena = EagerGrants(), Arena(64 * SLOT)
-    alone = [eager.lease(arena, "one", SLOT) for _ in range(8)]
+    alone = [eager.reserve(arena, "one", SLOT) for _ in range(8)]
     assert [offset is not None for offset in alone] == [True] * 4 + [False] * 4
-    others = [eager.lease(arena, f"other {number}", SLOT) for number in range(8)]
+    others = [eager.reserve(arena, f"other {number}", SLOT) for number in range(8)]
     assert [offset is not None for offset in others] == [True] * 4 + [False] * 4
     assert eager.nbytes == 8 * SLOT
     assert alone[0] is not None
     arena.release(alone[0])
     eager.freed(alone[0])
-    assert eager.lease(arena, "last", SLOT) is not None
+    assert eager.reserve(arena, "last", SLOT) is not None
     eager.freed(63 * SLOT)  # a region of another kind
     assert eager.nbytes == 8 * SLOT
 
 
 def test_a_region_larger_than_that_part_waits_to_be_asked_for():
     eager, arena = EagerGrants(), Arena(64 * SLOT)
-    assert eager.lease(arena, "one", 9 * SLOT) is None
-    assert eager.lease(arena, "one", 8 * SLOT) is not None
+    assert eager.reserve(arena, "one", 9 * SLOT) is None
+    assert eager.reserve(arena, "one", 8 * SLOT) is not None
 
 
 def test_no_region_of_a_slab_that_was_registered_anew_goes_out_with_a_want():
     """Nothing in a Want tells a source of new keys, as a grant does."""
     eager, arena = EagerGrants(), Arena(64 * SLOT, 32 * SLOT)
-    lost = arena.lease(SLOT, "lost")
+    lost = arena.reserve(SLOT, "lost")
     assert lost == 0
     arena.quarantine(lost)
-    assert eager.lease(arena, "one", SLOT) == SLOT
+    assert eager.reserve(arena, "one", SLOT) == SLOT
     arena.release(SLOT)
     eager.freed(SLOT)
     assert arena.renew(0) == [0]
-    assert eager.lease(arena, "one", SLOT) is None
-    assert (arena.leased_bytes, eager.nbytes) == (0, 0)
+    assert eager.reserve(arena, "one", SLOT) is None
+    assert (arena.reserved_bytes, eager.nbytes) == (0, 0)

@@ -9,14 +9,14 @@ from mover_fleets import CONFIG, HandClock, Pair
 from msgspec.structs import replace
 
 from kvmover.plan.cost import Route
-from kvmover.transfer.destination.machine import (
+from kvmover.transfer.destination.destination_machine import (
     Action,
     EndReceive,
     Event,
     Free,
-    Leased,
     ReadEnded,
     Receiving,
+    Reserved,
     Scatter,
     Scattered,
     Source,
@@ -57,8 +57,8 @@ def test_a_chunk_that_has_no_pages_here_cannot_have_been_sent(source: Source, ev
 
 
 def test_a_chunk_that_was_read_keeps_its_region_until_it_is_scattered_whatever_fails_meanwhile():
-    state, _ = run(receiving(Source(2, verb=Verb.PULL)), says_offered("a", ((0, 2),)), Leased("a", ((0, 512),)))
-    state, actions = run(state, Leased("a", ((1, 1024),)), says_staged("a", 0, 0), ReadEnded("a", 0))
+    state, _ = run(receiving(Source(2, verb=Verb.PULL)), says_offered("a", ((0, 2),)), Reserved("a", ((0, 512),)))
+    state, actions = run(state, Reserved("a", ((1, 1024),)), says_staged("a", 0, 0), ReadEnded("a", 0))
     assert Scatter("a", 0, 512) in actions
     state, actions = run(state, Cancel("enough"))
     assert [action for action in actions if isinstance(action, Free)] == [Free(1024)]

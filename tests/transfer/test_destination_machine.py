@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from msgspec.structs import replace
 
-from kvmover.transfer.destination.machine import (
+from kvmover.transfer.destination.destination_machine import (
     Action,
     Ask,
     EndReceive,
@@ -16,14 +16,14 @@ from kvmover.transfer.destination.machine import (
     Free,
     Greeted,
     Isolate,
-    Lease,
-    Leased,
     Mismatch,
     PeerDead,
     Read,
     ReadEnded,
     ReadSettled,
     Receiving,
+    Reserve,
+    Reserved,
     Scatter,
     Scattered,
     Send,
@@ -90,7 +90,7 @@ def test_what_is_offered_again_is_granted_again_until_it_is_here():
     """Its lease was over before it could be written."""
     state, _ = run(ONE, says_offered("a", ((0, 1),)))
     assert run(state, says_offered("a", ((0, 1),)))[1] == [], "no region is free yet"
-    state, _ = run(state, Leased("a", ((0, 512),)))
+    state, _ = run(state, Reserved("a", ((0, 512),)))
     assert run(state, says_offered("a", ((0, 1),))) == (state, [granted("a", 0, 512)])
     state, _ = run(state, says_chunk("a", 0))
     assert run(state, says_offered("a", ((0, 1),)))[1] == []
@@ -100,11 +100,11 @@ def test_what_is_offered_again_is_granted_again_until_it_is_here():
 
 
 def test_a_peer_that_is_dead_has_drained():
-    state, actions = run(TWO, Leased("a", ((0, 512),)), Leased("b", ((1, 1024),)), PeerDead("a", "a is dead"))
+    state, actions = run(TWO, Reserved("a", ((0, 512),)), Reserved("b", ((1, 1024),)), PeerDead("a", "a is dead"))
     assert actions == [*aborts("a is dead", "a", "b"), Free(512)]
     state, actions = run(state, says_drained("b"))
     assert actions == [Free(1024), EndReceive("a is dead")]
-    state, _ = run(TWO, Leased("a", ((0, 512),)), Cancel("enough"), says_drained("b"))
+    state, _ = run(TWO, Reserved("a", ((0, 512),)), Cancel("enough"), says_drained("b"))
     assert run(state, PeerDead("a", "a is dead"))[1] == [Free(512), EndReceive("enough")]
     state, _ = run(STRAIGHT, PeerDead("a", "a is dead"), PeerGone("b", "b is lost"))
     assert state.finished
@@ -119,7 +119,7 @@ def test_a_peer_that_dies_after_its_part_is_here_fails_nothing():
 def test_a_chunk_is_granted_scattered_freed_and_the_last_one_says_done():
     state, actions = start(ONE)
     assert actions == []
-    state, actions = run(state, Leased("a", ((0, 512),)))
+    state, actions = run(state, Reserved("a", ((0, 512),)))
     assert actions == [granted("a", 0, 512)]
     state, actions = run(state, says_chunk("a", 0))
     assert actions == [Scatter("a", 0, 512)]
@@ -139,7 +139,7 @@ def test_completion_is_a_set_and_a_chunk_told_of_twice_counts_once(state: Receiv
     for key, source in state.sources.items():
         for chunk in range(source.chunks):
             if not source.direct:
-                state, _ = run(state, Leased(key, ((chunk, 256 * chunk),)))
+                state, _ = run(state, Reserved(key, ((chunk, 256 * chunk),)))
     once, _first = run(state, says_chunk("b", 1))
     twice, second = run(once, says_chunk("b", 1), says_chunk("b", 1))
     assert twice == once
@@ -171,7 +171,7 @@ def test_every_failure_has_its_reason_and_reaches_all_sources(event: Event, reas
 
 
 def test_a_chunk_of_a_source_counts_for_that_source_only():
-    state, _actions = run(TWO, Leased("a", ((0, 0),)), says_chunk("b", 0))
+    state, _actions = run(TWO, Reserved("a", ((0, 0),)), says_chunk("b", 0))
     assert state.reason == "b sent chunk 0 without a grant"
 
 
@@ -194,7 +194,9 @@ def test_drained_before_any_failure_means_nothing():
 
 
 def test_a_region_is_kept_until_its_writer_has_drained():
-    state, _ = run(TWO, Leased("a", ((0, 0),)), Leased("b", ((0, 256),)), Leased("b", ((1, 512),)), Cancel("enough"))
+    state, _ = run(
+        TWO, Reserved("a", ((0, 0),)), Reserved("b", ((0, 256),)), Reserved("b", ((1, 512),)), Cancel("enough")
+    )
     state, actions = run(state, says_drained("b"))
     assert actions == [Free(256), Free(512)]
     state, actions = run(state, says_drained("a"))
@@ -202,29 +204,29 @@ def test_a_region_is_kept_until_its_writer_has_drained():
 
 
 def test_a_region_that_is_being_scattered_outlives_its_drained_writer():
-    state, _ = run(ONE, Leased("a", ((0, 0),)), says_chunk("a", 0), Cancel("enough"))
+    state, _ = run(ONE, Reserved("a", ((0, 0),)), says_chunk("a", 0), Cancel("enough"))
     state, actions = run(state, says_drained("a"))
     assert actions == []
     assert run(state, Scattered("a", 0))[1] == [Free(0), EndReceive("enough")]
 
 
 def test_regions_that_are_free_at_once_are_granted_in_one_message():
-    state, actions = run(TWO, says_offered("b", ((0, 2),)), Leased("b", ((0, 512), (1, 1024))))
+    state, actions = run(TWO, says_offered("b", ((0, 2),)), Reserved("b", ((0, 512), (1, 1024))))
     assert state.regions == {("b", 0): 512, ("b", 1): 1024}
     assert actions == [Send("b", wire.Granted("r", 7, (wire.Grant(0, 512), wire.Grant(1, 1024))))]
     failing, _ = run(TWO, Cancel("enough"))
-    assert step(failing, Leased("b", ((0, 512), (1, 1024))), 0.0) == (failing, [Free(512), Free(1024)])
+    assert step(failing, Reserved("b", ((0, 512), (1, 1024))), 0.0) == (failing, [Free(512), Free(1024)])
 
 
 def test_a_region_leased_after_a_failure_or_after_the_end_goes_straight_back():
     failing, _ = run(ONE, Cancel("enough"))
-    assert step(failing, Leased("a", ((0, 256),)), 0.0) == (failing, [Free(256)])
+    assert step(failing, Reserved("a", ((0, 256),)), 0.0) == (failing, [Free(256)])
     ended, _ = run(failing, says_drained("a"))
-    assert step(ended, Leased("a", ((0, 256),)), 0.0) == (ended, [Free(256)])
+    assert step(ended, Reserved("a", ((0, 256),)), 0.0) == (ended, [Free(256)])
 
 
 def test_a_lost_writer_keeps_its_region_in_quarantine():
-    _state, actions = run(ONE, Leased("a", ((0, 256),)), PeerGone("a", "a is lost"))
+    _state, actions = run(ONE, Reserved("a", ((0, 256),)), PeerGone("a", "a is lost"))
     assert actions == [Isolate("a", 256), EndReceive("a is lost")]
 
 
@@ -235,15 +237,21 @@ def test_a_lost_writer_of_pages_keeps_them_held():
 
 
 def test_a_source_that_has_sent_everything_may_go():
-    state, actions = run(TWO, Leased("a", ((0, 0),)), says_chunk("a", 0), PeerGone("a", "a is lost"))
+    state, actions = run(TWO, Reserved("a", ((0, 0),)), says_chunk("a", 0), PeerGone("a", "a is lost"))
     assert (state.reason, actions) == (None, [])
-    events = (Scattered("a", 0), Leased("b", ((0, 0),)), says_chunk("b", 0), Scattered("b", 0), Leased("b", ((1, 0),)))
+    events = (
+        Scattered("a", 0),
+        Reserved("b", ((0, 0),)),
+        says_chunk("b", 0),
+        Scattered("b", 0),
+        Reserved("b", ((1, 0),)),
+    )
     state, _ = run(state, *events, says_chunk("b", 1))
     assert run(state, Scattered("b", 1))[1][-1] == EndReceive(None)
 
 
 def test_the_deadline_fails_with_what_is_missing_and_from_whom():
-    state, _ = run(TWO, Leased("a", ((0, 0),)), says_chunk("a", 0), Scattered("a", 0))
+    state, _ = run(TWO, Reserved("a", ((0, 0),)), says_chunk("a", 0), Scattered("a", 0))
     state, actions = step(state, Tick(), DEADLINE - 0.1)
     assert (state.reason, actions) == (None, [Ask("b")])
     state, actions = step(state, Tick(), DEADLINE)
@@ -256,7 +264,7 @@ def test_the_deadline_fails_with_what_is_missing_and_from_whom():
 
 
 def test_draining_is_not_waited_for_longer_than_allowed():
-    state, _ = run(TWO, Leased("b", ((1, 512),)), Cancel("enough"), now=10.0)
+    state, _ = run(TWO, Reserved("b", ((1, 512),)), Cancel("enough"), now=10.0)
     state, _ = run(state, says_drained("a"), now=11.0)
     state, actions = step(state, Tick(), 10.0 + DRAIN_S)
     assert actions == [Isolate("b", 512), EndReceive("enough")]
@@ -267,17 +275,17 @@ def test_draining_is_not_waited_for_longer_than_allowed():
 
 def test_an_offer_asks_for_a_region_for_each_chunk_once():
     state, actions = run(TWO, says_offered("b", ((0, 2),)))
-    assert actions == [Lease("b", 0), Lease("b", 1)]
+    assert actions == [Reserve("b", 0), Reserve("b", 1)]
     assert run(state, says_offered("b", ((0, 2),))) == (state, [])
     assert run(state, says_offered("stranger", ((0, 1),))) == (state, [])
 
 
 def test_an_offer_may_come_in_pieces_that_overlap_earlier_ones():
     state, actions = run(receiving(a=Source(6)), says_offered("a", ((1, 3),)))
-    assert actions == [Lease("a", 1), Lease("a", 2)]
+    assert actions == [Reserve("a", 1), Reserve("a", 2)]
     state, actions = run(state, says_offered("a", ((0, 3), (5, 6))))
-    assert actions == [Lease("a", 0), Lease("a", 5)]
-    assert run(state, says_offered("a", ((0, 6),)))[1] == [Lease("a", 3), Lease("a", 4)]
+    assert actions == [Reserve("a", 0), Reserve("a", 5)]
+    assert run(state, says_offered("a", ((0, 6),)))[1] == [Reserve("a", 3), Reserve("a", 4)]
 
 
 def test_an_offer_of_an_attempt_that_failed_asks_for_nothing():
@@ -293,7 +301,7 @@ def test_an_offer_of_an_attempt_that_failed_asks_for_nothing():
         ((1, 0),),
         ((0, 2**63 - 1),),
         ((2**62, 2**62),),
-        ((0, 2), (1, 2)),  # a chunk twice would be leased twice
+        ((0, 2), (1, 2)),  # a chunk twice would be reserved twice
         ((1, 2), (0, 1)),
         ((0, 1),) * 100_000,
     ],
@@ -326,7 +334,7 @@ def test_no_number_of_a_chunk_is_taken_on_trust(how: Callable[[str, int], Event]
 # Digests
 
 
-DIGESTED = [Leased("a", ((0, 512),)), says_chunk("a", 0, 0, 77), Scattered("a", 0, 77)]
+DIGESTED = [Reserved("a", ((0, 512),)), says_chunk("a", 0, 0, 77), Scattered("a", 0, 77)]
 
 
 def test_a_chunk_with_its_source_s_digest_lands():
@@ -342,8 +350,8 @@ def test_a_direct_chunk_with_a_digest_lands_when_it_was_compared():
 @pytest.mark.parametrize("direct", [False, True], ids=["packed", "direct"])
 def test_a_chunk_that_does_not_match_is_asked_for_once_more_into_the_same_region(direct: bool):
     state, offset = receiving(a=Source(1, direct)), 0 if direct else 512
-    leased = [] if direct else [Leased("a", ((0, offset),))]
-    state, actions = run(state, *leased, says_chunk("a", 0, 0, 77), Scattered("a", 0, 78))
+    reserved = [] if direct else [Reserved("a", ((0, offset),))]
+    state, actions = run(state, *reserved, says_chunk("a", 0, 0, 77), Scattered("a", 0, 78))
     assert actions == [Mismatch("a", 0), granted("a", 0, offset, 1)]
     assert (state.arrived, state.landed) == (frozenset(), frozenset())
     assert run(state, says_chunk("a", 0, 0, 77)) == (state, [])  # of the first round, told of twice
@@ -354,7 +362,7 @@ def test_a_chunk_that_does_not_match_is_asked_for_once_more_into_the_same_region
 
 def test_a_chunk_that_does_not_match_twice_fails_the_attempt():
     state, _ = run(
-        ONE, Leased("a", ((0, 512),)), says_chunk("a", 0, 0, 77), Scattered("a", 0, 78), says_chunk("a", 0, 1, 77)
+        ONE, Reserved("a", ((0, 512),)), says_chunk("a", 0, 0, 77), Scattered("a", 0, 78), says_chunk("a", 0, 1, 77)
     )
     state, actions = run(state, Scattered("a", 0, 79))
     reason = "chunk 0 of a did not match its digest 2 times"
@@ -403,8 +411,8 @@ def taken(peer: str, chunk: int, round_: int = 0) -> Send:
 
 def test_a_staged_chunk_is_read_into_its_region_and_given_back_and_lands_when_it_was_kept():
     state, actions = run(PULL_ONE, says_offered("a", ((0, 1),)))
-    assert actions == [Lease("a", 0)]
-    state, actions = run(state, Leased("a", ((0, 512),)))
+    assert actions == [Reserve("a", 0)]
+    state, actions = run(state, Reserved("a", ((0, 512),)))
     assert actions == [granted("a", 0, 512)]
     state, actions = run(state, says_staged("a", 0, 4096))
     assert actions == [Read("a", 0, 4096, 512, 0)]
@@ -467,11 +475,11 @@ def test_a_source_that_was_read_and_did_not_keep_what_it_had_fails_the_request()
 
 
 def test_a_chunk_that_is_pushed_to_a_reader_or_the_other_way_round_fails_the_attempt():
-    state, _ = run(PULL_ONE, Leased("a", ((0, 512),)), says_staged("a", 0, 0))
+    state, _ = run(PULL_ONE, Reserved("a", ((0, 512),)), says_staged("a", 0, 0))
     state, actions = run(state, says_chunk("a", 0))
     assert state.reason == "a pushed chunk 0, which is to be read"
     assert Free(512) not in actions  # it is being read into
-    state, _ = run(ONE, Leased("a", ((0, 512),)), says_staged("a", 0, 0))
+    state, _ = run(ONE, Reserved("a", ((0, 512),)), says_staged("a", 0, 0))
     assert state.reason == "a wants chunk 0 to be read, which is pushed"
 
 
@@ -482,7 +490,7 @@ def test_what_is_staged_without_a_grant_is_not_read():
 
 def test_a_read_that_fails_quietly_gives_its_region_back_at_once():
     state, actions = run(
-        PULL_ONE, Leased("a", ((0, 512),)), says_staged("a", 0, 0), ReadEnded("a", 0, "remote refused")
+        PULL_ONE, Reserved("a", ((0, 512),)), says_staged("a", 0, 0), ReadEnded("a", 0, "remote refused")
     )
     assert state.finished
     assert actions == [Free(512), *aborts("remote refused", "a"), EndReceive("remote refused")]
@@ -490,18 +498,18 @@ def test_a_read_that_fails_quietly_gives_its_region_back_at_once():
 
 @pytest.mark.parametrize("state", [PULL_ONE, receiving(a=Source(1, True, Verb.PULL))], ids=["packed", "direct"])
 def test_a_read_that_fails_and_may_still_land_is_waited_for(state: Receiving):
-    leased = [] if state.sources["a"].direct else [Leased("a", ((0, 512),))]
-    state, actions = run(state, *leased, says_staged("a", 0, 0), ReadEnded("a", 0, "deadline", quiescent=False))
+    reserved = [] if state.sources["a"].direct else [Reserved("a", ((0, 512),))]
+    state, actions = run(state, *reserved, says_staged("a", 0, 0), ReadEnded("a", 0, "deadline", quiescent=False))
     assert actions == aborts("deadline", "a")
     assert not state.finished
     settled, actions = run(state, ReadSettled("a", 0))
-    assert actions == [*[Free(512) for _ in leased], EndReceive("deadline")]
+    assert actions == [*[Free(512) for _ in reserved], EndReceive("deadline")]
     assert step(settled, ReadSettled("a", 0), 0.0) == (settled, [])
 
 
 def test_a_read_that_never_ends_leaves_its_region_in_quarantine_or_its_pages_held():
     state, _ = run(
-        PULL_ONE, Leased("a", ((0, 512),)), says_staged("a", 0, 0), ReadEnded("a", 0, "late", quiescent=False)
+        PULL_ONE, Reserved("a", ((0, 512),)), says_staged("a", 0, 0), ReadEnded("a", 0, "late", quiescent=False)
     )
     assert step(state, Tick(), DRAIN_S)[1] == [Isolate("a", 512), EndReceive("late")]
     state, _ = run(READ, says_staged("b", 1, 0), ReadEnded("b", 1, "late", quiescent=False))
@@ -510,13 +518,13 @@ def test_a_read_that_never_ends_leaves_its_region_in_quarantine_or_its_pages_hel
 
 @pytest.mark.parametrize("reason", [None, "remote refused"], ids=["well", "badly"])
 def test_a_read_that_ends_after_the_attempt_failed_gives_its_region_back_and_lands_nothing(reason: str | None):
-    state, actions = run(PULL_ONE, Leased("a", ((0, 512),)), says_staged("a", 0, 0), Cancel("enough"))
+    state, actions = run(PULL_ONE, Reserved("a", ((0, 512),)), says_staged("a", 0, 0), Cancel("enough"))
     assert actions == aborts("enough", "a")
     assert run(state, ReadEnded("a", 0, reason))[1] == [Free(512), EndReceive("enough")]
 
 
 def test_a_read_chunk_that_does_not_match_is_staged_and_read_once_more():
-    state, _ = run(PULL_ONE, Leased("a", ((0, 512),)), says_staged("a", 0, 4096, 0, 77), ReadEnded("a", 0))
+    state, _ = run(PULL_ONE, Reserved("a", ((0, 512),)), says_staged("a", 0, 4096, 0, 77), ReadEnded("a", 0))
     state, actions = run(state, Scattered("a", 0, 78))
     assert actions == [Mismatch("a", 0), granted("a", 0, 512, 1)]
     assert run(state, says_staged("a", 0, 4096, 0, 77)) == (state, [])
@@ -531,7 +539,7 @@ def test_a_read_chunk_that_does_not_match_is_staged_and_read_once_more():
 
 
 def test_what_is_not_answered_is_said_again_and_not_sooner():
-    state, _ = run(TWO, says_offered("b", ((0, 1),)), Leased("b", ((0, 512),)), now=10.0)
+    state, _ = run(TWO, says_offered("b", ((0, 1),)), Reserved("b", ((0, 512),)), now=10.0)
     state = replace(state, begun=10.0, look_at=11.0)
     assert step(state, Tick(), 10.9) == (state, [])
     state, actions = step(state, Tick(), 11.0)
@@ -573,7 +581,7 @@ def test_a_source_that_has_noted_our_want_is_asked_when_it_may_have_forgotten():
 
 def test_a_source_that_noted_our_want_still_owes_what_it_has_offered_since():
     state, _ = run(TWO, says_noted("b", 20_000), now=0.5)
-    state, _ = run(state, says_offered("b", ((0, 1),)), Leased("b", ((0, 512),)), now=3.0)
+    state, _ = run(state, says_offered("b", ((0, 1),)), Reserved("b", ((0, 512),)), now=3.0)
     assert due(state) <= 4.0
     assert (4.0, [granted("b", 0, 512)]) in times_asked(state, 4.5)  # not the Want: it says by itself what comes after
 
@@ -588,19 +596,19 @@ def test_a_source_that_says_hello_may_have_forgotten_and_is_asked_again():
 
 def test_a_payload_is_asked_for_once_all_else_is_here_though_the_source_noted_the_want():
     """Nothing else tells the source that it was lost."""
-    state, _ = run(receiving(a=Source(1, aux=True)), says_noted("a", 20_000), Leased("a", ((0, 512),)), now=0.5)
+    state, _ = run(receiving(a=Source(1, aux=True)), says_noted("a", 20_000), Reserved("a", ((0, 512),)), now=0.5)
     assert times_asked(state, 10.0) == []
     state, _ = run(state, says_chunk("a", 0), Scattered("a", 0), now=0.5)
     assert times_asked(state, 2.0) == [(1.5, [Ask("a")])]
 
 
 def test_a_source_that_has_given_everything_is_left_alone():
-    state, _ = run(TWO, Leased("a", ((0, 0),)), says_chunk("a", 0), Scattered("a", 0))
+    state, _ = run(TWO, Reserved("a", ((0, 0),)), says_chunk("a", 0), Scattered("a", 0))
     assert step(state, Tick(), RESEND_S)[1] == [Ask("b")]
 
 
 def test_only_what_is_new_puts_the_next_question_off():
-    state, _ = run(TWO, says_offered("b", ((0, 2),)), Leased("b", ((0, 0),)), now=0.5)
+    state, _ = run(TWO, says_offered("b", ((0, 2),)), Reserved("b", ((0, 0),)), now=0.5)
     for tenths in range(6, 16):
         state, actions = run(
             state, says_offered("b", ((0, 2),)), says_drained("b"), says_chunk("b", 7, -1), now=tenths / 10
@@ -631,7 +639,7 @@ def test_an_abort_is_said_again_to_those_that_have_not_drained():
 
 def test_a_copy_of_our_own_is_waited_for_however_long_it_takes():
     """It writes the pages until it ends: nobody else can say when."""
-    state, _ = run(ONE, Leased("a", ((0, 512),)), says_chunk("a", 0), Cancel("enough"))
+    state, _ = run(ONE, Reserved("a", ((0, 512),)), says_chunk("a", 0), Cancel("enough"))
     assert step(state, Tick(), DRAIN_S)[1] == []
     state, actions = run(state, Scattered("a", 0), now=DRAIN_S)
     assert actions == [Free(512)]

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvmover.transfer.destination.machine import (
+from kvmover.transfer.destination.destination_machine import (
     MAX_ROUNDS,
     Action,
     Ask,
@@ -17,13 +17,13 @@ from kvmover.transfer.destination.machine import (
     Free,
     Greeted,
     Isolate,
-    Lease,
-    Leased,
     Mismatch,
     Read,
     ReadEnded,
     ReadSettled,
     Receiving,
+    Reserve,
+    Reserved,
     Scatter,
     Scattered,
     Send,
@@ -107,13 +107,13 @@ class AnyOrder(RuleBasedStateMachine):
         self.state, actions = step(before, event, self.now)
         if before.finished:
             assert self.state == before
-            assert actions == ([Free(offset) for _, offset in event.regions] if isinstance(event, Leased) else [])
+            assert actions == ([Free(offset) for _, offset in event.regions] if isinstance(event, Reserved) else [])
         self.check(event, actions)
 
     def check(self, event: Event | None, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Lease(peer, chunk):
+                case Reserve(peer, chunk):
                     assert self.state.reason is None
                     assert (peer, chunk) not in self.leased_once
                     self.leased_once.add((peer, chunk))
@@ -133,7 +133,7 @@ class AnyOrder(RuleBasedStateMachine):
                     self.copying[peer, chunk] = offset
                 case Free(offset):
                     key = self.out.pop(offset)
-                    refused = isinstance(event, Leased) and offset in dict(event.regions).values()
+                    refused = isinstance(event, Reserved) and offset in dict(event.regions).values()
                     assert refused or self.may_free(key), f"{key} was freed by {event}"
                 case Isolate(peer, offset):
                     key = self.out.pop(offset)
@@ -185,13 +185,13 @@ class AnyOrder(RuleBasedStateMachine):
         if finish.reason is None:
             assert self.everything_is_here()
             assert self.verb is Verb.PUSH or self.kept >= {peer for peer in self.state.sources if self.keys(peer)}
-            assert not finish.held
+            assert not finish.quarantined
             assert not self.told
             return
         direct = {peer for peer, source in self.state.sources.items() if source.direct}
         reading = {peer for peer, _ in self.reading | self.quarantine}
         writing = set(self.state.sources) - self.drained if self.verb is Verb.PUSH else set[str]()
-        assert finish.held == direct & (reading | writing)
+        assert finish.quarantined == direct & (reading | writing)
         assert self.told | self.state.gone == set(self.state.sources)
 
     @rule(peer=anybody, ready=st.lists(st.tuples(some_chunk, some_chunk), max_size=2))
@@ -213,12 +213,12 @@ class AnyOrder(RuleBasedStateMachine):
 
     @precondition(lambda self: self.leasing)
     @rule(data=st.data())
-    def lease(self, data: st.DataObject) -> None:
+    def reserve(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(self.leasing))
         self.leasing.remove(key)
         self.offsets += 256
         self.out[self.offsets] = key
-        self.feed(Leased(key[0], ((key[1], self.offsets),)))
+        self.feed(Reserved(key[0], ((key[1], self.offsets),)))
 
     @precondition(lambda self: self.grants)
     @rule(data=st.data(), late=st.booleans())

@@ -11,7 +11,7 @@ from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
 from kvmover.transfer import tombstones
 from kvmover.transfer.protocol import wire
-from kvmover.transfer.source.driver import MAX_MESSAGES, EarlyWants
+from kvmover.transfer.source.source_driver import MAX_MESSAGES, EarlyWants
 
 
 def peer(name: str = "decode0.1") -> Any:

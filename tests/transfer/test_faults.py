@@ -91,7 +91,7 @@ def test_who_moves_the_bytes_is_killed_mid_chunk_and_restarts_under_the_same_nam
         (ending,) = crowd.ended(doomed, survivor, CONFIG.deadline_s)
         assert ending.cause == "peer_lost"
         assert name in (ending.reason or "")
-        assert ending.held == (verb is Verb.PUSH), "its writes may be under way; nobody reads for a dead process"
+        assert ending.quarantined == (verb is Verb.PUSH), "its writes may be under way; nobody reads for a dead process"
         if verb is Verb.PUSH:
             there = crowd[survivor]
             crowd.until(lambda there=there: "limbo" not in there.ask("left"), 20, "its lease is over")
@@ -141,7 +141,7 @@ def test_a_destination_is_killed_and_the_source_has_its_pages_back_long_before_t
         source.tell("send", doomed)
     (ending,) = crowd.ended(doomed, "prefill-patient", 20)
     assert ending.cause == "peer_lost"
-    assert not ending.held
+    assert not ending.quarantined
     crowd.until(lambda: source.ask("left")["pages"] == kept, 20, "pages come back")
     crowd.replace(seat("decode-doomed"), ["prefill-patient"])
     crowd["decode-doomed"].tell("receive", unasked, "prefill-patient")
@@ -179,7 +179,7 @@ def test_a_source_that_dies_with_all_that_it_may_have_starves_nobody(crowd: Crow
     source.ask("trap", "write", 1, 0, source.pid, number)
     crowd.move(large, "doomed", "decode")
     source.await_stop() if number is signal.SIGSTOP else source.await_death()
-    assert target.ask("left").get("leased", 0) <= arena_bytes // 2  # 0 where its death is known by now
+    assert target.ask("left").get("reserved", 0) <= arena_bytes // 2  # 0 where its death is known by now
     crowd.landed(job(), "spare", "decode")
     (ending,) = crowd.ended(large, "decode")
     assert ending.cause in ("peer_lost", "deadline")
@@ -198,8 +198,8 @@ def test_who_knows_that_a_process_is_dead_waits_for_nothing(crowd: Crowd) -> Non
     crowd.move(doomed, "doomed", "decode-lasting")
     assert source.await_death() == -signal.SIGKILL
     (ending,) = crowd.ended(doomed, "decode-lasting")
-    assert ending.held
-    assert target.ask("left")["held"] == 1
+    assert ending.quarantined
+    assert target.ask("left")["in quarantine"] == 1
     target.ask("forget", "doomed", 0)
     crowd.until(lambda: not target.ask("left"), 20, "its pages are back")
     crowd.replace(seat("doomed"), ["decode"])
@@ -215,7 +215,7 @@ def test_a_reader_that_was_stopped_takes_nothing_of_what_was_reused_meanwhile(cr
         reader.await_stop()
         (ending,) = crowd.ended(late, "prefill")
         assert ending.cause in ("peer_lost", "deadline")
-        assert not ending.held
+        assert not ending.quarantined
         crowd.landed(job(Verb.PULL), "prefill", "spare")
         _rest(crowd["prefill"])
         assert "pages" not in crowd["prefill"].ask("left")
@@ -236,11 +236,11 @@ def test_what_a_stopped_process_was_sent_stays_untouched_until_the_wire_lets_go(
         target.await_stop()
         (ending,) = crowd.ended(stuck, "prefill-tcp")
         assert ending.cause in ("peer_lost", "deadline", "transport")
-        assert ending.held
+        assert ending.quarantined
         left = source.ask("left")
         assert left["operations"] >= 1
         assert left["pages"] > 0
-        assert (route is Route.DIRECT) or left["leased"] > 0
+        assert (route is Route.DIRECT) or left["reserved"] > 0
         target.wake()
         crowd.ended(stuck, "decode-tcp")  # one that has all its bytes may say so
         crowd.assert_nothing_is_left()
@@ -277,6 +277,6 @@ def test_a_mover_that_closes_under_a_write_may_free_its_memory_and_its_process_l
 def _rest(rank: RankProcess) -> None:
     """Wait until a rank has given back the pages of all that ended but what is held."""
     deadline = time.monotonic() + 10
-    while (left := rank.ask("left")).get("open jobs", 0) > left.get("held", 0):
+    while (left := rank.ask("left")).get("open jobs", 0) > left.get("in quarantine", 0):
         assert time.monotonic() < deadline, left
         time.sleep(0.02)

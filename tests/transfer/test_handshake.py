@@ -15,8 +15,11 @@ from hypothesis import strategies as st
 from kvmover.errors import LayoutError, OtherWeights, PeerRefused, RefusedFor
 from kvmover.layout import Component, CpOrder, Fleet, Layout, PoolSpec
 from kvmover.transfer.protocol import handshake
-from kvmover.transfer.protocol.handshake import Card, Model, Place, Rank, read_card, write_card
+from kvmover.transfer.protocol.handshake import Card, Model, Place, Rank, agreed_version, read_card, write_card
+from kvmover.transfer.protocol.wire import Dialect
 from kvmover.transport import Memory, MemoryKind
+
+Versions = tuple[int, int]
 
 ATTENTION = Component("attention", 4, 2, 8, 64, "bfloat16")
 KEYS = Component("index", 4, 1, 1, 16, "uint8")
@@ -36,6 +39,10 @@ def rank_of(model: Model = MODEL, fleet: Fleet | None = None, rank: int = 0, ord
 
 
 RANK = rank_of()
+
+
+def card_with(body: bytes) -> bytes:
+    return msgspec.msgpack.encode(Card((1, 1), MODEL.fields(), MODEL.text(), body))
 
 
 def test_a_fleet_with_pages_of_its_own_is_read_and_its_pools_must_have_them():
@@ -61,7 +68,7 @@ def test_pages_that_no_pool_has_are_refused_when_the_card_is_read(pages: list[li
     body = msgspec.msgpack.decode(msgspec.msgpack.encode(RANK))
     body["place"]["fleet"]["pages"] = pages
     with pytest.raises(PeerRefused, match=message):
-        read_card(MODEL, msgspec.msgpack.encode(Card(MODEL.digest(), MODEL.text(), msgspec.msgpack.encode(body))))
+        read_card(MODEL, card_with(msgspec.msgpack.encode(body)))
 
 
 @pytest.mark.parametrize("rank", [RANK, rank_of(fleet=Fleet(tp=3, cp=2, cp_order=CpOrder.TOKEN), rank=5, order="HND")])
@@ -92,21 +99,45 @@ def test_what_was_written_is_read(rank: Rank):
     ids=lambda model: model.text(),
 )
 def test_another_model_is_refused_with_both_sides_values(other: Model):
-    assert other.digest() != MODEL.digest()
+    assert other.fields() != MODEL.fields()
     with pytest.raises(PeerRefused) as refused:
         read_card(MODEL, write_card(other, rank_of(other)))
     assert other.text() in str(refused.value)
     assert MODEL.text() in str(refused.value)
 
 
-def test_another_protocol_version_is_refused(monkeypatch: pytest.MonkeyPatch):
-    ours = MODEL.digest()
-    monkeypatch.setattr(handshake, "VERSION", handshake.VERSION + 1)
-    theirs = write_card(MODEL, RANK)
-    assert MODEL.digest() != ours
-    monkeypatch.undo()
-    with pytest.raises(PeerRefused, match=f"protocol {handshake.VERSION + 1}.*protocol {handshake.VERSION}"):
-        read_card(MODEL, theirs)
+@pytest.mark.parametrize(
+    ("own", "theirs", "version"),
+    [((1, 1), (1, 1), 1), ((1, 2), (1, 1), 1), ((1, 1), (1, 9), 1), ((2, 5), (4, 9), 5), ((4, 9), (1, 4), 4)],
+)
+def test_two_sides_speak_the_highest_version_of_both(own: Versions, theirs: Versions, version: int):
+    card = write_card(MODEL, RANK, Dialect(theirs))
+    assert read_card(MODEL, card, Dialect(own)) == RANK
+    assert agreed_version(card, Dialect(own)) == version
+
+
+@pytest.mark.parametrize(("own", "theirs"), [((2, 2), (1, 1)), ((1, 3), (4, 5)), ((1, 1), (7, 2))])
+def test_sides_without_a_common_version_refuse_each_other_with_both_ranges(own: Versions, theirs: Versions):
+    words = f"peer speaks protocol versions {theirs[0]} to {theirs[1]}; this side speaks {own[0]} to {own[1]}"
+    with pytest.raises(PeerRefused, match=words):
+        read_card(MODEL, write_card(MODEL, RANK, Dialect(theirs)), Dialect(own))
+
+
+def test_a_refusal_names_the_fields_that_differ():
+    other = Model("toy", (replace(ATTENTION, heads=4, window=9), replace(KEYS, dim=17)))
+    with pytest.raises(PeerRefused, match=r"they differ in attention\.heads, index\.dim, attention\.window$"):
+        read_card(MODEL, write_card(other, rank_of(other)))
+
+
+def test_a_field_that_a_later_release_adds_is_of_no_account_at_its_default_and_named_otherwise():
+    card = msgspec.msgpack.decode(write_card(MODEL, RANK))
+    assert not {"attention.window", "attention.states", "attention.row_tokens"} & card["fields"].keys()
+    body = msgspec.msgpack.decode(card["body"])
+    body["pools"][0]["component"]["of_a_later_release"] = 3
+    assert read_card(MODEL, msgspec.msgpack.encode(card | {"body": msgspec.msgpack.encode(body), "more": 1})) == RANK
+    card["fields"]["attention.sinks"] = "4"
+    with pytest.raises(PeerRefused, match=r"they differ in attention\.sinks$"):
+        read_card(MODEL, msgspec.msgpack.encode(card))
 
 
 @pytest.mark.parametrize(
@@ -128,17 +159,15 @@ def test_another_shape_of_the_same_model_is_welcome(fleet: Fleet, order: str):
 @given(st.binary(max_size=100))
 def test_the_body_of_a_stranger_is_not_read(body: bytes):
     stranger = Model("stranger", (Component.mla(1, 8, "uint8"),))
-    card = msgspec.msgpack.encode(Card(stranger.digest(), stranger.text(), body))
-    with pytest.raises(
-        PeerRefused, match=r"peer holds stranger \(mla 1x1x1x8 uint8\), protocol 5; this side holds toy"
-    ):
+    card = msgspec.msgpack.encode(Card((1, 1), stranger.fields(), stranger.text(), body))
+    with pytest.raises(PeerRefused, match=r"peer holds stranger \(mla 1x1x1x8 uint8\); this side holds toy"):
         read_card(MODEL, card)
 
 
 @given(st.binary(max_size=300))
 def test_a_body_of_random_bytes_is_refused(body: bytes):
     with pytest.raises(PeerRefused):
-        read_card(MODEL, msgspec.msgpack.encode(Card(MODEL.digest(), MODEL.text(), body)))
+        read_card(MODEL, card_with(body))
 
 
 @given(st.binary(max_size=300))
@@ -167,7 +196,7 @@ def test_a_card_made_to_hurt_is_refused(card: bytes):
 def test_a_body_made_to_hurt_is_refused():
     for body in (b"\x81\xa1x" + b"\x91" * 100_000, b"\xdd\xff\xff\xff\xff"):
         with pytest.raises(PeerRefused):
-            read_card(MODEL, msgspec.msgpack.encode(Card(MODEL.digest(), MODEL.text(), body)))
+            read_card(MODEL, card_with(body))
 
 
 def test_an_oversized_card_is_refused_unread():
@@ -253,14 +282,13 @@ def _layout(**fields: object) -> dict[str, object]:
 def test_a_pool_that_cannot_be_is_refused(layout: dict[str, object]):
     body = msgspec.to_builtins(RANK)
     body["pools"][0]["layout"] = layout
-    card = Card(MODEL.digest(), MODEL.text(), msgspec.msgpack.encode(body))
     with pytest.raises(PeerRefused):
-        read_card(MODEL, msgspec.msgpack.encode(card))
+        read_card(MODEL, card_with(msgspec.msgpack.encode(body)))
 
 
 def test_equal_weights_meet_whatever_they_are_called() -> None:
     here, there = (Model(name, MODEL.components, weights="7" * 64) for name in ("/models/here", "/models/there"))
-    assert here.digest() == there.digest()
+    assert here.fields() == there.fields()
     assert read_card(here, write_card(there, rank_of(there))).place == rank_of(there).place
 
 
@@ -275,7 +303,7 @@ def test_other_weights_are_refused_with_both_digests_whatever_they_are_called(na
 
 
 def test_a_name_is_not_taken_for_weights() -> None:
-    assert Model("llama", MODEL.components).digest() != Model("", MODEL.components, "llama").digest()
+    assert Model("llama", MODEL.components).fields() != Model("", MODEL.components, "llama").fields()
     with pytest.raises(LayoutError, match="a model is named by text, got 7"):
         Model("llama", MODEL.components, cast(Any, 7))
     with pytest.raises(LayoutError, match="weights of 1025 characters; at most 1024"):

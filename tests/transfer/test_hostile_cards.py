@@ -26,7 +26,7 @@ def card_of(mover: Mover, **changes: Any) -> bytes:
     envelope = msgspec.msgpack.decode(mover._connections.card, type=Card)
     rank = msgspec.msgpack.decode(envelope.body, type=Rank)
     body = msgspec.msgpack.encode(msgspec.structs.replace(rank, **changes))
-    return msgspec.msgpack.encode(Card(envelope.digest, envelope.model, body))
+    return msgspec.msgpack.encode(Card(envelope.speaks, envelope.fields, envelope.model, body))
 
 
 def stranger(pair: Pair) -> Mover:

@@ -72,7 +72,9 @@ def odd_card(mover: Mover, dice: random.Random) -> bytes:
         body = msgspec.structs.replace(body, **{dice.choice(["arena", "staging", "sandbox"]): memory})
     encoded = msgspec.msgpack.encode(body)
     return msgspec.msgpack.encode(
-        Card(envelope.digest, envelope.model, damaged(encoded, dice) if dice.random() < 0.5 else encoded)
+        Card(
+            envelope.speaks, envelope.fields, envelope.model, damaged(encoded, dice) if dice.random() < 0.5 else encoded
+        )
     )
 
 

@@ -37,7 +37,7 @@ def card_of(mover: Mover, **changes: Any) -> bytes:
     envelope = msgspec.msgpack.decode(mover._connections.card, type=Card)
     rank = msgspec.msgpack.decode(envelope.body, type=Rank)
     body = msgspec.msgpack.encode(msgspec.structs.replace(rank, **changes))
-    return msgspec.msgpack.encode(Card(envelope.digest, envelope.model, body))
+    return msgspec.msgpack.encode(Card(envelope.speaks, envelope.fields, envelope.model, body))
 
 
 def host(address: int, nbytes: int, device: int = 0) -> Memory:
@@ -91,7 +91,10 @@ def test_a_fleet_of_more_ranks_than_there_are_is_refused(tp: int, pp: int, rank:
     body["place"] = {**body["place"], "fleet": fleet, "rank": rank}
     with pytest.raises(PeerRefused, match="at most 65536"):
         read_card(
-            mover._model, msgspec.msgpack.encode(Card(envelope.digest, envelope.model, msgspec.msgpack.encode(body)))
+            mover._model,
+            msgspec.msgpack.encode(
+                Card(envelope.speaks, envelope.fields, envelope.model, msgspec.msgpack.encode(body))
+            ),
         )
 
 
@@ -333,13 +336,13 @@ def plant(pair: Pair, what: str, patch: pytest.MonkeyPatch) -> None:
             name = "_packed" if source.config.route is Route.PACKED else "_direct"
             patch.setattr(type(source._writes), name, fails_once(getattr(type(source._writes), name)))
         case "source's step":
-            from kvmover.transfer.source import machine
+            from kvmover.transfer.source import source_machine
 
-            patch.setattr(machine, "_heard", fails_once(machine._heard))
+            patch.setattr(source_machine, "_heard", fails_once(source_machine._heard))
         case "destination's step":
-            from kvmover.transfer.destination import machine
+            from kvmover.transfer.destination import destination_machine
 
-            patch.setattr(machine, "_told", fails_once(machine._told))
+            patch.setattr(destination_machine, "_told", fails_once(destination_machine._told))
         case "read":
             name = "packed" if target.config.route is Route.PACKED else "direct"
             patch.setattr(type(target._reads), name, fails_once(getattr(type(target._reads), name)))
@@ -386,7 +389,7 @@ def test_an_exception_inside_one_attempt_fails_that_attempt_and_leaves_nothing_b
     assert "Planted: of nobody's making" in str(landed.result.reason or sent.result.reason)
     assert sum(mover.meter.counts[Count.FAULTS] for mover in pair.bench.movers) == 1
     assert "Traceback" in caplog.text
-    assert (sent.held, landed.held) == (False, False)
+    assert (sent.quarantined, landed.quarantined) == (False, False)
     pair.bench.assert_nothing_is_left()
     again = Pair.request(pair.bench, pair.src, pair.dst, 100)
     transfers = [*again.send("afterwards"), *again.receive("afterwards")]

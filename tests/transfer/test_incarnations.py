@@ -125,7 +125,8 @@ def test_nobody_has_two_seats():
         envelope = msgspec.msgpack.decode(stranger._connections.card, type=Card)
         rank = msgspec.msgpack.decode(envelope.body, type=Rank)
         rank = msgspec.structs.replace(rank, place=msgspec.structs.replace(rank.place, engine=engine))
-        say(pair, stranger, msgspec.msgpack.encode(Card(envelope.digest, envelope.model, msgspec.msgpack.encode(rank))))
+        body = msgspec.msgpack.encode(rank)
+        say(pair, stranger, msgspec.msgpack.encode(msgspec.structs.replace(envelope, body=body)))
     assert target.meter.refused.total() == 1
     assert seated(target) == name(pair.src.movers[0])
     network.cut(name(stranger))

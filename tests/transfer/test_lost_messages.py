@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from protocol_joined import PATIENCE, Fate, Joined, on_time
 
-from kvmover.transfer.destination.machine import Source
+from kvmover.transfer.destination.destination_machine import Source
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.wire import Verb
-from kvmover.transfer.source import machine as sending
+from kvmover.transfer.source import source_machine as sending
 from tests.proofs import searched
 
 #: Three sources of unequal size, one with a payload and no chunk.
@@ -52,10 +52,10 @@ def assert_landed(joined: Joined) -> None:
 def assert_clean(joined: Joined) -> None:
     """Everybody has ended, and every region and every staged chunk is back."""
     assert not joined.lost
-    assert (joined.leased, joined.arena.leased_bytes) == ({}, 0)
+    assert (joined.reserved, joined.arena.reserved_bytes) == ({}, 0)
     for end in joined.ends.values():
         assert not end.staging
-        assert end.finish is None or not end.finish.held
+        assert end.finish is None or not end.finish.quarantined
 
 
 @ways
@@ -109,7 +109,7 @@ def test_any_one_message_may_be_lost_of_an_attempt_that_fails(sources: dict[str,
     for number in range(len(failing(on_time).log)):
         joined = failing(losing(number))
         assert joined.finish is not None, f"without message {number}, {joined.log[number]}"
-        assert not joined.finish.held
+        assert not joined.finish.quarantined
         landed = who == "a" and joined.finish.reason is None  # before it heard that a source had failed
         assert joined.whole() if landed else joined.finish.reason == "enough"
         told = {end.finish.reason for end in joined.ends.values() if end.finish}

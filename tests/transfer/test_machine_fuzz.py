@@ -10,22 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmover.errors import ProtocolError
-from kvmover.transfer.destination import machine as receiving
-from kvmover.transfer.destination.machine import (
+from kvmover.transfer.destination import destination_machine as receiving
+from kvmover.transfer.destination.destination_machine import (
     Allocated,
     EndReceive,
     Free,
     Greeted,
     Heard,
     Isolate,
-    Lease,
-    Leased,
     OwnFault,
     PeerDead,
     Read,
     ReadEnded,
     ReadSettled,
     Receiving,
+    Reserve,
+    Reserved,
     Scatter,
     Scattered,
     Source,
@@ -33,8 +33,8 @@ from kvmover.transfer.destination.machine import (
 from kvmover.transfer.events import Cancel, Patience, PeerGone, Tick
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.wire import Verb
-from kvmover.transfer.source import machine as sending
-from kvmover.transfer.source.machine import (
+from kvmover.transfer.source import source_machine as sending
+from kvmover.transfer.source.source_machine import (
     Attached,
     EndSend,
     Gathered,
@@ -177,8 +177,8 @@ class DestinationScene:
                 self.state,
                 unnamed=frozenset((peer, chunk) for peer, source in sources.items() for chunk in range(source.chunks)),
             )
-        self.leases, self.reads, self.copies = list[Lease](), list[Read](), list[Scatter]()
-        self.unsettled, self.leased = list[Read](), set[int]()
+        self.reserves, self.reads, self.copies = list[Reserve](), list[Read](), list[Scatter]()
+        self.unsettled, self.reserved = list[Read](), set[int]()
         self.next, self.now, self.ends = 0, 0.0, 0
         self.after(*receiving.start(self.state))
 
@@ -189,15 +189,15 @@ class DestinationScene:
         self.state = state
         for action in actions:
             match action:
-                case Lease():
-                    self.leases.append(action)
+                case Reserve():
+                    self.reserves.append(action)
                 case Read():
                     self.reads.append(action)
                 case Scatter():
                     self.copies.append(action)
                 case Free(offset) | Isolate(_, offset):
-                    assert offset in self.leased, "a region is given back that is not leased"
-                    self.leased.discard(offset)
+                    assert offset in self.reserved, "a region is given back that is not reserved"
+                    self.reserved.discard(offset)
                 case EndReceive():
                     self.ends += 1
                 case _:
@@ -214,11 +214,11 @@ class DestinationScene:
     def acts(self) -> list[tuple[Callable[[], Any], bool]]:
         dice = self.dice
 
-        def lease() -> Any:
-            asked, offset = self.leases.pop(0), self.next
+        def reserve() -> Any:
+            asked, offset = self.reserves.pop(0), self.next
             self.next += SPAN
-            self.leased.add(offset)
-            return Leased(asked.peer, ((asked.chunk, offset),))
+            self.reserved.add(offset)
+            return Reserved(asked.peer, ((asked.chunk, offset),))
 
         def read() -> Any:
             ended = self.reads.pop(0)
@@ -237,7 +237,7 @@ class DestinationScene:
             return Scattered(ended.peer, ended.chunk, dice.choice([None, 7, 7]))
 
         return [
-            (lease, bool(self.leases)),
+            (reserve, bool(self.reserves)),
             (read, bool(self.reads)),
             (settle, bool(self.unsettled)),
             (copy, bool(self.copies)),
@@ -268,10 +268,10 @@ def test_a_destination_that_hears_anything_keeps_what_must_hold_and_leaks_no_reg
         scene.now += scene.dice.choice([0.0, 0.1, 1.0])
         scene.step(scene.event())
     scene.step(Cancel("over"))
-    while scene.leases or scene.reads or scene.copies or scene.unsettled:
+    while scene.reserves or scene.reads or scene.copies or scene.unsettled:
         scene.step(scene.own())
     for peer in "ab":
         scene.step(Heard(peer, wire.Drained("r", 1)))
     assert scene.state.finished
     assert scene.ends == 1
-    assert not scene.leased, "regions are nobody's and not free"
+    assert not scene.reserved, "regions are nobody's and not free"

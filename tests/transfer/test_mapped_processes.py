@@ -78,15 +78,15 @@ def test_pages_that_a_stopped_source_may_copy_into_wait_for_its_end_and_for_no_c
     over = time.monotonic() + 4 * (config.lease_s + config.linger_s)
     while time.monotonic() < over:
         here.poll()
-    assert here.held("doomed")
+    assert here.quarantined("doomed")
     getattr(victim, end)()
     until = time.monotonic() + DEADLINE_S
-    while here.held("doomed"):
+    while here.quarantined("doomed"):
         assert time.monotonic() < until, "the pages never come back"
         here.poll()
     reused = here.fill(8, DST_PAGES, TOKENS)
     if end == "resume":
-        victim.ask("held", "doomed")
+        victim.ask("quarantined", "doomed")
     for _ in range(100):
         here.poll()
     assert here.digest(DST_PAGES, TOKENS) == reused

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvmover.cache.ledger import Ledger
-from kvmover.cache.ledger.export import LedgerCollector
+from kvmover.cache.ledger.ledger_collector import LedgerCollector
 from kvmover.exposition import OPERATION_BOUNDS_S, DurationHistogram
 from kvmover.layout import Fleet
 from kvmover.observe.metrics import METRICS, Metered, MoverCollector
@@ -112,8 +112,8 @@ def test_gauges_show_what_is_under_way_and_what_is_quarantined():
     transfers = [*pair.send(), *pair.receive()]
     pair.bench.settle(lambda: source.snapshot().gauges[Gauge.WRITES_UNDER_WAY] == 25)
     found = scrape([source, target])
-    assert at(found, "kvmover_outgoing_leased_bytes") == 25 * 4096
-    assert at(found, "kvmover_incoming_leased_bytes", "decode") == 25 * 4096
+    assert at(found, "kvmover_outgoing_reserved_bytes") == 25 * 4096
+    assert at(found, "kvmover_incoming_reserved_bytes", "decode") == 25 * 4096
     assert (at(found, "kvmover_open_sends"), at(found, "kvmover_open_receives", "decode")) == (1, 1)
     target.abort(transfers[1], "enough of this")
     pair.bench.settle(lambda: transfers[1].ended)

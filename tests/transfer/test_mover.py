@@ -74,7 +74,7 @@ def test_a_result_says_what_was_moved_and_how(route: Route):
     sent, landed = pair.send(), pair.receive()
     pair.bench.ended([*sent, *landed])
     result = landed[0].landed()
-    assert (result.reason, result.landed, result.held) == (None, True, False)
+    assert (result.reason, result.landed, result.quarantined) == (None, True, False)
     assert result.nbytes == 100 * 1024
     assert result.peers == 2
     assert result.routes == (route, route)
@@ -321,7 +321,7 @@ def test_an_abort_from_either_side_ends_both_and_the_name_is_free_again(route: R
         with pytest.raises(TransferFailed, match="enough of this"):
             transfer.landed()
         assert transfer.result is not None
-        assert not transfer.result.held
+        assert not transfer.result.quarantined
     bench.assert_nothing_is_left()
 
     after = pair.dst.snapshot()
@@ -361,7 +361,7 @@ def _arrived(dst: Engine) -> set[tuple[str, int]]:
 
 def test_chunks_that_wait_for_staging_memory_are_not_written_after_an_abort():
     pair = Pair.of(config=replace(CONFIG, arena_bytes=1 << 20))
-    pair.src.movers[0]._core.outgoing.arena.lease((1 << 20) - CHUNK_BYTES)  # room for one chunk
+    pair.src.movers[0]._core.outgoing.arena.reserve((1 << 20) - CHUNK_BYTES)  # room for one chunk
     (sent,), (landed,) = pair.send(), pair.receive()
     pair.bench.network.hold()
     pair.bench.turn()
@@ -427,7 +427,7 @@ def test_a_request_that_nobody_offers_ends_at_its_deadline(route: Route):
     pair.bench.turn()
     assert landed.ended
     assert "deadline passed with 26 chunks missing, waiting for prefill0" in str(reasons([landed])[0])
-    assert not ended(landed).held
+    assert not ended(landed).quarantined
     pair.bench.assert_nothing_is_left()
 
 
@@ -454,17 +454,17 @@ def test_writes_that_never_end_are_given_up_and_what_they_may_touch_is_kept_out_
     assert sent.ended
     assert landed.ended
     assert "deadline" in str(reasons([sent])[0])
-    assert ended(sent).held
+    assert ended(sent).quarantined
     incoming, outgoing = pair.dst.movers[0]._core.incoming.arena, pair.src.movers[0]._core.outgoing.arena
     if route is Route.PACKED:
-        assert not ended(landed).held
-        assert incoming.quarantined_bytes == incoming.leased_bytes == 2 * CHUNK_BYTES  # its share
-        assert outgoing.leased_bytes == 2 * CHUNK_BYTES  # the other half is for other destinations
+        assert not ended(landed).quarantined
+        assert incoming.quarantined_bytes == incoming.reserved_bytes == 2 * CHUNK_BYTES  # its share
+        assert outgoing.reserved_bytes == 2 * CHUNK_BYTES  # the other half is for other destinations
     else:
-        assert ended(landed).held
+        assert ended(landed).quarantined
     pair.bench.network.deliver()
     pair.bench.turn()
-    assert outgoing.leased_bytes == 0
+    assert outgoing.reserved_bytes == 0
     if route is Route.PACKED:
         pair.dst.assert_holds(pair.before)
 
@@ -652,9 +652,7 @@ def still_works(pair: Pair) -> None:
 def test_another_model_is_refused_with_both_sides_values_and_nothing_is_loaded():
     pair = Pair.of()
     other, _ = stranger(pair, "tay")
-    with pytest.raises(
-        PeerRefused, match=r"peer holds tay \(attention 2x2x2x64 bfloat16\), protocol 5; this side holds toy"
-    ):
+    with pytest.raises(PeerRefused, match=r"peer holds tay \(attention 2x2x2x64 bfloat16\); this side holds toy"):
         pair.dst.movers[0].connect(other.card)
     assert other._transport.name not in pair.dst.movers[0]._transport._peers
     with pytest.raises(PeerRefused):
@@ -699,7 +697,7 @@ def test_who_is_refused_again_and_again_is_counted_each_time_and_written_of_once
         clock.now += 1.0
     assert source.meter.refused == {RefusedFor.HANDSHAKE: 121}
     first, *others = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
-    assert first.endswith("this side holds toy (attention 2x2x2x64 bfloat16), protocol 5")
+    assert first.endswith("this side holds toy (attention 2x2x2x64 bfloat16); they differ in name")
     assert [line.rpartition(" (")[2] for line in others] == ["59 more like it since the last line)"] * 2
 
 
@@ -852,7 +850,7 @@ def test_a_request_that_waits_for_its_prefill_holds_no_region():
     others = [np.arange(0, 50, 2)]
     waiting = pair.dst.movers[0].receive("waits for its prefill", "prefill", range(pair.tokens), others)
     pair.bench.turn()
-    assert pair.dst.movers[0]._core.incoming.arena.leased_bytes == 0
+    assert pair.dst.movers[0]._core.incoming.arena.reserved_bytes == 0
     pair.bench.ended([*pair.send("ready"), *pair.receive("ready")])
     pair.assert_landed()
     assert not waiting.ended

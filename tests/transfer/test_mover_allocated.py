@@ -116,7 +116,7 @@ def test_a_waiting_request_keeps_no_region_and_no_other_request_waits_for_it():
     compute(pair, before(LAYERS, TOKENS))
     first = receive(pair) + pair.send()
     pair.bench.turn(12)
-    assert pair.dst.movers[0]._core.incoming.arena.leased_bytes == 0
+    assert pair.dst.movers[0]._core.incoming.arena.reserved_bytes == 0
     second = pair.dst.receive("second", pair.src.name, range(TOKENS), pair.dst_tables)
     second += pair.src.send("second", pair.src_tables)
     pair.bench.ended(second)

@@ -63,7 +63,7 @@ def test_a_request_that_a_source_refuses_ends_at_once_with_its_reason(verb: Verb
         (landed,) = pair.receive()
     pair.bench.turn(12)
     assert (ended(landed).reason, ended(landed).cause) == ("prefill failed", Cause.PEER_ABORTED)
-    assert not landed.held
+    assert not landed.quarantined
     stands_still(pair)
     pair.bench.assert_nothing_is_left()
 
@@ -105,7 +105,7 @@ def test_one_source_that_fails_ends_the_request_for_all_others(verb: Verb, route
     pair.bench.turn(12)
     for transfer in (*landed, other):
         assert ended(transfer).reason == "prefill failed"
-        assert not transfer.held
+        assert not transfer.quarantined
     stands_still(pair)
     pair.bench.assert_nothing_is_left()
 
@@ -129,7 +129,7 @@ def test_a_request_that_was_served_is_not_waited_for_when_it_is_asked_for_again(
     (again,) = pair.receive()
     pair.bench.turn(12)
     assert (ended(again).reason, ended(again).cause) == ("it was served already", Cause.PEER_ABORTED)
-    assert not again.held
+    assert not again.quarantined
     stands_still(pair)
     pair.bench.assert_nothing_is_left()
 

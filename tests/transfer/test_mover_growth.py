@@ -14,11 +14,11 @@ from mover_growing import FLEETS, LAYERS, MODEL, TOKENS, Event, before, compute,
 
 from kvmover.errors import PlanError
 from kvmover.plan.cost import Route
-from kvmover.transfer.destination.attempts import spliced
+from kvmover.transfer.destination.destination_attempts import spliced
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import ALL, Cause, Gate
-from kvmover.transfer.source.attempts import Needs
+from kvmover.transfer.source.source_attempts import Needs
 
 ways = pytest.mark.parametrize(("verb", "route"), [(verb, route) for verb in Verb for route in Route])
 

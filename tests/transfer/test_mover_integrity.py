@@ -86,7 +86,7 @@ def test_a_chunk_that_is_damaged_twice_fails_the_request_on_both_sides(verb: Ver
             ended(transfer).reason
             == f"chunk 7 of {pair.src.movers[0]._transport.name} did not match its digest 2 times"
         )
-        assert not transfer.held
+        assert not transfer.quarantined
     assert ended(landed).cause is Cause.INTEGRITY
     assert ended(sent).cause is Cause.PEER_ABORTED
     assert ended(landed).resent == 2

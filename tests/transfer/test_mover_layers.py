@@ -195,7 +195,7 @@ def test_a_cold_request_holds_no_region_on_either_side(verb: Verb):
     bench.settle(lambda: landed(cold) == before(2, TOKENS))
     bench.turn()
     for mover in (*src.movers, *dst.movers):
-        assert (mover._core.incoming.arena.leased_bytes, mover._core.outgoing.arena.leased_bytes) == (0, 0)
+        assert (mover._core.incoming.arena.reserved_bytes, mover._core.outgoing.arena.reserved_bytes) == (0, 0)
     bench.ended([*warm.send("warm"), *dst.receive("warm", src.name, range(TOKENS), others)])
     assert not asked[0].ended
     src.movers[0].produced(sent[0], Gate(event))
@@ -216,7 +216,7 @@ def test_a_request_whose_prefill_stops_ends_at_its_deadline_on_both_sides():
     for transfer in (sent, asked):
         assert transfer.result is not None
         assert "deadline" in str(transfer.result.reason)
-        assert not transfer.held
+        assert not transfer.quarantined
     pair.bench.assert_nothing_is_left()
 
 

@@ -124,14 +124,14 @@ def test_a_reader_in_flight_is_waited_for_by_its_own_side_only(route: Route, sid
         mover.abort(transfer, "enough of this")
     bench.turn()
     assert all(transfer.ended for transfer in sent)
-    assert not any(transfer.held for transfer in sent)
+    assert not any(transfer.quarantined for transfer in sent)
     assert not landed[0].ended
     for pools in pair.src.pools:
         for tensor in pools[0].tensors:
             tensor.fill_(0)  # the engine reuses them
     network.deliver()
     bench.ended(landed)
-    assert (ended(landed[0]).reason, ended(landed[0]).held) == ("enough of this", False)
+    assert (ended(landed[0]).reason, ended(landed[0]).quarantined) == ("enough of this", False)
     bench.assert_nothing_is_left()
     if route is Route.PACKED:
         pair.dst.assert_holds(pair.before)
@@ -149,17 +149,17 @@ def test_reads_that_never_end_are_given_up_and_what_they_touch_comes_back_when_t
         pair.bench.turn(1)
     assert ended(sent).reason
     assert ended(landed).reason
-    assert not ended(sent).held
+    assert not ended(sent).quarantined
     incoming = pair.dst.movers[0]._core.incoming.arena
     if route is Route.PACKED:
-        assert not ended(landed).held
-        assert incoming.quarantined_bytes == incoming.leased_bytes == 2 * CHUNK_BYTES  # its share
+        assert not ended(landed).quarantined
+        assert incoming.quarantined_bytes == incoming.reserved_bytes == 2 * CHUNK_BYTES  # its share
     else:
-        assert landed.held
+        assert landed.quarantined
     pair.bench.network.deliver()
     pair.bench.turn()
-    assert incoming.leased_bytes == 0
-    assert not landed.held
+    assert incoming.reserved_bytes == 0
+    assert not landed.quarantined
     if route is Route.PACKED:
         pair.dst.assert_holds(pair.before)
     pair.bench.assert_nothing_is_left()

@@ -81,19 +81,19 @@ def test_what_a_cut_off_peer_may_write_comes_back_when_it_is_reached_again_and_h
     assert ended(landed).cause is Cause.PEER_LOST
     if route is Route.PACKED:
         assert incoming(pair).quarantined_bytes == 2 * PART_BYTES  # the other rank's writes have not ended either
-        assert not landed.held
+        assert not landed.quarantined
     else:
-        assert (ended(landed).held, landed.held) == (True, True)
+        assert (ended(landed).quarantined, landed.quarantined) == (True, True)
     network.deliver()  # what it had posted lands, late, where nobody else is
     pass_time(pair, 2.0)
     if route is Route.PACKED:
-        assert incoming(pair).quarantined_bytes == incoming(pair).leased_bytes == PART_BYTES
+        assert incoming(pair).quarantined_bytes == incoming(pair).reserved_bytes == PART_BYTES
         pair.dst.assert_holds(pair.before)
-    assert landed.held == (route is not Route.PACKED)
+    assert landed.quarantined == (route is not Route.PACKED)
     network.heal(name(trouble))
     pass_time(pair, 8.0)
-    assert incoming(pair).leased_bytes == 0
-    assert not landed.held
+    assert incoming(pair).reserved_bytes == 0
+    assert not landed.quarantined
     assert all(transfer.ended for transfer in sent)
     assert pair.dst.movers[0].meter.counts[Count.RECONNECTS] == 1
     lands(pair, "again")
@@ -118,12 +118,12 @@ def test_what_a_dead_process_may_write_comes_back_whether_or_not_another_takes_i
     network.deliver()
     pass_time(pair, 4.0)
     assert ("restarted as" in str(ended(landed).reason)) == successor
-    held = (incoming(pair).quarantined_bytes, landed.held)
+    held = (incoming(pair).quarantined_bytes, landed.quarantined)
     assert held == ((PART_BYTES, False) if route is Route.PACKED else (0, True))
     pass_time(pair, heard + PATIENT.lease_s + PATIENT.linger_s - clock.now - 1)
-    assert (incoming(pair).quarantined_bytes, landed.held) == held
+    assert (incoming(pair).quarantined_bytes, landed.quarantined) == held
     pass_time(pair, 2.0)
-    assert (incoming(pair).quarantined_bytes, landed.held) == (0, False)
+    assert (incoming(pair).quarantined_bytes, landed.quarantined) == (0, False)
     if successor:
         lands(pair, "again")
     pair.bench.movers.append(dead)
@@ -146,8 +146,8 @@ def test_a_source_that_was_stopped_longer_than_anybody_waits_harms_nobody_when_i
     pass_time(pair, 20.0)
     for transfer in (*sent, landed):
         assert ended(transfer).reason
-        assert not transfer.held
-    assert incoming(pair).leased_bytes == 0
+        assert not transfer.quarantined
+    assert incoming(pair).reserved_bytes == 0
     lands(pair, "again")
     pair.bench.assert_nothing_is_left()
 
@@ -163,7 +163,7 @@ def test_a_destination_that_was_stopped_is_back_when_it_goes_on():
     pair.bench.movers.append(stopped)
     pass_time(pair, 20.0)
     assert landed.ended
-    assert not landed.held
+    assert not landed.quarantined
     lands(pair, "again")
     pair.bench.assert_nothing_is_left()
 
@@ -176,10 +176,10 @@ def test_a_peer_that_never_comes_back_costs_its_own_regions_for_a_while_and_noth
     network.deliver()
     pass_time(pair, 20.0)
     assert ended(landed).cause is Cause.PEER_LOST
-    assert incoming(pair).quarantined_bytes == incoming(pair).leased_bytes == PART_BYTES
+    assert incoming(pair).quarantined_bytes == incoming(pair).reserved_bytes == PART_BYTES
     pass_time(pair, 40.0)
     assert clock.now > 1000 + PATIENT.lease_s + PATIENT.linger_s
-    assert incoming(pair).leased_bytes == 0
+    assert incoming(pair).reserved_bytes == 0
     other = pair.bench.engine("other", Fleet(page_tokens=4), config=PATIENT)
     pair.dst.connect(other)
     pair.bench.turn()
@@ -202,15 +202,15 @@ def test_a_process_that_is_known_to_be_dead_is_forgotten_and_keeps_nothing(route
     network.deliver()
     if when == "when it has been given up":
         pass_time(pair, 4.0)
-        assert ended(landed).held == (route is not Route.PACKED)
+        assert ended(landed).quarantined == (route is not Route.PACKED)
         assert len(waits._destination.quarantine) == 1
     waits.forget("prefill", 1)
     waits.forget("prefill", 1)
     waits.forget("nobody", 7)
     pass_time(pair, 1.0)
     assert ended(landed).cause is Cause.PEER_LOST
-    assert not landed.held
-    assert incoming(pair).leased_bytes == 0
+    assert not landed.quarantined
+    assert incoming(pair).reserved_bytes == 0
     assert waits.ranks("prefill") == {0}
     assert waits._reconnector.due(clock.now + 1e6) == ([], [])
     pair.bench.assert_nothing_is_left()
@@ -275,7 +275,7 @@ def test_a_destination_that_dies_after_asking_early_is_noticed_and_its_request_e
     pair.bench.turn(12)
     assert ended(sent).cause is Cause.PEER_LOST
     assert name(pair.dst.movers[1]) in str(ended(sent).reason)
-    assert not sent.held
+    assert not sent.quarantined
     assert ended(first).reason == ended(sent).reason
 
 

@@ -266,7 +266,7 @@ def test_closing_fails_what_is_open_and_frees_everybody_who_waits():
         target.close()
         waiting.join(WITHIN_S)
         assert not waiting.is_alive()
-        assert (reason(landed), landed.held) == ("this side closed", False)
+        assert (reason(landed), landed.quarantined) == ("this side closed", False)
         source.wait([sent], WITHIN_S)
         assert "closed" in str(reason(sent)), "as it was told, or as it found when it answered"
         with pytest.raises(TransportError, match="the mover of decode rank 0 is closed: this side closed"):
@@ -436,7 +436,7 @@ def test_a_mover_whose_every_poll_fails_is_closed_with_the_reason():
         break_polls(threads.progress[1], times=float("inf"))
         target.wait([landed], WITHIN_S)
         assert reason(landed) == "the mover of decode rank 0 failed: Trouble: it broke"
-        assert not landed.held
+        assert not landed.quarantined
         threads.progress[1]._thread.join(WITHIN_S)
         with pytest.raises(TransportError, match="is closed: .* it broke"):
             target.connect(source.card)
@@ -462,7 +462,7 @@ def test_a_transfer_that_a_broken_mover_forgot_ends_with_the_mover(held: bool, m
         target._progress.submit(lambda _: forgetful()).result()
         target.wait([landed], WITHIN_S)
         assert landed.result is not None
-        assert (landed.result.cause, landed.held, landed.result.held) == (Cause.FAULT, held, held)
+        assert (landed.result.cause, landed.quarantined, landed.result.quarantined) == (Cause.FAULT, held, held)
         assert "it broke" in str(reason(landed))
 
 
@@ -598,7 +598,7 @@ class Caller(threading.Thread):
             mover.wait([transfer], WITHIN_S)
         received = begun[[call for _, call in calls].index(receive)]
         assert given_up or not reason(received), reason(received)
-        assert not any(transfer.held for transfer in begun)
+        assert not any(transfer.quarantined for transfer in begun)
         assert [end.result() for end in ends] == [received.result]
         if not reason(received):
             self.landed += 1

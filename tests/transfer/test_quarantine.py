@@ -139,7 +139,7 @@ def freed(limbo: Quarantine, now: float) -> list[int]:
 
 def held_transfer() -> Transfer:
     transfer = Transfer("request", 0.0)
-    transfer.held = True
+    transfer.quarantined = True
     return transfer
 
 
@@ -204,9 +204,9 @@ def test_the_pages_of_a_transfer_are_held_until_the_last_of_its_peers_is_done_wi
     for n, key in enumerate(keys):
         limbo.hold(key, Isolated("enough", ("prefill", n), UNTIL, transfer=transfer))
     limbo.drained(keys[1])
-    assert transfer.held
+    assert transfer.quarantined
     limbo.drained(keys[0])
-    assert not transfer.held
+    assert not transfer.quarantined
 
 
 @pytest.mark.parametrize("how", ["drained", "settled", "over", "closed"])
@@ -221,7 +221,7 @@ def test_held_pages_come_back_however_the_ward_ends(how: str):
         limbo.poll(UNTIL)
     else:
         limbo.clear()
-    assert not transfer.held
+    assert not transfer.quarantined
     assert len(limbo) == 0
 
 

@@ -91,14 +91,14 @@ def ends_well(transfers: list[Transfer]) -> bool:
 def test_what_a_dead_peer_may_write_is_free_at_once_and_its_late_writes_change_nothing():
     trouble = Trouble()
     landed = trouble.cut()
-    held = trouble.arena.leased_bytes
+    held = trouble.arena.reserved_bytes
     assert held == 8 * CHUNK_BYTES  # its share
     trouble.pass_time(1.0)
     assert landed.result is not None
     assert landed.result.cause is Cause.PEER_LOST
-    assert not landed.held
+    assert not landed.quarantined
     assert trouble.clock.now < 1000 + ROOMY.lease_s, "no lease is over"
-    assert trouble.arena.leased_bytes == 0
+    assert trouble.arena.reserved_bytes == 0
     assert trouble.renewed == held // SLAB_BYTES
     trouble.target._core.incoming.tensor.fill_(POISON)
     before = incoming(trouble.target)
@@ -120,7 +120,7 @@ def test_the_next_source_writes_where_the_dead_one_might_have():
     trouble = Trouble()
     trouble.cut()
     trouble.pass_time(1.0)
-    assert trouble.arena.leased_bytes == 0
+    assert trouble.arena.reserved_bytes == 0
     trouble.network._held = None  # and what the dead one had posted never comes
     transfers = [*trouble.healthy.send("next"), *trouble.healthy.receive("next")]
     trouble.bench.ended(transfers)
@@ -136,13 +136,13 @@ def test_the_dead_ones_writes_land_late_among_those_of_the_next_and_spoil_none()
     trouble.pass_time(1.0)
     transfers = [*trouble.healthy.send("next"), *trouble.healthy.receive("next")]
     trouble.bench.turn(4)
-    assert trouble.arena.leased_bytes  # its writes are under way, behind those of the dead one
+    assert trouble.arena.reserved_bytes  # its writes are under way, behind those of the dead one
     trouble.network.deliver()
     trouble.bench.ended(transfers)
     assert ends_well(transfers)
     trouble.healthy.assert_landed()
     trouble.bench.movers.remove(trouble.source)
-    assert trouble.arena.leased_bytes == 0
+    assert trouble.arena.reserved_bytes == 0
 
 
 def test_a_peer_that_is_only_slow_is_waited_for_though_its_attempt_has_failed():
@@ -158,19 +158,19 @@ def test_a_peer_that_is_only_slow_is_waited_for_though_its_attempt_has_failed():
     assert (trouble.arena.quarantined_bytes, trouble.renewed) == (8 * CHUNK_BYTES, 0)
     trouble.network.deliver()
     trouble.pass_time(2.0)
-    assert (trouble.arena.leased_bytes, trouble.renewed) == (0, 0)
+    assert (trouble.arena.reserved_bytes, trouble.renewed) == (0, 0)
 
 
 def test_a_healthy_peer_in_the_same_slab_is_waited_for_and_not_disturbed():
     trouble = Trouble()
     arena, other = trouble.arena, trouble.healthy.src.movers[0]._transport.name
-    assert arena.lease(SLAB_BYTES, "somebody") == 0  # which leaves an odd number of chunks for the next
+    assert arena.reserve(SLAB_BYTES, "somebody") == 0  # which leaves an odd number of chunks for the next
     sent, landing = trouble.healthy.send("healthy"), trouble.healthy.receive("healthy")
     trouble.network.hold()
     trouble.bench.turn(4)
     trouble.cut()
     arena.release(0)
-    slabs = {owner: {arena.slab_of(at) for at, of in arena._owners.items() if of == owner} for owner in arena._held}
+    slabs = {owner: {arena.slab_of(at) for at, of in arena._owners.items() if of == owner} for owner in arena._owned}
     shared = slabs.pop(other).intersection(*slabs.values())
     assert shared
     trouble.pass_time(1.0)
@@ -180,7 +180,7 @@ def test_a_healthy_peer_in_the_same_slab_is_waited_for_and_not_disturbed():
     trouble.bench.ended([*sent, *landing])
     assert ends_well([*sent, *landing])
     trouble.healthy.assert_landed()
-    assert trouble.arena.leased_bytes == 0
+    assert trouble.arena.reserved_bytes == 0
 
 
 @pytest.mark.parametrize("lost", [1, 2])
@@ -265,7 +265,7 @@ def test_a_slab_that_cannot_be_registered_again_is_used_no_more_and_the_others_a
 
     monkeypatch.setattr(trouble.target._transport, "register", register)
     trouble.pass_time(1.0)
-    assert trouble.arena.leased_bytes == 0
+    assert trouble.arena.reserved_bytes == 0
     assert trouble.arena.shut == {1}
     trouble.network._held = None
     trouble.target._core.incoming.tensor.fill_(POISON)
@@ -314,20 +314,20 @@ def test_a_slab_holds_a_chunk_wherever_the_arena_does(arena_bytes: int, chunk_by
 
 def test_no_region_straddles_two_slabs_and_none_is_larger_than_one():
     arena = Arena(4 * 1024, 1024)
-    assert [arena.lease(768) for _ in range(5)] == [0, 1024, 2048, 3072, None]
-    assert [arena.lease(256) for _ in range(5)] == [768, 1792, 2816, 3840, None]
+    assert [arena.reserve(768) for _ in range(5)] == [0, 1024, 2048, 3072, None]
+    assert [arena.reserve(256) for _ in range(5)] == [768, 1792, 2816, 3840, None]
     arena.check()
-    for offset, _ in list(arena.leased()):
+    for offset, _ in list(arena.reserved()):
         arena.release(offset)
     arena.check()
     assert not arena.fits(1025)
     with pytest.raises(LayoutError, match="1025 bytes does not fit a slab of 1024"):
-        arena.lease(1025)
+        arena.reserve(1025)
 
 
 def test_a_slab_is_renewed_when_nobody_but_the_lost_has_a_region_of_it():
     arena = Arena(4 * 1024, 1024)
-    regions = [arena.lease(512) for _ in range(8)]
+    regions = [arena.reserve(512) for _ in range(8)]
     assert regions == [*range(0, 4096, 512)]
     assert renewal(arena, frozenset()) == Renewal()
     assert renewal(arena, {0, 512}) == Renewal((0,))
@@ -335,32 +335,32 @@ def test_a_slab_is_renewed_when_nobody_but_the_lost_has_a_region_of_it():
     arena.release(3072)
     assert renewal(arena, {0, 2048, 3584}) == Renewal((3,), 0)
     small = Arena(1024)
-    assert (small.lease(256), small.lease(256)) == (0, 256)
+    assert (small.reserve(256), small.reserve(256)) == (0, 256)
     assert renewal(small, {0}) == Renewal(), "others must go on"
 
 
 def test_of_slabs_that_others_use_the_one_with_the_least_to_wait_for_is_shut():
     arena = Arena(2 * 1024, 1024)
-    assert [arena.lease(nbytes) for nbytes in (256, 512, 256, 256, 256)] == [0, 256, 768, 1024, 1280]
+    assert [arena.reserve(nbytes) for nbytes in (256, 512, 256, 256, 256)] == [0, 256, 768, 1024, 1280]
     found = renewal(arena, {0, 1024})
     assert found == Renewal((), 1)
     arena.shut = frozenset({1})
     arena.release(1280)
-    assert arena.lease(256) is None
+    assert arena.reserve(256) is None
     arena.shut = frozenset()
-    assert arena.lease(256) == 1280
+    assert arena.reserve(256) == 1280
 
 
 def test_a_slab_is_never_renewed_under_a_region_that_is_in_use():
     arena = Arena(2 * 1024, 1024)
-    assert (arena.lease(256), arena.lease(256)) == (0, 256)
+    assert (arena.reserve(256), arena.reserve(256)) == (0, 256)
     arena.quarantine(0)
     with pytest.raises(LayoutError, match=r"slab 0 is renewed under the regions at \[256\]"):
         arena.renew(0)
     arena.quarantine(256)
     assert arena.renew(0) == [0, 256]
     assert (arena.registration, arena.registration_of(0), arena.registration_of(1024)) == (1, 1, 0)
-    assert (arena.leased_bytes, arena.quarantined_bytes) == (0, 0)
+    assert (arena.reserved_bytes, arena.quarantined_bytes) == (0, 0)
     arena.check()
 
 

@@ -47,7 +47,7 @@ def test_a_peer_goes_on_by_new_keys_when_another_has_died_and_its_slabs_were_reg
         lost.send("lost")
         (landing,) = lost.receive("lost")
         bench.movers.remove(dying)
-        while arena.leased_bytes < 4 * CHUNK_BYTES:  # its share, all of which is granted and none of which it writes
+        while arena.reserved_bytes < 4 * CHUNK_BYTES:  # its share, all of which is granted and none of which it writes
             for event in dying._transport.poll():
                 if isinstance(event, Note):
                     dying._hear(event)
@@ -57,7 +57,7 @@ def test_a_peer_goes_on_by_new_keys_when_another_has_died_and_its_slabs_were_reg
         bench.ended([landing])
         assert landing.result is not None
         assert landing.result.cause is Cause.PEER_LOST
-        bench.settle(lambda: not arena.leased_bytes)
+        bench.settle(lambda: not arena.reserved_bytes)
         assert decode.meter.counts[Count.RENEWED_SLABS] == 4
         second = Pair.request(bench, healthy, target, 100, seed=5)
         transfers = [*second.send("second"), *second.receive("second")]

@@ -63,13 +63,13 @@ def test_what_is_open_ends_on_both_sides_for_the_reason_of_the_update(side: str,
     rejoin(pair, source if side == "source" else target, "of version 2")
     pair.bench.turn()
     assert transfers[side == "destination"].ended
-    were_free, landed = transfers[1].ended and not transfers[1].held, pair.dst.snapshot()
+    were_free, landed = transfers[1].ended and not transfers[1].quarantined, pair.dst.snapshot()
     network.deliver()
     pair.bench.ended(transfers)
     assert [WHY in reason(transfer) for transfer in transfers] == [True, True]
     if were_free:  # and others' by now
         pair.dst.assert_holds(landed)
-    assert not transfers[0].held
+    assert not transfers[0].quarantined
 
 
 def test_pages_that_a_peer_may_still_write_are_held_and_nobody_elses_until_its_lease_is_over():
@@ -83,9 +83,9 @@ def test_pages_that_a_peer_may_still_write_are_held_and_nobody_elses_until_its_l
     pair.bench.movers.remove(source)  # it has stopped, and says nothing any more
     rejoin(pair, target, "of version 2")
     assert receive.ended
-    assert receive.held
+    assert receive.quarantined
     rejoin(pair, target, "of version 3")
-    assert receive.held
+    assert receive.quarantined
     source.close()
     again = pair.bench.mover(source._core.card.place, pair.src.pools[0])
     again.rejoin(lambda: pair.bench.transport("prefill-again"), other(pair.bench, "of version 3"), WHY)
@@ -94,7 +94,7 @@ def test_pages_that_a_peer_may_still_write_are_held_and_nobody_elses_until_its_l
         target.receive("next", "prefill", range(100), pair.dst_tables[0])
     clock.now += CONFIG.lease_s * 1.02 + CONFIG.linger_s
     target.poll()
-    assert not receive.held
+    assert not receive.quarantined
     assert not target.receive("next", "prefill", range(100), pair.dst_tables[0]).ended
 
 
@@ -109,7 +109,7 @@ def test_staging_memory_that_a_peer_may_still_write_is_leased_to_nobody_until_it
     pair.bench.movers.remove(source)
     rejoin(pair, target, "of version 2")
     arena = target._core.incoming.arena
-    assert arena.quarantined_bytes == arena.leased_bytes > 0
+    assert arena.quarantined_bytes == arena.reserved_bytes > 0
     clock.now += CONFIG.lease_s * 1.02 + CONFIG.linger_s
     target.poll()
     pair.bench.assert_nothing_is_left()

@@ -283,7 +283,7 @@ def test_who_has_a_seat_and_says_something_else_of_itself_keeps_it_and_is_told_n
     target, source = pair.dst.movers[0], pair.src.movers[0]
     envelope = msgspec.msgpack.decode(source._connections.card, type=Card)
     rank = msgspec.structs.replace(msgspec.msgpack.decode(envelope.body, type=Rank), host="elsewhere")
-    card = msgspec.msgpack.encode(Card(envelope.digest, envelope.model, msgspec.msgpack.encode(rank)))
+    card = msgspec.msgpack.encode(Card(envelope.speaks, envelope.fields, envelope.model, msgspec.msgpack.encode(rank)))
     source._core.say(name(target), wire.Hello(card))
     pair.bench.turn()
     assert target.meter.refused == {RefusedFor.HANDSHAKE: 1}

@@ -251,7 +251,7 @@ def test_a_destination_that_stops_leaves_staging_memory_to_the_others(verb: Verb
     bench.movers.remove(stopped.movers[0])
     for _ in range(20):
         source.poll()
-    assert source.snapshot().gauges[Gauge.OUTGOING_LEASED_BYTES] == 4 * 4096
+    assert source.snapshot().gauges[Gauge.OUTGOING_RESERVED_BYTES] == 4 * 4096
     assert source.snapshot().gauges[Gauge.CHUNKS_WAITING_FOR_STAGING] == 8
     network.deliver()
     if verb is Verb.PULL:  # nothing of it went, and the others are served
@@ -259,7 +259,7 @@ def test_a_destination_that_stops_leaves_staging_memory_to_the_others(verb: Verb
         bench.ended(transfers)
         assert reasons(*transfers) == [None, None]
         pair.assert_landed()
-        assert source.snapshot().gauges[Gauge.OUTGOING_LEASED_BYTES] == 4 * 4096
+        assert source.snapshot().gauges[Gauge.OUTGOING_RESERVED_BYTES] == 4 * 4096
 
 
 def test_destinations_take_turns_for_staging_memory():

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from kvmover.transfer.events import Cancel, Patience, PeerGone, Tick
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.wire import Verb
-from kvmover.transfer.source.machine import (
+from kvmover.transfer.source.source_machine import (
     Action,
     Attached,
     EndSend,
@@ -196,13 +196,13 @@ def test_the_deadline_ends_with_what_is_unwritten_and_holds_pages_that_are_still
     reason = "deadline passed with 1 of 2 chunks unwritten"
     assert actions == [abort(reason)]
     state, actions = step(state, Tick(), DEADLINE + DRAIN_S)
-    assert actions == [EndSend(reason, held=True)]
+    assert actions == [EndSend(reason, quarantined=True)]
 
 
 def test_an_attempt_that_ended_while_writing_still_answers_an_abort_when_the_write_is_over():
     state, _ = run(sending(1), grant(0, 0), Posted(0), Cancel("enough"))
     state, actions = step(state, Tick(), DRAIN_S)
-    assert actions == [EndSend("enough", held=True)]
+    assert actions == [EndSend("enough", quarantined=True)]
     state, actions = run(state, aborted("enough"), now=DRAIN_S)
     assert actions == []
     state, actions = run(state, Written(0), now=DRAIN_S)
@@ -220,7 +220,7 @@ def test_news_of_a_lost_destination_do_not_put_the_end_off():
         state, actions = run(state, PeerGone("d", "d is unknown"), Tick(), now=tenths * DRAIN_S / 20)
         assert actions == []
     state, actions = run(state, PeerGone("d", "d is unknown"), Tick(), now=DRAIN_S)
-    assert actions == [EndSend("d is lost", held=True)]
+    assert actions == [EndSend("d is lost", quarantined=True)]
 
 
 def test_an_event_of_another_attempt_cannot_reach_a_state():

@@ -12,7 +12,7 @@ from kvmover.plan.legs import Replicas
 from kvmover.transfer import tombstones
 from kvmover.transfer import tombstones as closed
 from kvmover.transfer.protocol import wire
-from kvmover.transfer.source.driver import EarlyWants
+from kvmover.transfer.source.source_driver import EarlyWants
 from kvmover.transfer.tombstones import Tombstones, TtlMap
 
 

@@ -10,14 +10,13 @@ import pytest
 
 from kvmover.layout import Fleet
 from kvmover.transfer import mover as mover_module
-from kvmover.transfer.destination import machine as destination_machine
+from kvmover.transfer.destination import destination_machine
 from kvmover.transfer.events import Tick
 from kvmover.transfer.meter import Count
 from kvmover.transfer.mover import MAX_TIMERS, Mover
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.result import Gate
-from kvmover.transfer.source import driver
-from kvmover.transfer.source import machine as source_machine
+from kvmover.transfer.source import source_driver, source_machine
 from tests.transfer.mover_fleets import CONFIG, HandClock, Pair
 from tests.transfer.mover_network import FaultyNetwork
 
@@ -159,7 +158,7 @@ def test_gates_of_requests_that_nobody_asked_for_are_not_asked():
 
 
 def test_of_more_gates_than_a_poll_asks_each_has_its_turn(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(driver, "MAX_GATES", 30)
+    monkeypatch.setattr(source_driver, "MAX_GATES", 30)
     pair, events = waiting(), [Never() for _ in range(OPEN)]
     for number, event in enumerate(events):
         pair.src.movers[0].send(f"r{number}", [[0, 1]], gates=[Gate(event)])

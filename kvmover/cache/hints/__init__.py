@@ -17,7 +17,7 @@ from kvmover.cache.hints.actions import (
     read_hints,
 )
 from kvmover.cache.hints.desk import HintDesk, HintedTiers
-from kvmover.cache.hints.export import PinCollector, PinGauges
+from kvmover.cache.hints.pin_collector import PinCollector, PinGauges
 from kvmover.cache.hints.pins import Pin, PinLimits, PinnedPool, Pins, Prefix
 from kvmover.errors import HintError
 

@@ -10,8 +10,8 @@ from kvmover.cache.ledger.account import (
     Prediction,
     Predictor,
 )
-from kvmover.cache.ledger.export import JsonLines, LedgerCollector, Residency, read_accounts
 from kvmover.cache.ledger.ledger import EVERYBODY, Book, FaultPolicy, Ledger, PredictionTotals, TimeWindow, Totals
+from kvmover.cache.ledger.ledger_collector import JsonLines, LedgerCollector, Residency, read_accounts
 from kvmover.exposition import DurationHistogram
 
 __all__ = [

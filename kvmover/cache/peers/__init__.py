@@ -1,7 +1,6 @@
 """Peers lend each other host pages: fleets of any TP, page size, order and engine, for one model."""
 
-from kvmover.cache.peers.inventory import HostInventory
-from kvmover.cache.peers.loans import MOST_LOANS, Loan, Loans
+from kvmover.cache.peers.loans import MOST_LOANS, HostInventory, Loan, Loans
 from kvmover.cache.peers.peer_tier import Lent, PeerPrefix, PeerRead, PeerTerms, PeerTier
 
 __all__ = [

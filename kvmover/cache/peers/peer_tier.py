@@ -17,8 +17,7 @@ from functools import partial
 import numpy.typing as npt
 from msgspec.structs import replace as replace_fields
 
-from kvmover.cache.peers.inventory import HostInventory
-from kvmover.cache.peers.loans import MOST_LOANS, Loan, Loans
+from kvmover.cache.peers.loans import MOST_LOANS, HostInventory, Loan, Loans
 from kvmover.cache.prefix import RadixKey
 from kvmover.errors import PeerUnknown, PlanError, TierError, TransportError
 from kvmover.fields import settle_whole
@@ -37,14 +36,11 @@ _PACE = Pace(share=0.1, open_s=0.25e-3, idle_s=1e-3)
 class PeerTerms:
     """The engines that a rank asks, and its times in seconds.
 
-    `engines`: by name, in the same order on all ranks.
-    `ask_s`: wait for an answer; an engine without an answer holds no page.
-    `quiet_s`: such an engine is not asked again for so long.
-    `lend_s`: wait for a borrower to read.
-    `read_s`: deadline of a read.
-    `most_loans`: open at a time; see `Loans`.
+    `engines`: by name, in the same order on all ranks. `ask_s`: wait for an answer; an engine without one holds no
+    page. `quiet_s`: such an engine is not asked again. `lend_s`: wait for a borrower to read. `read_s`: deadline of a
+    read. `most_loans`: see `Loans`.
 
-    Raises TierError for a time that is not above 0, or an engine named twice.
+    Raises TierError for a time not above 0, or an engine named twice.
     """
 
     engines: tuple[str, ...] = ()
@@ -62,7 +58,7 @@ class PeerTerms:
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """The host pages that may be lent, and the open loans, as counts."""
+    """The numbers of host pages that may be lent, and of open loans."""
 
     pages: int
     loans: int
@@ -70,14 +66,14 @@ class Lent:
 
 @dataclass(frozen=True, slots=True)
 class PeerPrefix:
-    """The pages of a prompt that peers are asked for: from `first_tokens` up to `limit_tokens`."""
+    """The pages of a prompt to ask for, from `first_tokens` up to `limit_tokens`."""
 
     key: RadixKey
     first_tokens: int
     limit_tokens: int
 
     def hashes(self, page_tokens: int) -> tuple[int, list[bytes]]:
-        """Return the first page's number and the pages' hashes, for an engine with pages of `page_tokens` tokens."""
+        """Return the first page's number and the hashes of pages of `page_tokens` tokens."""
         first = self.first_tokens // page_tokens
         pages = self.limit_tokens // page_tokens
         return first, self.key.page_hashes(page_tokens * self.key.units)[first:pages]
@@ -85,7 +81,7 @@ class PeerPrefix:
 
 @dataclass(slots=True, eq=False)
 class PeerLook:
-    """A lookup of all engines. `tokens` [engine]: how far the prompt could be read from it, 0 if it has no page."""
+    """A lookup of all engines. `tokens` [engine]: the prompt's length readable from it."""
 
     tokens: list[int]
     waits: int
@@ -95,10 +91,7 @@ class PeerLook:
 
 @dataclass(slots=True, eq=False)
 class PeerRead:
-    """A read. `ended` gets its bytes, or the error; `stopping` is polled while it runs.
-
-    A read that has failed may still write to its pages until it is `over`.
-    """
+    """A read. `ended` gets its bytes, or the error; `stopping` is polled. It may write until `over`."""
 
     stopping: Callable[[], bool]
     ended: Callable[[int | BaseException], None]
@@ -108,20 +101,17 @@ class PeerRead:
 
     @property
     def known(self) -> bool:
-        """True if it has ended."""
+        """Returns True if it has ended."""
         return self.error is not None or (self.transfer is not None and self.transfer.ended)
 
     @property
     def over(self) -> bool:
-        """True if it has ended and no longer writes to its pages."""
-        return self.known and (self.transfer is None or not self.transfer.held)
+        """Returns True if ended, and writing no more."""
+        return self.known and (self.transfer is None or not self.transfer.quarantined)
 
 
 class PeerTier:
-    """A peer tier of one rank. `close` ends its thread and mover; the pools are the caller's, and outlive it.
-
-    Call its methods from the engine's thread, where `poll` reports results.
-    """
+    """A peer tier of one rank, driven from the engine's thread. The pools are the caller's, and outlive it."""
 
     def __init__(
         self,
@@ -133,10 +123,10 @@ class PeerTier:
         config: MoverConfig | None = None,
         weights: str = "",
     ) -> None:
-        """Start a mover over the host `pools`, which always pulls: a loan may be recalled until it was read.
+        """Start a mover over the host `pools`, which always pulls: a loan may be recalled until read.
 
-        Peers of other `weights` are refused; if those are "", of another `model`. Raises TierError for a component that
-        does not keep every page of a prefix.
+        Peers of other `weights` are refused; if "", of another `model`. Raises TierError for a component without every
+        page of a prefix.
         """
         components = tuple(pool.spec.component for pool in pools)
         for component in components:
@@ -164,21 +154,21 @@ class PeerTier:
 
     @property
     def card(self) -> bytes:
-        """The card by which a borrowing rank connects."""
+        """Returns the card by which a borrowing rank connects."""
         return self._progress.card
 
     def rejoin(self, make: Callable[[], Transport], weights: str, reason: str) -> None:
         """Drop the inventory, end loans, lookups and reads for `reason`, and join anew with other `weights`.
 
-        The transport is the one that `make` returns; `card` changes, and peers must be connected anew. Pages that come
-        from now on are of the new weights. Waits until peers have let go of pages, or their time is up.
+        `make` returns the new transport; `card` changes, and peers must be connected anew. Waits until peers let go of
+        pages, or their time is up.
         """
         with self._lock:
             self._inventory = HostInventory()
         self._progress.rejoin(make, replace_fields(self._model, weights=weights), reason)
 
     def connect(self, card: bytes) -> str:
-        """Connect a rank to read from, and return its name. Raises PeerRefused if it holds another model."""
+        """Connect a rank to read from. Returns its name. Raises PeerRefused for another model."""
         return self._progress.submit(lambda mover: mover.connect(card)).result()
 
     def ranks(self, engine: str) -> frozenset[int]:
@@ -193,11 +183,7 @@ class PeerTier:
             self._inventory.add(hashes, ids)
 
     def freed(self, ids: Sequence[int]) -> None:
-        """Withdraw host pages that are about to be reused. Returns once all loans of them are over.
-
-        A loan is over once the mover has told its borrower, which discards the bytes it has read. Waits for the poll
-        under way if there is such a loan, else returns at once.
-        """
+        """Withdraw host pages about to be reused. Returns once their borrowers are told to discard them."""
         with self._lock:
             self._inventory.drop(ids)
             names = self._loans.recalled(ids)
@@ -212,8 +198,7 @@ class PeerTier:
     def look(self, request: str, prefix: PeerPrefix, ended: Callable[[Sequence[int]], None]) -> None:
         """Ask all engines for a prefix, by a `request` unique in this engine.
 
-        In `poll`, `ended` gets the leading tokens of the prompt that could be read from each, in the order of the
-        terms.
+        `poll` gives `ended` the leading tokens readable from each, in the order of the terms.
         """
         look = PeerLook([0] * len(self.terms.engines), len(self.terms.engines), ended)
         self._looks += 1
@@ -229,8 +214,8 @@ class PeerTier:
     ) -> None:
         """Read `positions` that engine number `source` offered as `request` into host pages.
 
-        `tables`: host page ids for each pool, from the prompt's first page on; copied. The pages belong to the read
-        until it is over. Raises PlanError for tables that are malformed.
+        `tables`: host page ids a pool, from the prompt's first page on; copied. The pages are the read's until it is
+        over. Raises PlanError for malformed tables.
         """
         into = page_tables(tables)
         engine = self.terms.engines[source]
@@ -264,7 +249,7 @@ class PeerTier:
     # Progress
 
     def poll(self) -> None:
-        """Report lookups and reads that have ended, and stop reads that are `stopping`."""
+        """Report ended lookups and reads, and stop reads that are `stopping`."""
         self._news.clear()
         while self._over:
             self._over.popleft()()
@@ -279,32 +264,32 @@ class PeerTier:
 
     @property
     def queued(self) -> int:
-        """Lookups and reads that have not ended."""
+        """Returns the open lookups and reads."""
         return self._looks + len(self._reads)
 
     def wait(self, seconds: float) -> None:
-        """Sleep until a result may have come, at most `seconds`."""
+        """Sleep at most `seconds`, until a result may have come."""
         self._news.wait(seconds)
 
     def counts(self) -> Lent:
-        """Return the pages that may be lent, and the open loans."""
+        """Return lendable pages and open loans."""
         with self._lock:
             return Lent(len(self._inventory), len(self._loans))
 
     def check(self) -> None:
-        """Raise InvariantBroken if inventory or loans do not add up. O(pages): for tests."""
+        """Raise InvariantBroken if inventory or loans do not add up."""
         with self._lock:
             self._inventory.check()
             self._loans.check()
 
     def close(self) -> None:
-        """End the thread and the mover: lending stops, and open reads fail."""
+        """End the thread and the mover; open reads fail."""
         self._progress.close()
 
     # In the mover's thread
 
     def _answer(self, place: Place, query: Query) -> int:
-        """Answer a peer's query with the leading pages lent to it. A query without hashes ends its loan."""
+        """Answer a query; one without hashes ends its loan."""
         if not query.hashes:
             with self._lock:
                 known = self._loans.lends(place.engine, query.request)
@@ -348,7 +333,7 @@ class PeerTier:
             self._news.set()
 
     def _ask(self, mover: Mover, request: str, prefix: PeerPrefix, look: PeerLook) -> None:
-        """Ask each engine once; an engine that is unknown, quiet or without whole pages to ask for counts as 0."""
+        """Ask each engine once; one unknown or quiet counts as 0."""
         if not self.terms.engines:
             self._looked(look)
         for number, engine in enumerate(self.terms.engines):
@@ -376,7 +361,6 @@ class PeerTier:
             self._looked(look)
 
     def _looked(self, look: PeerLook) -> None:
-        """Queue the look's result for `poll`, once: the last answer has come, or the mover has failed."""
         if look.told:
             return
         look.told = True
@@ -391,7 +375,7 @@ class PeerTier:
     def _call(
         self, call: Callable[[Mover], object], failed: Callable[[BaseException], None] = lambda error: None
     ) -> None:
-        """Run `call` in the mover's thread. `failed` gets its exception, or the error of a closed mover."""
+        """Run `call` in the mover's thread; `failed` gets its exception."""
 
         def done(future: Future[object]) -> None:
             error = future.exception()
@@ -409,12 +393,10 @@ def _stop(transfer: Transfer, mover: Mover) -> None:
 
 
 def _name(own: str, request: str, engine: str) -> str:
-    """Return the name under which `engine` offers pages to `own`."""
     return f"{own}/{request}@{engine}"
 
 
 def _outcome(read: PeerRead) -> int | BaseException:
-    """Return the bytes that were read, or the error."""
     if read.error is not None:
         return read.error
     assert read.transfer is not None

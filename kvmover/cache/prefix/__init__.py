@@ -11,9 +11,11 @@ from kvmover.cache.prefix.components import (
     TreeComponent,
     restorable,
 )
-from kvmover.cache.prefix.config import DeviceOnly, EvictionGranularity, Tiers, WriteBack, WriteThrough
 from kvmover.cache.prefix.copies import TierCopy
-from kvmover.cache.prefix.events import (
+from kvmover.cache.prefix.eviction_policy import EARNED, FIFO, LFU, LRU, POLICIES, PRIORITY, SLRU, EvictionPolicy
+from kvmover.cache.prefix.hashes import PrefixNamespace, TokenIds, chain
+from kvmover.cache.prefix.keys import DEFAULT_NAMESPACE, NO_IDS, KeyUnits, PageIds, RadixKey
+from kvmover.cache.prefix.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -25,9 +27,6 @@ from kvmover.cache.prefix.events import (
     block_stored,
     coalesce,
 )
-from kvmover.cache.prefix.hashes import PrefixNamespace, TokenIds, chain
-from kvmover.cache.prefix.keys import DEFAULT_NAMESPACE, NO_IDS, KeyUnits, PageIds, RadixKey
-from kvmover.cache.prefix.policy import EARNED, FIFO, LFU, LRU, POLICIES, PRIORITY, SLRU, EvictionPolicy
 from kvmover.cache.prefix.results import (
     ROOT,
     ActionList,
@@ -44,6 +43,7 @@ from kvmover.cache.prefix.results import (
     Tier,
 )
 from kvmover.cache.prefix.tree import PrefixTree
+from kvmover.cache.prefix.tree_config import DeviceOnly, EvictionGranularity, Tiers, WriteBack, WriteThrough
 from kvmover.errors import InvariantBroken, PrefixError, StaleHandle
 
 __all__ = [

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Sequence
 from typing import cast
 
 from kvmover.cache.prefix.columns import ID_BYTES, EvictableSet
-from kvmover.cache.prefix.config import WriteBack
 from kvmover.cache.prefix.copies import CopyRecord
+from kvmover.cache.prefix.eviction_policy import Order, Recency
 from kvmover.cache.prefix.forest import PYTHON_CORE, Forest
 from kvmover.cache.prefix.hashes import chain
 from kvmover.cache.prefix.keys import page_array
 from kvmover.cache.prefix.node import LockedPath, Node
-from kvmover.cache.prefix.policy import Order, Recency
 from kvmover.cache.prefix.results import Tier
+from kvmover.cache.prefix.tree_config import WriteBack
 from kvmover.errors import InvariantBroken
 
 INVARIANTS = {

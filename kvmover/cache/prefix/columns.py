@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from kvmover.cache.prefix.eviction_policy import Order, Recency
 from kvmover.cache.prefix.hashes import PrefixNamespace
 from kvmover.cache.prefix.keys import common_bytes
 from kvmover.cache.prefix.node import ComponentPages, Node
 from kvmover.cache.prefix.pages_in_use import PagesInUse
-from kvmover.cache.prefix.policy import Order, Recency
 
 __all__ = ("ID_BYTES", "Columns", "Descent", "EvictableSet", "PagesInUse", "TierEviction")
 

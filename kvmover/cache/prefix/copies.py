@@ -15,13 +15,13 @@ import msgspec
 
 from kvmover.cache.prefix.columns import ID_BYTES
 from kvmover.cache.prefix.components import FULL
-from kvmover.cache.prefix.config import WriteBack
 from kvmover.cache.prefix.forest import Forest
 from kvmover.cache.prefix.keys import PageIds, RadixKey, page_array, words
 from kvmover.cache.prefix.locks import Locks
 from kvmover.cache.prefix.match import positions, walk
 from kvmover.cache.prefix.node import LockedSegment, Node, page_hashes
 from kvmover.cache.prefix.results import ActionList, CopyLeg, FreePages, Inserted, LockHandle, PageArray, Tier
+from kvmover.cache.prefix.tree_config import WriteBack
 from kvmover.errors import PrefixError, StaleHandle
 
 

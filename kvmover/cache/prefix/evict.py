@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 from kvmover.cache.prefix.columns import ID_BYTES, EvictableSet
 from kvmover.cache.prefix.components import FULL
-from kvmover.cache.prefix.config import EvictionGranularity, WriteBack
 from kvmover.cache.prefix.forest import Forest
 from kvmover.cache.prefix.keys import PageIds, page_array, words
 from kvmover.cache.prefix.match import positions
 from kvmover.cache.prefix.node import Node
 from kvmover.cache.prefix.results import ActionList, CopyLeg, CopyOut, FreePages, Tier
+from kvmover.cache.prefix.tree_config import EvictionGranularity, WriteBack
 from kvmover.errors import PrefixError
 
 

@@ -7,13 +7,13 @@ from typing import NamedTuple, Protocol, cast
 
 from kvmover.c_core import NATIVE
 from kvmover.cache.prefix import columns
-from kvmover.cache.prefix.config import DeviceOnly, TreeConfig, WriteBack, WriteThrough
-from kvmover.cache.prefix.events import Journal
+from kvmover.cache.prefix.eviction_policy import LRU, Order
 from kvmover.cache.prefix.hashes import PrefixNamespace
+from kvmover.cache.prefix.kv_events import Journal
 from kvmover.cache.prefix.node import LockedPath, Node, page_hashes
 from kvmover.cache.prefix.pages_in_use import PagesInUse
-from kvmover.cache.prefix.policy import LRU, Order
 from kvmover.cache.prefix.results import ROOT, Tier
+from kvmover.cache.prefix.tree_config import DeviceOnly, TreeConfig, WriteBack, WriteThrough
 from kvmover.errors import PrefixError, StaleHandle
 
 

@@ -12,11 +12,11 @@ import numpy as np
 
 from kvmover.cache.prefix.columns import Descent
 from kvmover.cache.prefix.components import MatchValidator
-from kvmover.cache.prefix.config import EvictionGranularity, WriteBack
 from kvmover.cache.prefix.forest import Forest, PrefixEnd
 from kvmover.cache.prefix.keys import NO_IDS, RadixKey, page_array
 from kvmover.cache.prefix.node import ComponentPages, Node
 from kvmover.cache.prefix.results import ROOT, LoadBack, Match, PageArray, Tier
+from kvmover.cache.prefix.tree_config import EvictionGranularity, WriteBack
 
 
 def descend(forest: Forest, key: RadixKey, stop: int) -> Descent:

@@ -36,11 +36,13 @@ class PagesInUse:
         raise AssertionError("one of them was found before")
 
     def release(self, ids: bytes) -> None:
-        """Release ids. Raises ValueError at the first that is not in use."""
+        """Release ids. Raises ValueError, and releases none, at the first that is not in use or repeated."""
+        released = set[int]()
         for page in np.frombuffer(ids, "<u4").tolist():
-            if page not in self._ids:
+            if page not in self._ids or page in released:
                 raise ValueError(f"page {page} is not in use")
-            self._ids.remove(page)
+            released.add(page)
+        self._ids -= released
 
     def __contains__(self, page: int) -> bool:
         return page in self._ids

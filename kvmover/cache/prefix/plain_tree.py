@@ -11,7 +11,6 @@ import numpy as np
 
 from kvmover.cache.prefix.columns import ID_BYTES, TierEviction
 from kvmover.cache.prefix.components import FULL
-from kvmover.cache.prefix.config import EvictionGranularity, WriteBack
 from kvmover.cache.prefix.forest import Forest
 from kvmover.cache.prefix.insert import due_backup
 from kvmover.cache.prefix.keys import PageIds, RadixKey, page_array, unlike, words
@@ -30,6 +29,7 @@ from kvmover.cache.prefix.results import (
     Match,
     Tier,
 )
+from kvmover.cache.prefix.tree_config import EvictionGranularity, WriteBack
 
 _DEVICE = Tier.DEVICE
 _NOTHING = ActionList()
@@ -187,7 +187,9 @@ class PlainSteps:
         return ActionList((FreePages(FULL, _DEVICE, page_array(freed)),))
 
     def evict_host(self, pages: int) -> ActionList | None:
-        """See PrefixTree.evict_host. Returns None if the core lacks the step."""
+        """Evict at least `pages` host pages, or all evictable, as `PrefixTree.evict_host` does. Returns None if the
+        tree has no host tier or the core lacks the step.
+        """
         evict = self._columns.evict_host
         return self._outcome(evict(pages)) if evict is not None and self._forest.hosted else None
 

@@ -12,19 +12,18 @@ from math import inf
 from kvmover.cache.prefix.check import check
 from kvmover.cache.prefix.columns import ID_BYTES
 from kvmover.cache.prefix.components import FULL, Sidecar, TreeComponent
-from kvmover.cache.prefix.config import DeviceOnly, EvictionGranularity, Tiers, TreeConfig, WriteBack
 from kvmover.cache.prefix.copies import CopyRecords, FetchRecord, TierCopy, land, land_held, offered
-from kvmover.cache.prefix.events import Given, Journal, KVEvent, Sink
 from kvmover.cache.prefix.evict import Eviction
+from kvmover.cache.prefix.eviction_policy import LRU, EvictionPolicy
 from kvmover.cache.prefix.forest import Forest
 from kvmover.cache.prefix.hashes import PrefixNamespace, TokenIds
 from kvmover.cache.prefix.insert import Insertion, Offer
 from kvmover.cache.prefix.keys import DEFAULT_NAMESPACE, NO_IDS, KeyUnits, PageIds, RadixKey, page_array, words
+from kvmover.cache.prefix.kv_events import Given, Journal, KVEvent, Sink
 from kvmover.cache.prefix.locks import Locks
 from kvmover.cache.prefix.match import Descent, descend, join, matched, walk
 from kvmover.cache.prefix.node import Node, page_hashes
 from kvmover.cache.prefix.plain_tree import PlainSteps
-from kvmover.cache.prefix.policy import LRU, EvictionPolicy
 from kvmover.cache.prefix.results import (
     ROOT,
     ActionList,
@@ -37,6 +36,7 @@ from kvmover.cache.prefix.results import (
     Sizes,
     Tier,
 )
+from kvmover.cache.prefix.tree_config import DeviceOnly, EvictionGranularity, Tiers, TreeConfig, WriteBack
 from kvmover.errors import PrefixError
 from kvmover.fields import member, whole
 

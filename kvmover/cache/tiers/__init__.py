@@ -1,14 +1,15 @@
 """Tiers keep KV on device, host and storage: a prefix tree decides the moves, and all ranks agree on each."""
 
 from kvmover.cache.prefix import ALL_PAGES, LAST_PAGE, Rule, restorable
-from kvmover.cache.tiers.agreement import Consensus, Grouped, LocalConsensus
+from kvmover.cache.tiers.agreement import Consensus, Grouped, LocalConsensus, Pipelined
 from kvmover.cache.tiers.allocator import DevicePages, FreeList
 from kvmover.cache.tiers.controller import Controller, ControllerConfig
 from kvmover.cache.tiers.gated_loads import GatedLoad, GatedLoads
 from kvmover.cache.tiers.host_memory import SOLE, Reach, Share, host_pool, unlink
-from kvmover.cache.tiers.metrics import TierCollector, TierCount, TierGauge, TierMeter, TierSnapshot, TierStage
-from kvmover.cache.tiers.pipelined import Pipelined
-from kvmover.cache.tiers.policy import (
+from kvmover.cache.tiers.restore_driver import Restore
+from kvmover.cache.tiers.restore_machine import RestorePhase
+from kvmover.cache.tiers.tier_metrics import TierCollector, TierCount, TierGauge, TierMeter, TierSnapshot, TierStage
+from kvmover.cache.tiers.tier_policy import (
     BestEffort,
     CostAware,
     Inclusion,
@@ -21,9 +22,7 @@ from kvmover.cache.tiers.policy import (
     Wait,
     worth,
 )
-from kvmover.cache.tiers.restore_driver import Restore
-from kvmover.cache.tiers.restore_machine import RestorePhase
-from kvmover.cache.tiers.storage import Storage
+from kvmover.cache.tiers.tier_storage import Storage
 from kvmover.cache.tiers.tiered_pool import HostTier, TieredPool, page_tokens, part_of
 from kvmover.errors import ConsensusBroken, TierError
 

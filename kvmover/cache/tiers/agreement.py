@@ -36,12 +36,12 @@ VoteRow: TypeAlias = npt.NDArray[np.int64]
 
 
 class Consensus(Protocol):
-    """A collective of all ranks that serve a request together, called in one order with rows of one length."""
+    """A collective of all ranks that serve a request, called in one order with rows of one length."""
 
     def minimum(self, values: VoteRow) -> VoteRow | None:
-        """Return the elementwise minimum over all ranks. May block until all have called; `values` is not changed.
+        """Return the elementwise minimum over all ranks, `values` unchanged. May block until all have called.
 
-        Ranks that run apart get that of an earlier round, or None if no further round has ended, alike on every rank.
+        Ranks that run apart get an earlier round's, or None if no further round has ended, alike on every rank.
         """
         ...
 
@@ -55,10 +55,7 @@ class LocalConsensus:
 
 
 class Grouped:
-    """A consensus over a torch.distributed group on CPU memory (Gloo): all of TP x PP x CP, once each.
-
-    The caller owns the group, whose timeout is the deadline of a dead rank.
-    """
+    """A consensus over the caller's torch.distributed CPU group (Gloo) of all TP x PP x CP ranks."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         import torch.distributed as dist
@@ -75,14 +72,14 @@ class Grouped:
 
 
 def tensor_of(values: VoteRow) -> torch.Tensor:
-    """Return an int64 CPU copy, which a group may write to."""
+    """Return a writable int64 CPU copy."""
     import torch
 
     return torch.tensor(values.tolist(), dtype=torch.int64)
 
 
 def row_of(values: torch.Tensor) -> VoteRow:
-    """Return a copy of a group's result as a NumPy row."""
+    """Return a NumPy copy of a group's result."""
     return np.array(cast(list[int], values.tolist()), np.int64)  # pyright: ignore[reportUnknownMemberType]
 
 
@@ -95,7 +92,7 @@ _HEAD = 6
 class CollectiveOp:
     """An operation as this rank sees it. `width`: numbers in its answer. `ids`: a checksum of page ids.
 
-    `ended` gets the agreed answer. `stop` asks all ranks to answer, at their next step, with the pages done so far.
+    `ended` gets the agreed answer. `stop` asks all ranks to answer, at their next step, with the pages done.
     """
 
     serial: int
@@ -108,7 +105,7 @@ class CollectiveOp:
     stopping: bool = False
 
     def done(self, *answer: int) -> None:
-        """Set this rank's answer, `width` numbers, once."""
+        """Set this rank's answer, once."""
         assert len(answer) == self.width
         assert self.answer is None
         self.answer = np.array(answer, np.int64)
@@ -118,7 +115,7 @@ class CollectiveOp:
 class CollectiveOps:
     """The open operations, in order. `same_ids`: the checksum of page ids that ranks must share.
 
-    `rounds`: the number that had an open operation. `asked`: unsettled rounds and the operations in their rows.
+    `rounds`: the number with an open operation. `asked`: unsettled rounds and the operations in their rows.
     """
 
     same_ids: Callable[[Sequence[int]], int] = lambda ids: 0
@@ -130,7 +127,7 @@ class CollectiveOps:
     )
 
     def begin(self, ended: Callable[[VoteRow], None], width: int = 1, ids: Sequence[int] = ()) -> CollectiveOp:
-        """Open an operation. The caller of `settle` passes its agreed answer, `width` numbers, to `ended`.
+        """Open an operation. `settle` returns its answer, which its caller passes to `ended`.
 
         `ids`: pages that all ranks must have chosen.
         """
@@ -140,7 +137,7 @@ class CollectiveOps:
         return collective
 
     def votes(self) -> VoteRow:
-        """Begin a round and return this rank's row: for each open operation done (0/1), go on (0/1), and the answer."""
+        """Begin a round. Returns for each open operation done (0/1), go on (0/1), and this rank's answer."""
         if self.open:
             self.rounds += 1
             self.asked.append((self.rounds, tuple(self.open)))
@@ -156,10 +153,9 @@ class CollectiveOps:
         return np.concatenate([row, np.zeros(-len(row) % _STEP, np.int64)])
 
     def settle(self, agreed: VoteRow) -> list[tuple[CollectiveOp, VoteRow]]:
-        """Close the operations done on all ranks, and return them with their agreed answers.
+        """Close the operations done on all ranks. Returns them with their agreed answers.
 
-        `agreed`: the minimum of this or an unsettled earlier round. Raises ConsensusBroken if ranks differ in round,
-        operations or page ids.
+        `agreed`: an unsettled round's minimum. Raises ConsensusBroken if ranks differ in round, operations or page ids.
         """
         low, high = agreed[0:_HEAD:2], -agreed[1:_HEAD:2]
         asked = self._asked_in(int(low[0]))
@@ -180,10 +176,7 @@ class CollectiveOps:
         return over
 
     def _asked_in(self, number: int) -> tuple[CollectiveOp, ...] | None:
-        """Return the operations of a round, and settle it and all before; None if it is settled or in the future.
-
-        Round 0 stands for any round without operations.
-        """
+        """Settle a round and all before; None if it is settled or in the future."""
         if not number:
             return ()
         while self.asked and self.asked[0][0] <= number:
@@ -193,7 +186,7 @@ class CollectiveOps:
         return None
 
     def check(self) -> None:
-        """Raise InvariantBroken if open operations are out of order or answers of wrong width. O(open operations)."""
+        """Raise InvariantBroken for operations out of order or answers of wrong width."""
         serials = [collective.serial for collective in self.open]
         if serials != sorted(set(serials)) or max(serials, default=0) > self.serial:
             raise InvariantBroken(f"operations {serials} are open, of {self.serial} that began")
@@ -204,14 +197,14 @@ class CollectiveOps:
 
 
 def counted(done: int, total: int) -> tuple[int, int, int]:
-    """Return the answer, of width 3, of a rank that has done the first `done` of `total` pages."""
+    """Return a rank's answer, of width 3: the first `done` pages are done."""
     return done, total, -total
 
 
 class PartialWork(Enum):
     """A choice for pages that some ranks alone have brought.
 
-    DROPPED is for models with further components: a part of a prefix lacks the window and state at its end.
+    DROPPED is for models with window or state components, found at a prefix's end alone.
     """
 
     KEPT = "kept"
@@ -219,7 +212,7 @@ class PartialWork(Enum):
 
 
 def agreed_count(answer: Sequence[int] | VoteRow, partial: PartialWork) -> int:
-    """Return the leading pages done on all ranks, from the minimum of their `counted`; with DROPPED all pages or 0.
+    """Return the leading pages done on all ranks, from the minimum of `counted`; with DROPPED all or 0.
 
     >>> row = np.minimum(counted(5, 8), counted(8, 8))
     >>> agreed_count(row, PartialWork.KEPT), agreed_count(row, PartialWork.DROPPED)
@@ -230,5 +223,78 @@ def agreed_count(answer: Sequence[int] | VoteRow, partial: PartialWork) -> int:
 
 
 def checksum(ids: Sequence[int]) -> int:
-    """Return a CRC-32 of page ids, for `CollectiveOps.same_ids` where ranks share host memory."""
+    """Return the CRC-32 of page ids."""
     return zlib.crc32(np.asarray(ids, np.int64).tobytes())
+
+
+_TAG = 1
+
+
+class Pipelined:
+    """A consensus of ranks whose pipeline stages run apart: a stage is some rounds behind the one before.
+
+    A scheduler that waited in a round for a later stage would wait for ever: the activations which that stage needs
+    come from the scheduler itself, later. So a round does not block. Rank 0 sees which rounds have ended on all ranks
+    and says so in its next round; that travels from stage to stage, as requests do. Every rank thus settles a round at
+    the same place among the requests.
+
+    It has its own torch.distributed group on CPU memory (Gloo), which the caller keeps. The group's ranks are the
+    stages' one after the other, `stage_ranks` each. Ranks of one stage run in step.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, stage_ranks: int) -> None:
+        import torch.distributed as dist
+
+        self._group: Any = group  # the stub of a process group lacks its methods
+        self._options: Any = dist.AllreduceOptions()
+        self._options.reduceOp = dist.ReduceOp.MIN
+        self._source, self._readers = line(group.rank(), group.size(), stage_ranks)
+        #: Unsettled rounds, and the rows that receive their minimum.
+        self._rounds: deque[tuple[Any, torch.Tensor]] = deque()
+        self._sent: list[tuple[Any, torch.Tensor]] = []
+
+    def minimum(self, values: VoteRow) -> VoteRow | None:
+        """Return the minimum of the last round that rank 0 has newly seen end, or None.
+
+        Blocks until the rank before has called as often, and those behind but once fewer. Raises the group's error at
+        its timeout.
+        """
+        row = tensor_of(values)
+        self._rounds.append((self._group.allreduce([row], self._options), row))
+        ended = self._heard() if self._source is not None else self._ended()
+        self._tell(ended)
+        agreed: VoteRow | None = None
+        for _ in range(ended):
+            work, row = self._rounds.popleft()
+            work.wait()
+            agreed = row_of(row)
+        return agreed
+
+    def _ended(self) -> int:
+        for count, (work, _) in enumerate(self._rounds):
+            if not work.is_completed():
+                return count
+        return len(self._rounds)
+
+    def _heard(self) -> int:
+        said = tensor_of(np.zeros(1, np.int64))
+        self._group.recv([said], self._source, _TAG).wait()
+        return int(said[0])
+
+    def _tell(self, ended: int) -> None:
+        for work, _ in self._sent:
+            work.wait()
+        said = tensor_of(np.array([ended]))
+        self._sent = [(self._group.send([said], reader, _TAG), said) for reader in self._readers]
+
+
+def line(rank: int, size: int, stage_ranks: int) -> tuple[int | None, tuple[int, ...]]:
+    """Return the rank that a rank hears from, and those that hear from it: own stage for rank 0, else the next.
+
+    >>> [line(rank, 6, 2) for rank in range(6)]
+    [(None, (1, 2)), (0, (3,)), (0, (4,)), (1, (5,)), (2, ()), (3, ())]
+    """
+    source = None if rank == 0 else max(0, rank - stage_ranks)
+    own = tuple(range(1, stage_ranks)) if rank == 0 else ()
+    behind = (rank + stage_ranks,) if rank + stage_ranks < size else ()
+    return source, own + behind

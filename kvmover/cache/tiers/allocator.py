@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from types import MappingProxyType
 from typing import Protocol
@@ -26,18 +27,18 @@ from kvmover.errors import TierError
 
 
 class DevicePages(Protocol):
-    """The free device pages of one component; an engine that allocates them itself implements this."""
+    """The free device pages of one component, for an engine that allocates them itself."""
 
     def __len__(self) -> int:
-        """Return the number of pages that `take` can return."""
+        """Return the number of free ids."""
         ...
 
     def take(self, count: int) -> list[int]:
-        """Return `count` ids for the tree. Raises TierError, and takes no id, if fewer are free."""
+        """Return `count` ids. Raises TierError, and takes no id, if fewer are free."""
         ...
 
     def give(self, ids: Iterable[int]) -> None:
-        """Free ids that the tree no longer uses."""
+        """Free ids."""
         ...
 
     def places(self, ids: Sequence[int]) -> Sequence[int]:
@@ -45,7 +46,7 @@ class DevicePages(Protocol):
         ...
 
     def loaded(self, ids: Sequence[int], beside: Sequence[int]) -> None:
-        """Note that ids of a further component are being loaded, each beside a page of attention KV, in order."""
+        """Note that a further component's ids are being loaded, each beside a page of attention KV."""
         ...
 
     def check(self, others: Collection[int]) -> None:
@@ -54,7 +55,7 @@ class DevicePages(Protocol):
 
 
 class FreeList:
-    """The free ids of `pages` ids from 0, which are the pool's own pages."""
+    """The free ids of `pages` ids from 0, the pool's own pages."""
 
     def __init__(self, name: str, pages: int) -> None:
         self._name, self.pages = name, pages
@@ -73,16 +74,20 @@ class FreeList:
         if count > len(self._ids):
             raise TierError(f"{count} pages of {self._name}, of which {len(self._ids)} are free")
         taken = [heappop(self._heap) for _ in range(count)]
+        assert len(self._ids.intersection(taken)) == count, f"{taken} are taken of {self._name}, and not all are free"
         self._ids.difference_update(taken)
         return taken
 
     def claim(self, ids: Iterable[int]) -> None:
-        """Take these ids, which must be free."""
-        self._ids.difference_update(ids)
+        """Take these ids. Raises TierError, and takes none, for an id that is not free."""
+        claimed = list(ids)
+        if missing := set(claimed) - self._ids:
+            raise TierError(f"pages {sorted(missing)} of {self._name} are claimed, and are not free")
+        self._ids.difference_update(claimed)
         self._heap = sorted(self._ids)
 
     def give(self, ids: Iterable[int]) -> None:
-        """Free ids. Raises TierError, and frees none, for an id that is free, repeated or out of range."""
+        """Free ids. Raises TierError, and frees no id, if one is free, repeated or out of range."""
         pages, new = list(ids), set[int]()
         for page in pages:
             if page in self._ids or page in new or not 0 <= page < self.pages:
@@ -91,16 +96,17 @@ class FreeList:
         self._ids |= new
         for page in pages:
             heappush(self._heap, page)
+        assert len(self._heap) == len(self._ids), f"{self._name} has {len(self._heap)} pages, {len(self._ids)} by id"
 
     def places(self, ids: Sequence[int]) -> Sequence[int]:
-        """Return `ids`: see DevicePages."""
+        """Return `ids`."""
         return ids
 
     def loaded(self, ids: Sequence[int], beside: Sequence[int]) -> None:
-        """Ignore the call: a page here is found by its own id."""
+        """Ignore the call."""
 
     def check(self, others: Collection[int]) -> None:
-        """Raise InvariantBroken unless each page is once free or in `others`, the pages of the tree and the caller."""
+        """Raise InvariantBroken unless each page is once free or in `others`."""
         if sorted(self._heap) != sorted(self._ids):
             raise InvariantBroken(f"free pages of {self._name} are {sorted(self._ids)}, in order {sorted(self._heap)}")
         pages = sorted([*self._ids, *others])
@@ -117,11 +123,22 @@ class FreeList:
 _ROOM_PAGES = 512
 
 
+@dataclass(frozen=True, slots=True)
+class PageListeners:
+    """The functions that an allocator calls with host pages.
+
+    `copied_out`: with an eviction's copies, once they are on the host. `host_freed`: with pages of attention KV that
+    were freed, before they can be used again.
+    """
+
+    copied_out: Callable[[CopyOut], None] = lambda action: None
+    host_freed: Callable[[list[int]], None] = lambda ids: None
+
+
 class PageAllocator:
     """The free page ids of one rank. Each id is in one place: free here, or with the tree, a record or the caller.
 
-    `device_pages`: by component, those that the engine allocates. Raises TierError if pools do not fit the tree's
-    components.
+    `device_pages`: those that the engine allocates. Raises TierError if pools do not fit the tree's components.
     """
 
     def __init__(
@@ -130,12 +147,10 @@ class PageAllocator:
         tiered_pools: Sequence[TieredPool],
         copies: LayerwiseCopier,
         device_pages: Mapping[str, DevicePages] = MappingProxyType({}),
+        listeners: PageListeners | None = None,
     ) -> None:
         self.tree, self.tiered_pools, self.copies = tree, tuple(tiered_pools), copies
-        #: Called with an eviction's copies once they are on the host.
-        self.copied_out: Callable[[CopyOut], None] = lambda action: None
-        #: Called with host pages of attention KV before they can be used again.
-        self.host_freed: Callable[[list[int]], None] = lambda ids: None
+        self.listeners = listeners or PageListeners()
         names = [FULL, *(component.name for component in tree.config.components)]
         self.free: dict[tuple[str, Tier], DevicePages] = {}
         self.host: dict[str, FreeList] = {}
@@ -160,18 +175,20 @@ class PageAllocator:
 
     @property
     def partial(self) -> PartialWork:
-        """The fate of pages that some ranks alone have brought: dropped if the tree has further components."""
+        """Returns DROPPED if the tree has further components."""
         return PartialWork.DROPPED if self.tree.config.components else PartialWork.KEPT
 
     def take(self, name: str, tier: Tier, count: int) -> list[int] | None:
-        """Return ids, evicting least recently used pages if too few are free; None if that does not suffice."""
+        """Return ids, evicting least recently used pages for them; None without room."""
         pool = self.free[name, tier]
         if count > len(pool):
             self.evict(name, tier, count - len(pool))
-        return pool.take(count) if count <= len(pool) else None
+        taken = pool.take(count) if count <= len(pool) else None
+        assert taken is None or len(taken) == count, f"{len(taken or ())} pages of {name} for {count}"
+        return taken
 
     def take_all(self, counts: Mapping[str, int], tier: Tier) -> dict[str, list[int]] | None:
-        """Return ids of several components, or None and take no id."""
+        """Return ids of several components; None, and takes no id, without room."""
         taken: dict[str, list[int]] = {}
         for name, count in counts.items():
             ids = self.take(name, tier, count)
@@ -183,20 +200,19 @@ class PageAllocator:
         return taken
 
     def give(self, name: str, tier: Tier, ids: Iterable[int]) -> None:
-        """Free ids. Raises TierError for an id that is free already, or outside the pool."""
+        """Free ids. Raises TierError if one is free or outside the pool."""
         ids = list(ids)
-        if tier is Tier.HOST and name == FULL:
-            self.host_freed(ids)
         self.free[name, tier].give(ids)
+        if tier is Tier.HOST and name == FULL:
+            self.listeners.host_freed(ids)
 
     def room(self, name: str, tier: Tier) -> int:
         """Return the number of ids that `take` could get."""
         return len(self.free[name, tier]) + self.tree.sizes(name, tier).evictable
 
     def apply(self, outcome: ActionList) -> None:
-        """Carry out actions in order, the device's attention KV last: an engine may find other components by it.
-
-        Copies have ended when this returns, so that their source pages can be used again.
+        """Carry out actions, attention KV's device pages last: an engine may find other components by them. Waits for
+        copies.
         """
         for action in sorted(outcome.actions, key=_is_attention_on_the_device):
             if isinstance(action, FreePages):
@@ -206,10 +222,10 @@ class PageAllocator:
                     if leg.component in self.host:
                         self.host[leg.component].claim(leg.dst_page_ids.tolist())
                 self.copies.at_once(self.batches(action.legs, Tier.HOST), Tier.HOST)
-                self.copied_out(action)
+                self.listeners.copied_out(action)
 
     def batches(self, legs: Sequence[CopyLeg], dst: Tier) -> list[Batch]:
-        """Return the copies of this rank: towards the host, only its share of jointly held pages."""
+        """Return this rank's copies: towards the host, only its share."""
         found: list[Batch] = []
         for leg in legs:
             src, to = leg.src_page_ids.tolist(), leg.dst_page_ids.tolist()
@@ -222,15 +238,12 @@ class PageAllocator:
         return found
 
     def check(self, out: Mapping[tuple[str, Tier], Collection[int]]) -> None:
-        """Raise InvariantBroken unless every page is in one place. `out`: the caller's pages. O(pages)."""
+        """Raise InvariantBroken unless every page is in one place. `out`: the caller's."""
         for (name, tier), free in self.free.items():
             free.check([*self.tree.ids(name, tier), *out.get((name, tier), ())])
 
     def drop_second_copies(self) -> None:
-        """Evict host pages that are on the device too, for a tree that writes back, while no load reads them.
-
-        They count as protected on the host, and go first.
-        """
+        """Evict host pages also on the device, of a tree that writes back, while no load reads them."""
         doubles = self.tree.sizes(FULL, Tier.HOST).protected
         if doubles:
             self.apply(self.tree.evict_host(doubles))
@@ -245,22 +258,21 @@ class PageAllocator:
         return given
 
     def demote(self, node: int) -> ActionList:
-        """Move the end of a path to the host: see `PrefixTree.demote`. Returns the actions done."""
+        """Move a path's end: see `PrefixTree.demote`. Returns the actions done."""
         given = self.tree.demote(node, room=self._room(FULL, len(self.tree.page_ids(node))))
         self.apply(given)
         return given
 
     def evict_pools(self, pages: Mapping[str, int]) -> ActionList:
-        """Free so many device pages of each component, or all that may go. Returns the actions done.
-
-        A page that goes along with another component's counts.
+        """Free so many device pages of each component, or all that may go; those that go along count. Returns the
+        actions done.
         """
         given = self.tree.evict_pools(pages, room=self._room(FULL, pages.get(FULL, 0)))
         self.apply(given)
         return given
 
     def _room(self, name: str, pages: int) -> list[int]:
-        """Return free host pages to offer an eviction of a tree that writes back, evicting for them if need be."""
+        """Return free host pages, evicting for them; [] unless the tree writes back."""
         if not isinstance(self.tree.config.tiers, WriteBack):
             return []
         host = self.host[FULL]

@@ -29,16 +29,16 @@ from kvmover.cache.prefix import (
     block_removed,
     block_stored,
 )
-from kvmover.cache.tiers.agreement import CollectiveOps, VoteRow, agreed_count, counted
-from kvmover.cache.tiers.allocator import PageAllocator
-from kvmover.cache.tiers.metrics import TierCount, TierMeter, TierStage
-from kvmover.cache.tiers.policy import Store, TierPolicy
-from kvmover.cache.tiers.storage import PageRef, Stopwatch, Storage, StorageWorker, StorageWrite, Urgency
+from kvmover.cache.tiers.agreement import VoteRow, agreed_count, counted
+from kvmover.cache.tiers.tier_metrics import TierCount, TierStage
+from kvmover.cache.tiers.tier_parts import TierParts
+from kvmover.cache.tiers.tier_policy import Store
+from kvmover.cache.tiers.tier_storage import PageRef, Stopwatch, StorageWrite, Urgency
 
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """The pages [first, stop) of the path to `node`, to be stored; all from `first` on if `stop` is None."""
+    """The pages [first, stop) of the path to `node`, to be stored; None: to the end."""
 
     node: int
     first: int = 0
@@ -46,48 +46,34 @@ class Due:
 
 
 @dataclass(slots=True)
-class Backups:
-    """The backups of one rank. `events` reports stored pages to routers; `peers` lends host pages."""
+class DuePaths:
+    """The paths to store once they are on the host.
 
-    allocator: PageAllocator
-    storage: Storage | None
-    worker: StorageWorker
-    collectives: CollectiveOps
-    policy: TierPolicy
-    meter: TierMeter
-    events: StorageEvents | None = None
-    peers: PeerTier | None = None
-    #: Pages being written to storage, by the tree's operation.
-    _writes: dict[int, int] = field(default_factory=dict[int, int])
-    #: Paths to store once they are on the host.
+    With `on_eviction`, for a tree that writes back, the node of each kept device page is recorded, and its path is due
+    once an eviction has copied the page to the host.
+    """
+
+    on_eviction: bool = False
     _due: deque[Due] = field(default_factory=deque[Due])
-    #: For a tree that writes back: by device page of attention KV, the node whose path it was kept in.
+    #: By device page of attention KV, the node whose path it was kept in.
     _kept: dict[int, int] = field(default_factory=dict[int, int])
 
-    @property
-    def due(self) -> int:
-        """The number of paths to store once they are on the host."""
+    def __len__(self) -> int:
         return len(self._due)
 
-    @property
-    def writing_pages(self) -> int:
-        """Pages queued for storage or being written."""
-        return sum(self._writes.values())
+    def add(self, due: Due) -> None:
+        """Queue a path."""
+        self._due.append(due)
 
-    @property
-    def writes_back(self) -> bool:
-        """True if the tree copies on eviction alone."""
-        return isinstance(self.allocator.tree.config.tiers, WriteBack)
+    def take(self) -> list[Due]:
+        """Remove and return all due paths."""
+        taken, self._due = list(self._due), deque()
+        return taken
 
     def kept(self, node: int, page_ids: PageIds) -> None:
         """Record the node of newly inserted device pages, if they are to be stored on eviction."""
-        if self.writes_back and self.policy.store is Store.BACKED and self.storage is not None:
+        if self.on_eviction:
             self._kept.update(dict.fromkeys(np.asarray(page_ids).tolist(), node))
-
-    def forget(self) -> None:
-        """Drop all records and due paths, after a reset of the tree."""
-        self._due.clear()
-        self._kept.clear()
 
     def copied_out(self, action: CopyOut) -> None:
         """Queue recorded pages for storage, now that an eviction has copied them to the host."""
@@ -103,76 +89,101 @@ class Backups:
                         reach[node] = min(first, position), max(stop, position + 1)
         self._due.extend(Due(node, first, stop) for node, (first, stop) in reach.items())
 
+    def forget(self) -> None:
+        """Drop all records and due paths, after a reset of the tree."""
+        self._due.clear()
+        self._kept.clear()
+
+
+@dataclass(slots=True)
+class Backups:
+    """The backups of one rank. `paths` are due to be stored; `events` reports stored pages to routers."""
+
+    parts: TierParts
+    paths: DuePaths
+    events: StorageEvents | None = None
+    #: Pages being written to storage, by the tree's operation.
+    _writes: dict[int, int] = field(default_factory=dict[int, int])
+
+    @property
+    def writing_pages(self) -> int:
+        """Returns the pages queued for storage or being written."""
+        return sum(self._writes.values())
+
+    @property
+    def writes_back(self) -> bool:
+        """Returns True if the tree copies on eviction alone."""
+        return isinstance(self.parts.allocator.tree.config.tiers, WriteBack)
+
     def back_up(self, node: int) -> None:
-        """Begin to copy the path's pages that are on the device alone. One operation on every rank, room or not."""
-        tree = self.allocator.tree
+        """Begin to copy the path's pages that are on the device alone: one operation on every rank, room or not."""
+        tree = self.parts.allocator.tree
         needs = tree.backup_needs(node)
         if not needs:
             return
-        ids = self.allocator.take_all(needs, Tier.HOST)
+        ids = self.parts.allocator.take_all(needs, Tier.HOST)
         if ids is None:
-            self.meter.dropped["backup", "no room on the host"] += sum(needs.values())
-            self.collectives.begin(lambda agreed: None, 3).done(*counted(0, 0))
+            self.parts.meter.dropped["backup", "no room on the host"] += sum(needs.values())
+            self.parts.collectives.begin(lambda agreed: None, 3).done(*counted(0, 0))
             return
         transfer = tree.begin_backup(node, ids)
         total = max((int(leg.positions[-1]) + 1 for leg in transfer.legs), default=0) - transfer.first_page
-        collective = self.collectives.begin(
+        collective = self.parts.collectives.begin(
             lambda agreed: self._backed(node, transfer, agreed), 3, [i for row in ids.values() for i in row]
         )
-        batches, watch = self.allocator.batches(transfer.legs, Tier.HOST), Stopwatch()
+        batches, watch = self.parts.allocator.batches(transfer.legs, Tier.HOST), Stopwatch()
 
         def done() -> None:
-            self.meter.stages[TierStage.BACKUP].add(watch.seconds)
-            self.meter.counts[TierCount.BACKED_PAGES] += sum(len(batch.host_ids) for batch in batches)
-            self.meter.counts[TierCount.BACKED_BYTES] += sum(batch.nbytes for batch in batches)
+            self.parts.meter.stages[TierStage.BACKUP].add(watch.seconds)
+            self.parts.meter.counts[TierCount.BACKED_PAGES] += sum(len(batch.host_ids) for batch in batches)
+            self.parts.meter.counts[TierCount.BACKED_BYTES] += sum(batch.nbytes for batch in batches)
             collective.done(*counted(total, total))
 
-        self.allocator.copies.begin(batches, Tier.HOST, done)
+        self.parts.allocator.copies.begin(batches, Tier.HOST, done)
 
     def publish(self, node: int) -> bool:
-        """Store the whole path, whatever the policy. Returns False without storage, or for a tree that writes back."""
-        if self.storage is None or self.writes_back:
+        """Store the whole path. Returns False without storage, or if the tree writes back."""
+        if self.parts.storage is None or self.writes_back:
             return False
         self.back_up(node)
-        self._due.append(Due(node))
+        self.paths.add(Due(node))
         return True
 
     def reused(self, node: int, first: int) -> None:
-        """Queue a path for storage if the policy is REUSED: its pages from `first` on are being loaded."""
-        if self.policy.store is Store.REUSED and self.storage is not None:
-            self._due.append(Due(node, first if self.writes_back else 0))
+        """Queue a path for storage if the policy is REUSED: its pages from `first` are being loaded."""
+        if self.parts.policy.store is Store.REUSED and self.parts.storage is not None:
+            self.paths.add(Due(node, first if self.writes_back else 0))
 
     def poll(self) -> None:
-        """Begin to store due paths that have come to the host whole."""
-        for _ in range(len(self._due)):
-            due = self._due.popleft()
+        """Begin to store due paths that are whole on the host."""
+        for due in self.paths.take():
             try:
-                ready = self.writes_back or self.allocator.tree.is_backed(due.node)
+                ready = self.writes_back or self.parts.allocator.tree.is_backed(due.node)
                 if ready:
                     self._store(due)
-                elif self.collectives.open:
-                    self._due.append(due)
+                elif self.parts.collectives.open:
+                    self.paths.add(due)
                 else:
-                    self.meter.dropped["store", "never came to the host"] += 1
+                    self.parts.meter.dropped["store", "never came to the host"] += 1
             except StaleHandle:
-                self.meter.dropped["store", "evicted before it was stored"] += 1
+                self.parts.meter.dropped["store", "evicted before it was stored"] += 1
 
     def check(self) -> None:
-        """Raise InvariantBroken if too many pages, or more writes than operations, are under way. O(writes)."""
-        if self.writing_pages > self.policy.writing_pages or len(self._writes) > len(self.collectives.open):
+        """Raise InvariantBroken if too many pages, or more writes than operations, are under way."""
+        if self.writing_pages > self.parts.policy.writing_pages or len(self._writes) > len(self.parts.collectives.open):
             raise InvariantBroken(f"{self.writing_pages} pages are written by {len(self._writes)} operations")
 
     def _backed(self, node: int, transfer: TierCopy, agreed: VoteRow) -> None:
-        done = agreed_count(agreed, self.allocator.partial)
-        if done and self.peers is not None:
-            self._lend(self.peers, node, transfer, done)
-        self.allocator.apply(self.allocator.tree.end(transfer.op, done))
-        if done and self.policy.store is Store.BACKED and self.storage is not None:
-            self._due.append(Due(node, transfer.first_page))
+        done = agreed_count(agreed, self.parts.allocator.partial)
+        if done and self.parts.peers is not None:
+            self._lend(self.parts.peers, node, transfer, done)
+        self.parts.allocator.apply(self.parts.allocator.tree.end(transfer.op, done))
+        if done and self.parts.policy.store is Store.BACKED and self.parts.storage is not None:
+            self.paths.add(Due(node, transfer.first_page))
 
     def _lend(self, peers: PeerTier, node: int, transfer: TierCopy, done: int) -> None:
-        """Lend attention KV that has come to the host. Pages that the tree does not keep are freed after this."""
-        hashes = self.allocator.tree.page_hashes(node)
+        """Lend attention KV before pages that the tree drops are freed."""
+        hashes = self.parts.allocator.tree.page_hashes(node)
         for leg in transfer.legs:
             if leg.component == FULL:
                 pairs = zip(_ints(leg.positions), _ints(leg.dst_page_ids), strict=True)
@@ -180,15 +191,15 @@ class Backups:
                 peers.came([page_hash for page_hash, _ in came], [page_id for _, page_id in came])
 
     def _store(self, due: Due) -> None:
-        """Begin to store a due path. Raises StaleHandle for a node that is gone."""
-        tree, storage = self.allocator.tree, self.storage
+        """Begin to store a path. Raises StaleHandle for a node that is gone."""
+        tree, storage = self.parts.allocator.tree, self.parts.storage
         assert storage is not None
         try:
             transfer = tree.begin_store(due.node, due.first)
         except StaleHandle:
             raise
         except PrefixError:  # a tree that writes back has holes on the host
-            self.meter.dropped["store", "left the host before it was stored"] += 1
+            self.parts.meter.dropped["store", "left the host before it was stored"] += 1
             return
         first_page = transfer.first_page
         hashes = transfer.hashes[: None if due.stop is None else max(0, due.stop - first_page)]
@@ -201,33 +212,33 @@ class Backups:
             if position - first_page < len(hashes)
         ]
         count = len(hashes)
-        if self.writing_pages + count > self.policy.writing_pages:
-            self.meter.dropped["store", "too many pages wait to be written"] += count
-            self.allocator.apply(tree.end(transfer.op))
+        if self.writing_pages + count > self.parts.policy.writing_pages:
+            self.parts.meter.dropped["store", "too many pages wait to be written"] += count
+            self.parts.allocator.apply(tree.end(transfer.op))
             return
         self._writes[transfer.op] = count
-        collective = self.collectives.begin(lambda agreed: self._stored(due.node, transfer, hashes, agreed))
+        collective = self.parts.collectives.begin(lambda agreed: self._stored(due.node, transfer, hashes, agreed))
         write, watch = StorageWrite(storage, pages), Stopwatch()
 
         def ended(error: Exception | None) -> None:
-            self.meter.stages[TierStage.STORE].add(watch.seconds)
-            self.meter.counts[TierCount.STORED_PAGES] += write.stored
-            self.meter.counts[TierCount.STORED_BYTES] += write.nbytes
+            self.parts.meter.stages[TierStage.STORE].add(watch.seconds)
+            self.parts.meter.counts[TierCount.STORED_PAGES] += write.stored
+            self.parts.meter.counts[TierCount.STORED_BYTES] += write.nbytes
             for why, failed in write.failed.items():
-                self.meter.dropped["store", why] += failed
+                self.parts.meter.dropped["store", why] += failed
             if error is not None:
-                self.meter.dropped["store", type(error).__name__] += count
+                self.parts.meter.dropped["store", type(error).__name__] += count
             collective.done(int(error is None and not write.failed.total()))
 
-        self.worker.begin(write, Urgency.WRITE, ended)
+        self.parts.worker.begin(write, Urgency.WRITE, ended)
 
     def _stored(self, node: int, transfer: TierCopy, hashes: Sequence[bytes], agreed: VoteRow) -> None:
         del self._writes[transfer.op]
-        tree, first = self.allocator.tree, transfer.first_page
+        tree, first = self.parts.allocator.tree, transfer.first_page
         if agreed[0] and self.events is not None and hashes:
             parent = tree.page_hashes(node)[first - 1] if first else None
             self.events.stored(hashes, parent, tree.config.page_tokens)
-        self.allocator.apply(tree.end(transfer.op))
+        self.parts.allocator.apply(tree.end(transfer.op))
 
 
 def _ints(row: PageArray) -> list[int]:
@@ -235,10 +246,7 @@ def _ints(row: PageArray) -> list[int]:
 
 
 class StorageEvents:
-    """The storage events of one rank, without tokens, which the device's events had.
-
-    The store calls `lost`, from any thread; the controller calls the rest.
-    """
+    """The storage events of one rank, without tokens. The store calls `lost`, from any thread."""
 
     def __init__(self, sink: Callable[[KVEvent], None], exists: Callable[[Sequence[bytes]], Sequence[bool]]) -> None:
         self._sink, self._exists = sink, exists
@@ -246,17 +254,17 @@ class StorageEvents:
         self._lost: deque[bytes] = deque()
 
     def stored(self, hashes: Sequence[bytes], parent: bytes | None, page_tokens: int) -> None:
-        """Emit an event for pages in order of position; `parent` is the hash before the first."""
+        """Emit an event for consecutive pages; `parent` is the hash before the first."""
         self._pages.update(hashes)
         self._sink(block_stored(hashes, parent, Tier.STORAGE, page_tokens))
 
     def lost(self, page: bytes) -> None:
-        """Note that the store has lost an object of `page`; the rest may still make up the page."""
+        """Note that an object of `page` was lost; `poll` asks if others still make it up."""
         if page in self._pages:
             self._lost.append(page)
 
     def poll(self) -> None:
-        """Emit, once, the removal of pages that are no longer whole."""
+        """Emit, once, the removal of pages no longer whole."""
         pages = dict.fromkeys(self._lost.popleft() for _ in range(len(self._lost)))
         known = [page for page in pages if page in self._pages]
         if not known:

@@ -7,6 +7,7 @@ in the same order. Other ranks are waited for only in `poll`, and only while an 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -24,26 +25,111 @@ from kvmover.cache.prefix import (
     PrefixNamespace,
     PrefixTree,
     RadixKey,
+    StaleHandle,
     Tier,
     TokenIds,
     WriteBack,
 )
 from kvmover.cache.tiers.agreement import CollectiveOps, Consensus, LocalConsensus, VoteRow, checksum
-from kvmover.cache.tiers.allocator import DevicePages, PageAllocator
-from kvmover.cache.tiers.asked_moves import AskedMoves
-from kvmover.cache.tiers.backup import Backups, StorageEvents
+from kvmover.cache.tiers.allocator import DevicePages, PageAllocator, PageListeners
+from kvmover.cache.tiers.backup import Backups, DuePaths, StorageEvents
 from kvmover.cache.tiers.gated_loads import GatedLoads
 from kvmover.cache.tiers.layerwise_copier import LayerwiseCopier
-from kvmover.cache.tiers.metrics import TierGauge, TierMeter, TierSnapshot, TierStage
-from kvmover.cache.tiers.policy import Inclusion, TierPolicy
 from kvmover.cache.tiers.restore_driver import Restore, Restores
 from kvmover.cache.tiers.restore_machine import GivenUp, Hurry
-from kvmover.cache.tiers.storage import Stopwatch, Storage, StorageWorker, Urgency
+from kvmover.cache.tiers.tier_metrics import TierCount, TierGauge, TierMeter, TierSnapshot, TierStage
+from kvmover.cache.tiers.tier_parts import TierParts
+from kvmover.cache.tiers.tier_policy import Inclusion, Store, TierPolicy
+from kvmover.cache.tiers.tier_storage import Stopwatch, Storage, StorageWorker, Urgency
 from kvmover.cache.tiers.tiered_pool import TieredPool
 from kvmover.errors import TierError
 
 if TYPE_CHECKING:
     import torch
+
+
+#: The most prefixes on their way up at a time.
+MOST_BROUGHT = 8
+
+
+@dataclass(slots=True)
+class AskedMoves:
+    """The moves of prefixes without a waiting request: down to the host, or up from storage and host.
+
+    Other requests do not pay for them: demoted pages are unused, their copies to the host are ordinary backups, and
+    prefetched pages take only free pages of the device. `prefetch` begins a restore that ends on the host.
+    """
+
+    allocator: PageAllocator
+    collectives: CollectiveOps
+    backups: Backups
+    loads: GatedLoads
+    meter: TierMeter
+    prefetch: Callable[[RadixKey], Restore]
+    #: Nodes whose paths are to leave the device once they are on the host.
+    _leaving: deque[int] = field(default_factory=deque[int])
+    _coming: list[Restore] = field(default_factory=list[Restore])
+
+    @property
+    def open(self) -> int:
+        """Returns the number of moves not done."""
+        return len(self._leaving) + len(self._coming)
+
+    def demote(self, node: int) -> bool:
+        """Demote a path: see HintedTiers. Raises StaleHandle for a node that is gone."""
+        if self.backups.writes_back or self.allocator.tree.is_backed(node):
+            return self._give_up(node) > 0
+        self.backups.back_up(node)
+        self._leaving.append(node)
+        return True
+
+    def bring(self, key: RadixKey) -> bool:
+        """Prefetch a prompt: see HintedTiers."""
+        if len(self._coming) >= MOST_BROUGHT:
+            return False
+        self._coming.append(self.prefetch(key))
+        return True
+
+    def poll(self) -> None:
+        """Demote paths that are on the host, and load prefixes prefetched to it."""
+        for _ in range(len(self._leaving)):
+            node = self._leaving.popleft()
+            try:
+                if self.allocator.tree.is_backed(node):
+                    self._give_up(node)
+                elif self.collectives.open:
+                    self._leaving.append(node)
+                else:
+                    self.meter.dropped["demote", "never came to the host"] += 1
+            except StaleHandle:
+                self.meter.dropped["demote", "evicted before it was demoted"] += 1
+        for restore in [each for each in self._coming if each.done]:
+            self._coming.remove(restore)
+            self._load(restore)
+
+    def forget(self) -> None:
+        """Drop pending demotions."""
+        self._leaving.clear()
+
+    def _give_up(self, node: int) -> int:
+        given = self.allocator.demote(node)
+        pages = len(given.page_ids())
+        self.meter.counts[TierCount.DEMOTED_PAGES] += pages
+        return pages
+
+    def _load(self, restore: Restore) -> None:
+        """Load the prefix if enough device pages are free."""
+        allocator, tree = self.allocator, self.allocator.tree
+        assert restore.handle is not None
+        tree.unlock(restore.handle)
+        restore.handle = None
+        found = tree.match(restore.key)
+        if found.best_tokens == found.tokens or found.waits:
+            return
+        needs = tree.load_needs(found.best_node)
+        if all(len(allocator.free[name, Tier.DEVICE]) >= count for name, count in needs.items()):
+            self.loads.begin(found.best_node)
+
 
 #: Longest sleep of `wait` between polls, s; a storage job's end wakes it.
 _NAP_S = 0.002
@@ -54,9 +140,8 @@ _PEER_NAP_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class ControllerConfig:
-    """The settings of a controller. `clock` is in seconds; `group_layers`, `fences`: see LayerwiseCopier.
-
-    `sink` gets storage events.
+    """The settings of a controller. `clock`: in seconds. `sink` gets storage events. `group_layers`, `fences`: see
+    LayerwiseCopier.
     """
 
     policy: TierPolicy = field(default_factory=TierPolicy)
@@ -72,11 +157,10 @@ class ControllerConfig:
 class Controller:
     """A controller of one rank's KV on all tiers. Pools, store and peer tier are the caller's, and outlive it.
 
-    A request: `restore`, and `poll` until ready; `take` pages for the rest of its prompt; compute; `keep`; and
-    `release` the restore.
+    A request: `restore`, `poll` until ready, `take` pages for the rest, compute, `keep`, `release`.
 
-    An engine that allocates, inserts and matches itself gives its `device_pages` by component, and calls only
-    `prefetch` while a request waits, `load` on admission, `kept` after an insert, and `evict` for room.
+    An engine that allocates and inserts itself gives `device_pages`, and calls only `prefetch` while a request waits,
+    `load` on admission, `kept` after an insert, `evict` for room.
 
     Raises TierError if policy, tree, pools and peers contradict each other.
     """
@@ -105,16 +189,18 @@ class Controller:
         self.copies = LayerwiseCopier(
             tiered_pools[0].device.tensors[0].device, self.config.group_layers, self.config.fences
         )
-        self.allocator = PageAllocator(tree, tiered_pools, self.copies, device_pages)
-        hands = self.allocator, storage, self.worker, self.collectives, policy, self.meter
-        if peers is not None:
-            self.allocator.host_freed = peers.freed
+        self._paths = DuePaths(
+            isinstance(tree.config.tiers, WriteBack) and policy.store is Store.BACKED and storage is not None
+        )
+        copied_out = self._paths.copied_out
+        listeners = PageListeners(copied_out) if peers is None else PageListeners(copied_out, peers.freed)
+        self.allocator = PageAllocator(tree, tiered_pools, self.copies, device_pages, listeners)
+        parts = TierParts(self.allocator, storage, self.worker, self.collectives, policy, self.meter, peers)
         self._events = StorageEvents(sink, storage.whole) if storage is not None and sink is not None else None
         if storage is not None and self._events is not None:
             storage.store.watch(self._events)
-        self._backups = Backups(*hands, self._events, peers)
-        self.allocator.copied_out = self._backups.copied_out
-        self._restores = Restores(*hands, clock, self._backups.reused, peers)
+        self._backups = Backups(parts, self._paths, self._events)
+        self._restores = Restores(parts, clock, self._backups.reused)
         self.loads = GatedLoads(self.allocator, self.collectives, self.meter, self._backups.reused)
         self._asked = AskedMoves(
             self.allocator,
@@ -127,7 +213,7 @@ class Controller:
 
     @property
     def tree(self) -> PrefixTree:
-        """The prefix tree, for matches and hashes. Change it only through the controller."""
+        """Returns the prefix tree; change it only through the controller."""
         return self.allocator.tree
 
     # Requests
@@ -139,35 +225,35 @@ class Controller:
         limit_tokens: int | None = None,
         namespace: PrefixNamespace = DEFAULT_NAMESPACE,
     ) -> Restore:
-        """Begin to bring the longest cached prefix of a prompt to the device, by default of all but its last token.
+        """Begin to bring a prompt's longest cached prefix to the device, by default without its last token.
 
-        The Restore advances in `poll`, and may be ready at once.
+        It advances in `poll`, and may be ready at once.
         """
         key = tokens if isinstance(tokens, RadixKey) else self.tree.key(tokens, namespace)
         limit = key.tokens - 1 if limit_tokens is None else min(limit_tokens, key.tokens)
         return self._restores.begin(key, max(0, limit), self.config.policy)
 
     def prefetch(self, key: RadixKey, limit_tokens: int) -> Restore:
-        """Begin a restore that ends on the host; `load` brings its pages to the device on admission."""
+        """Begin a restore that ends on the host, for `load`."""
         return self._restores.begin(key, limit_tokens, self._to_the_host(limit_tokens))
 
     def _to_the_host(self, limit_tokens: int) -> TierPolicy:
         return replace(self.config.policy, least_load_tokens=limit_tokens + 1)
 
     def load(self, node: int) -> int | None:
-        """Begin to load the path to `node` to the device: see `GatedLoads.begin`. Readers wait in `loads.wait`."""
+        """Begin to load the path to `node`: see `GatedLoads.begin`."""
         return self.loads.begin(node)
 
     def want(self, restore: Restore) -> None:
-        """Hurry a restore whose request is to start now: with BestEffort a read ends with the pages it has."""
+        """Hurry a restore: with BestEffort a read ends with the pages it has."""
         self._restores.tell(restore, Hurry())
 
     def abort(self, restore: Restore) -> None:
-        """Give up a restore. Copies under way land or return their pages by themselves."""
+        """Give up a restore; copies under way end by themselves."""
         self._restores.tell(restore, GivenUp())
 
     def release(self, restore: Restore) -> None:
-        """Unlock the prefix of a ready restore, once, so that it may be evicted."""
+        """Unlock the prefix of a ready restore, once."""
         assert restore.handle is not None
         self.unlock(restore.handle)
         restore.handle = None
@@ -177,11 +263,11 @@ class Controller:
         self.tree.unlock(handle)
 
     def take(self, pages: int, component: str = FULL) -> list[int] | None:
-        """Return device pages to compute into, evicting least recently used ones; None if there is no room."""
+        """Return device pages, evicting least recently used ones; None without room."""
         return self.allocator.take(component, Tier.DEVICE, pages)
 
     def give(self, page_ids: Sequence[int], component: str = FULL) -> None:
-        """Free device pages that were taken and not kept. Raises TierError if one is free already."""
+        """Free pages taken and not kept. Raises TierError if one is free."""
         self.allocator.give(component, Tier.DEVICE, page_ids)
 
     def keep(
@@ -194,9 +280,8 @@ class Controller:
         counted_tokens: int = 0,
         namespace: PrefixNamespace = DEFAULT_NAMESPACE,
     ) -> Inserted:
-        """Insert computed pages as `PrefixTree.insert`, free duplicates, and begin the backups due.
-
-        The ids are the tree's from here on.
+        """Insert computed pages as `PrefixTree.insert`, free duplicates, and begin due backups. The ids are the tree's
+        now.
         """
         kept = self.tree.insert(
             tokens,
@@ -210,66 +295,64 @@ class Controller:
         return kept
 
     def kept(self, kept: Inserted, page_ids: PageIds) -> None:
-        """Do the rest of `keep` for pages that the caller has inserted into the tree."""
-        self._backups.kept(kept.node, page_ids)
+        """Do the rest of `keep` for pages already in the tree."""
+        self._paths.kept(kept.node, page_ids)
         self.allocator.apply(kept)
         for node in kept.backups:
             self._backups.back_up(node)
 
     def evict(self, pages: int, component: str = FULL) -> ActionList:
-        """Free at least `pages` device pages of a component, or all unlocked ones. Returns the actions done."""
+        """Free at least `pages` device pages, or all unlocked ones. Returns the actions done."""
         return self.allocator.evict(component, Tier.DEVICE, pages)
 
     def evict_pools(self, pages: Mapping[str, int]) -> ActionList:
-        """Evict for several components at once; a leaf takes its window and state along. Returns the actions done."""
+        """Evict for several components: see `PageAllocator.evict_pools`."""
         return self.allocator.evict_pools(pages)
 
     def reset(self) -> None:
         """Empty device and host. Raises PrefixError while a lock or an operation is out."""
         self.allocator.apply(self.tree.reset())
-        self._backups.forget()
+        self._paths.forget()
         self._asked.forget()
 
     # Moves without a waiting request
 
     @property
     def stores(self) -> bool:
-        """True if there is storage to write to."""
-        return self._backups.storage is not None
+        """Returns True if there is storage."""
+        return self._backups.parts.storage is not None
 
     def publish(self, node: int) -> bool:
-        """Begin to store the path to `node`. Returns False without storage, or for a tree that writes back."""
+        """Begin to store the path to `node`. Returns False without storage, or if the tree writes back."""
         return self._backups.publish(node)
 
     def demote(self, node: int) -> bool:
-        """Begin to move the unused end of the path to `node` to the host. Returns False if no page can go.
-
-        Pages without a host copy go once they have one.
+        """Begin to move the path's unused end to the host, pages without a host copy later. Returns False if no page
+        can go.
         """
         return self._asked.demote(node)
 
     def bring(self, key: RadixKey) -> bool:
-        """Begin to prefetch a prompt to the host, and onto free device pages. Returns False if too many are open.
-
-        Readers of these device pages wait at the gates of `loads`.
+        """Begin to prefetch a prompt to host and free device pages; readers wait in `loads.wait`. Returns False if too
+        many are open.
         """
         return self._asked.bring(key)
 
     # Progress
 
     def votes(self) -> VoteRow:
-        """Return this rank's row. `votes` and `settle` are the halves of `poll`, for ranks that agree elsewhere."""
+        """Return this rank's row. `votes` and `settle` are halves of `poll`, for ranks that agree elsewhere."""
         self._hear()
         return self.collectives.votes()
 
     def settle(self, agreed: VoteRow) -> None:
-        """End the operations done on all ranks, in one order, and begin those that follow. Raises ConsensusBroken."""
+        """End the operations done on all ranks, and begin due ones. Raises ConsensusBroken."""
         for collective, answer in self.collectives.settle(agreed):
             collective.ended(answer)
         self._go_on()
 
     def poll(self) -> None:
-        """Run one round, with the other ranks if any operation is open. Raises ConsensusBroken."""
+        """Run one round, with the other ranks if an operation is open. Raises ConsensusBroken."""
         self._hear()
         if not self.collectives.open:
             self._go_on()
@@ -281,7 +364,6 @@ class Controller:
             self.settle(agreed)
 
     def _hear(self) -> None:
-        """Handle work that has ended on this rank."""
         self.copies.poll()
         self.worker.poll()
         if self.peers is not None:
@@ -289,7 +371,6 @@ class Controller:
         self._restores.poll()
 
     def _go_on(self) -> None:
-        """Begin the work that is due."""
         self._backups.poll()
         self._asked.poll()
         if self._events is not None:
@@ -299,11 +380,11 @@ class Controller:
 
     @property
     def idle(self) -> bool:
-        """True if no operation is open or due."""
-        return not (self.collectives.open or self._backups.due or self._restores.open or self._asked.open)
+        """Returns True if no operation is open or due."""
+        return not (self.collectives.open or len(self._paths) or self._restores.open or self._asked.open)
 
     def wait(self, restore: Restore | None = None) -> None:
-        """Poll until `restore` is done, or until idle. Ranks that wait together return in the same round."""
+        """Poll until `restore` is done, or idle; ranks that wait together return in the same round."""
         while not (self.idle if restore is None else restore.done):
             self.poll()
             if self.peers is not None and self.peers.queued:
@@ -312,7 +393,7 @@ class Controller:
                 self.worker.wait(_NAP_S)
 
     def snapshot(self) -> TierSnapshot:
-        """Return a copy of the current counts, times and gauges."""
+        """Return a copy of current counts, times and gauges."""
         free, lent = self.allocator.free, self.peers.counts() if self.peers is not None else None
         gauges = {
             TierGauge.OPEN_OPERATIONS: len(self.collectives.open),
@@ -328,9 +409,9 @@ class Controller:
         return TierSnapshot(self.config.engine, self.config.rank, self.meter.copy(), gauges)
 
     def check(self, out: Mapping[tuple[str, Tier], Collection[int]]) -> None:
-        """Raise InvariantBroken if tree, pages, operations and restores disagree. O(pages): for tests.
+        """Raise InvariantBroken if its parts disagree. O(pages).
 
-        `out`: by component and tier, pages that the caller took and has not given or kept.
+        `out`: pages that the caller took and has not given or kept.
         """
         self.tree.check()
         self.allocator.check(out)
@@ -343,12 +424,11 @@ class Controller:
             self.peers.check()
 
     def close(self) -> None:
-        """Stop the storage thread. Queued writes are dropped: `wait` before, to have them written."""
+        """Stop the storage thread and drop queued writes."""
         self.worker.close()
 
 
 def _check_lends(tree: PrefixTree) -> None:
-    """Raise TierError for a tree whose host pages have no hash by which a peer could ask for them."""
     if isinstance(tree.config.tiers, WriteBack) or tree.config.components:
         held = [tree.config.tiers, *(component.name for component in tree.config.components)]
         raise TierError(f"peers share attention KV alone, of trees that write through; this one has {held}")

@@ -13,13 +13,13 @@ from kvmover.cache.prefix import FULL, InvariantBroken, LockHandle, Tier
 from kvmover.cache.tiers.agreement import CollectiveOps
 from kvmover.cache.tiers.allocator import PageAllocator
 from kvmover.cache.tiers.layerwise_copier import LayerGate
-from kvmover.cache.tiers.metrics import TierCount, TierMeter, TierStage
-from kvmover.cache.tiers.storage import Stopwatch
+from kvmover.cache.tiers.tier_metrics import TierCount, TierMeter, TierStage
+from kvmover.cache.tiers.tier_storage import Stopwatch
 
 
 @dataclass(slots=True, eq=False)
 class GatedLoad:
-    """A load: the locks of both copies, and the gate of its layers, None once all have landed."""
+    """A load: locks of both copies, and its gate, None once all layers have landed."""
 
     handles: Sequence[LockHandle]
     gate: LayerGate | None = None
@@ -27,7 +27,7 @@ class GatedLoad:
 
 @dataclass(slots=True)
 class GatedLoads:
-    """The gated loads of one rank. `reused` is called with a node and the first page loaded on its path."""
+    """The gated loads of one rank. `reused` gets a node and the first page loaded on its path."""
 
     allocator: PageAllocator
     collectives: CollectiveOps
@@ -36,10 +36,10 @@ class GatedLoads:
     open: list[GatedLoad] = field(default_factory=list[GatedLoad])
 
     def begin(self, node: int) -> int | None:
-        """Begin to load the path to `node`. Returns the number of attention KV pages, or None if there is no room.
+        """Begin to load the path to `node`, on all ranks in one order. Returns the number of attention KV pages; None
+        without room.
 
-        Every rank begins the same loads in the same order. Raises StaleHandle for a node that is gone, and PrefixError
-        for a node without a host copy.
+        Raises StaleHandle if `node` is gone, PrefixError without a host copy.
         """
         allocator, tree = self.allocator, self.allocator.tree
         # Lock first, as room is made by eviction; pages of further components are locked once they have their place.
@@ -74,23 +74,22 @@ class GatedLoads:
         return needs.get(FULL, 0)
 
     def wait(self, layer: int) -> None:
-        """Wait before layer `layer` of the rank reads the pool: on a GPU its current stream waits, else the host."""
+        """Wait before layer `layer` reads the pool: on a GPU the current stream does, else the host."""
         for load in self.open:
             if load.gate is not None:
                 load.gate.wait(layer)
 
     @property
     def closed(self) -> bool:
-        """True if a reader has to wait."""
+        """Returns True if a reader has to wait."""
         return any(load.gate is not None for load in self.open)
 
     def check(self) -> None:
-        """Raise InvariantBroken if there are more loads than open operations. O(loads)."""
+        """Raise InvariantBroken for more loads than open operations."""
         if len(self.open) > len(self.collectives.open):
             raise InvariantBroken(f"{len(self.open)} loads are open, of {len(self.collectives.open)} operations")
 
     def _ended(self, load: GatedLoad) -> None:
-        """Unlock a load that has ended on all ranks."""
         self.open.remove(load)
         self._unlock(load.handles)
 

@@ -39,10 +39,7 @@ _DEFAULT, _PREFERRED = 0, 1
 
 
 def node_of(pci: str, sys: Path = _SYS) -> int | None:
-    """Return the NUMA node of a PCI device such as "0000:17:00.0"; None on a single node or if unknown.
-
-    `sys` is the root of sysfs.
-    """
+    """Return the NUMA node of a PCI device such as "0000:17:00.0"; None on a single node or if unknown."""
     nodes = [path for path in (sys / "devices/system/node").glob("node[0-9]*") if path.is_dir()]
     place = sys / "bus/pci/devices" / pci.lower() / "numa_node"
     if len(nodes) < 2 or not place.exists():
@@ -52,7 +49,7 @@ def node_of(pci: str, sys: Path = _SYS) -> int | None:
 
 
 def pci_of(device: torch.device) -> str | None:
-    """Return the PCI address of a GPU; None for host memory."""
+    """Return a GPU's PCI address; None for host memory."""
     if device.type != "cuda":
         return None
     import torch
@@ -65,7 +62,7 @@ def pci_of(device: torch.device) -> str | None:
 def preferring(node: int | None) -> Generator[str]:
     """Prefer `node`, while it has room, for memory that this thread touches first in here. Yields why not, or "".
 
-    A container may forbid it (EPERM, ENOSYS): the kernel then places memory where the thread runs.
+    Else (EPERM, ENOSYS in a container) memory lies where the thread runs.
     """
     why = "" if node is None else _prefer(_PREFERRED, node)
     if why:
@@ -94,7 +91,7 @@ def _prefer(policy: int, node: int | None) -> str:
 class Share:
     """A rank's share of the copies of a pool: page `index` of each `count` pages in a batch.
 
-    All `count` ranks map the file `path`, None for one rank. Raises TierError if these contradict each other.
+    All `count` ranks map the file `path`, None for one rank. Raises TierError if these contradict.
     """
 
     index: int = 0
@@ -107,10 +104,7 @@ class Share:
 
     @classmethod
     def of(cls, component: Component, fleet: Fleet, rank: int, folder: Path) -> Share:
-        """Return the share of `rank` in a fleet all on this node; the file is under `folder`, such as /dev/shm.
-
-        MLA on TP8: shares 0 to 7 of one pool, where private pools would take eight times the memory.
-        """
+        """Return the share of `rank` in a fleet all on this node; `folder` holds the file, such as /dev/shm."""
         index, count = replicas(component, fleet, rank)
         if count == 1:
             return SOLE
@@ -120,7 +114,7 @@ class Share:
         return cls(index, count, folder / f"{component.name}-{name}")
 
     def mine(self, place: int) -> bool:
-        """True if this rank copies the page at `place` of a batch; every place belongs to one rank."""
+        """Return True if this rank copies the page at `place` of a batch."""
         return place % self.count == self.index
 
 
@@ -128,17 +122,17 @@ SOLE = Share()
 
 
 class Reach(Enum):
-    """The processes that may map a host pool that no other rank shares: its own alone, or peers, which copy from it."""
+    """The processes that may map a host pool of one rank: its own, or also peers, which copy from it."""
 
     OWN = "own"
     PEERS = "peers"
 
 
 def host_pool(spec: PoolSpec, share: Share = SOLE, near: torch.device | None = None, reach: Reach = Reach.OWN) -> Pool:
-    """Return a zeroed host pool, page-locked if there is a GPU. Raises TierError for memory that cannot be had.
+    """Return a zeroed host pool, page-locked if there is a GPU. Raises TierError if it cannot be had.
 
-    A private pool lies on the NUMA node of the GPU `near`; a page of a shared file where its first writer runs. The
-    file stays until `unlink`, its memory until the last process that maps it is gone.
+    A private pool lies on the NUMA node of the GPU `near`. A shared file stays until `unlink`, its memory until no
+    process maps it.
     """
     import torch
 
@@ -171,7 +165,7 @@ def _lock(memory: torch.Tensor, pinned: bool, name: str) -> None:
 
 
 def unlink(share: Share) -> None:
-    """Remove the name of a shared file, once every rank has mapped it: its memory ends with the last of them."""
+    """Remove a shared file's name, once every rank has mapped it."""
     if share.path is not None:
         share.path.unlink(missing_ok=True)
 
@@ -192,10 +186,7 @@ def _mapped(path: Path, nbytes: int) -> torch.Tensor:
 
 
 def _zeros(nbytes: int, pinned: bool) -> torch.Tensor:
-    """Return zeroed memory aligned for O_DIRECT: torch alone aligns to 64 bytes, the driver to pages.
-
-    Page-locked memory has no slack: torch rounds it up to a power of two.
-    """
+    """Return zeroed memory aligned for O_DIRECT; torch would round page-locked slack up to a power of two."""
     import torch
 
     if pinned:

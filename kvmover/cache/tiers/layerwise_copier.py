@@ -30,20 +30,20 @@ class Batch:
     device_ids: Sequence[int]
 
     def regions(self, dst: Tier, layers: Span) -> Region:
-        """Return the move of `layers`, counted within the rank's part. Raises PlanError for ids outside a pool."""
+        """Return the move of `layers` of the rank's part. Raises PlanError for ids outside a pool."""
         host, device = (self.tiered_pool.host, self.host_ids), (self.tiered_pool.device, self.device_ids)
         (src, src_ids), (to, dst_ids) = (host, device) if dst is Tier.DEVICE else (device, host)
         return page_region(src, src_ids, to, dst_ids, layers)
 
     @property
     def nbytes(self) -> int:
-        """The payload of all layers, bytes."""
+        """Returns the payload of all layers."""
         return len(self.host_ids) * self.tiered_pool.part.nbytes
 
 
 @dataclass(slots=True, eq=False)
 class LayerwiseCopy:
-    """A transfer under way: regions for each group of layers. `done` is called in `poll` once all have landed."""
+    """A transfer under way. `poll` calls `done` once all groups have landed."""
 
     groups: deque[list[Region]]
     sizes: list[int]
@@ -54,17 +54,14 @@ class LayerwiseCopy:
 
 @dataclass(slots=True)
 class LayerGate:
-    """A gate for the forward pass: `wait(n)` before layer `n` of the rank's part reads loaded pages.
-
-    On a GPU the current stream waits, the host does not.
-    """
+    """A gate for the forward pass, before a layer of the rank's part reads loaded pages."""
 
     copies: LayerwiseCopier
     copy: LayerwiseCopy
     group_layers: int
 
     def wait(self, layer: int) -> None:
-        """Wait for the layer: on a GPU the current stream does, and this returns at once; else the host copies it."""
+        """Wait for the layer: on a GPU the current stream does; else the host copies it."""
         self.copies.reach(self.copy, layer // self.group_layers)
 
     def open(self, layer: int) -> bool:
@@ -76,7 +73,7 @@ class LayerGate:
 class LayerwiseCopier:
     """A copier for one rank. `group_layers`: layers a group.
 
-    `fences`: streams whose work so far a copy waits for, beside the current stream's.
+    `fences`: streams that a copy follows, beside the current one.
     """
 
     device: torch.device
@@ -86,10 +83,7 @@ class LayerwiseCopier:
     _streams: dict[Tier, CopyStream] = field(default_factory=dict[Tier, CopyStream])
 
     def begin(self, batches: Sequence[Batch], dst: Tier, done: Callable[[], None]) -> LayerGate:
-        """Copy batches to `dst` after the work of the current stream and the fences. Raises PlanError for wrong ids.
-
-        Returns the gate of its layers.
-        """
+        """Begin to copy after the streams' work so far. Raises PlanError for wrong ids."""
         most = max((batch.tiered_pool.part.box.layers.count for batch in batches), default=1)
         groups = deque(
             [
@@ -106,7 +100,7 @@ class LayerwiseCopier:
         return LayerGate(self, copy, self.group_layers)
 
     def at_once(self, batches: Sequence[Batch], dst: Tier) -> None:
-        """Copy, and return when the bytes are there: an eviction frees the source next."""
+        """Copy, and return when the bytes are there."""
         gate = self.begin(batches, dst, lambda: None)
         while gate.copy in self._under_way:
             if gate.copy.events:
@@ -139,11 +133,11 @@ class LayerwiseCopier:
 
     @property
     def busy(self) -> bool:
-        """True if a copy has not landed."""
+        """Returns True if a copy has not landed."""
         return bool(self._under_way)
 
     def check(self) -> None:
-        """Raise InvariantBroken unless each group has landed, is being copied or waits. O(copies)."""
+        """Raise InvariantBroken for a lost group of layers."""
         for copy in self._under_way:
             if copy.landed + len(copy.events) + len(copy.groups) != len(copy.sizes):
                 raise InvariantBroken(f"{copy.landed} of {len(copy.sizes)} groups have landed, {len(copy.groups)} wait")

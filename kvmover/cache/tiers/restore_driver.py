@@ -28,20 +28,18 @@ from kvmover.cache.prefix import (
     restorable,
 )
 from kvmover.cache.tiers import restore_machine
-from kvmover.cache.tiers.agreement import CollectiveOp, CollectiveOps
-from kvmover.cache.tiers.allocator import PageAllocator
+from kvmover.cache.tiers.agreement import CollectiveOp
 from kvmover.cache.tiers.layerwise_copier import LayerGate
-from kvmover.cache.tiers.metrics import TierCount, TierMeter, TierStage
-from kvmover.cache.tiers.policy import Speed, ThroughputEstimator, TierPolicy
-from kvmover.cache.tiers.restore_machine import RestoreEvent
-from kvmover.cache.tiers.restore_state import STORAGE, RestorePhase, RestoreTerms, Restoring
-from kvmover.cache.tiers.storage import (
+from kvmover.cache.tiers.restore_machine import STORAGE, RestoreEvent, RestorePhase, RestoreTerms, Restoring
+from kvmover.cache.tiers.tier_metrics import TierCount, TierStage
+from kvmover.cache.tiers.tier_parts import TierParts
+from kvmover.cache.tiers.tier_policy import Speed, ThroughputEstimator, TierPolicy
+from kvmover.cache.tiers.tier_storage import (
     PageRef,
     Stopwatch,
     Storage,
     StorageLookup,
     StorageRead,
-    StorageWorker,
     StoredPool,
     Urgency,
 )
@@ -52,11 +50,10 @@ from kvmover.store import Got
 class Restore:
     """The restore of one request. `tokens`, `page_ids`, `held` and `handle` count when `phase` is READY.
 
-    `found`: the match at the request's coming. `handle` locks the device pages: give it back by `Controller.release`.
-    In LOAD, `gate` lets a forward pass start once the first layers have landed.
+    `found`: the match at the request's coming. `handle` locks the device pages: see `Controller.release`. In LOAD,
+    `gate` lets a forward pass start once the first layers have landed.
 
-    Report it to the ledger: `ledger.matched(r, prompt, restore.reusable_tokens)`, and
-    `ledger.admitted(r, restore.credit, restore.lost)`.
+    Report `ledger.matched(r, prompt, restore.reusable_tokens)`, and `ledger.admitted(r, restore.credit, restore.lost)`.
     """
 
     key: RadixKey
@@ -81,38 +78,38 @@ class Restore:
 
     @property
     def phase(self) -> RestorePhase:
-        """The phase; READY and ABORTED are ends."""
+        """Returns the phase; READY and ABORTED are ends."""
         return self.state.phase
 
     @property
     def done(self) -> bool:
-        """True if the restore is ready or was given up."""
+        """Returns True if ready or given up."""
         return self.state.done
 
     @property
     def tokens(self) -> int:
-        """Tokens on the device and locked, from the beginning of the prompt."""
+        """Returns the leading tokens on the device and locked."""
         return self.state.tokens
 
     @property
     def reusable_tokens(self) -> int:
-        """Tokens on any tier, as far as this rank has found out."""
+        """Returns the tokens on any tier, as known so far."""
         return self.state.reusable_tokens
 
     @property
     def credit(self) -> Credit:
-        """The `tokens` by their tier at the request's coming."""
+        """Returns `tokens` by their tier at the request's coming."""
         return self.state.credit
 
     @property
     def lost(self) -> Mapping[Loss, int]:
-        """The other reusable tokens by the reason why they are not on the device."""
+        """Returns the other reusable tokens by reason."""
         return self.state.lost
 
 
 @dataclass(slots=True)
 class _Answers:
-    """The answers to one look, `waits` of them still due: restorable lengths of storage, and each peer's, in pages."""
+    """Answers to one look, `waits` still due: lengths in storage, and each peer's, in pages."""
 
     waits: int
     pages: Sequence[int] = (0,)
@@ -125,43 +122,38 @@ _LOSS = {Got.POISONED: Loss.POISONED, Got.EVICTED: Loss.CAPACITY_EVICTED, Got.AB
 
 @dataclass(slots=True)
 class Restores:
-    """The restores of one rank. `reused` is called with a node and the first page on its path being loaded.
+    """The restores of one rank. `reused` gets a node and the first page on its path being loaded.
 
-    `open`: not done. `leaving`: given up, with an operation still open. `held`: reads from peers that have ended and
-    may still write to the host.
+    `leaving`: given up, with an operation still open. `quarantined`: failed reads from peers that may still write
+    to the host.
     """
 
-    allocator: PageAllocator
-    storage: Storage | None
-    worker: StorageWorker
-    collectives: CollectiveOps
-    policy: TierPolicy
-    meter: TierMeter
+    parts: TierParts
     clock: Callable[[], float]
     reused: Callable[[int, int], None]
-    peers: PeerTier | None = None
     open: list[Restore] = field(default_factory=list[Restore])
     leaving: list[Restore] = field(default_factory=list[Restore])
-    held: list[tuple[PeerRead, CollectiveOp]] = field(default_factory=list["tuple[PeerRead, CollectiveOp]"])
+    quarantined: list[tuple[PeerRead, CollectiveOp]] = field(default_factory=list["tuple[PeerRead, CollectiveOp]"])
     loads: ThroughputEstimator = field(default_factory=ThroughputEstimator)
     borrows: ThroughputEstimator = field(default_factory=ThroughputEstimator)
     terms: RestoreTerms = field(init=False)
 
     def __post_init__(self) -> None:
-        page_tokens = self.allocator.tree.config.page_tokens
-        token_bytes = sum(pool.part.nbytes for pool in self.allocator.tiered_pools) // page_tokens
-        stored, peers = self.storage is not None, len(self.peers.terms.engines) if self.peers is not None else 0
-        self.terms = RestoreTerms(page_tokens, token_bytes, self.policy, self.allocator.partial, stored, peers)
+        parts, allocator = self.parts, self.parts.allocator
+        page_tokens = allocator.tree.config.page_tokens
+        token_bytes = sum(pool.part.nbytes for pool in allocator.tiered_pools) // page_tokens
+        stored, peers = parts.storage is not None, len(parts.peers.terms.engines) if parts.peers is not None else 0
+        self.terms = RestoreTerms(page_tokens, token_bytes, parts.policy, allocator.partial, stored, peers)
 
     @property
     def reading_pages(self) -> int:
-        """Host pages of attention KV being read into."""
+        """Returns the host pages of attention KV being read into."""
         states = [restore.state for restore in (*self.open, *self.leaving)]
         return sum(state.op_pages for state in states if state.asked is RestorePhase.READ)
 
     def begin(self, key: RadixKey, limit_tokens: int, policy: TierPolicy) -> Restore:
-        """Begin to restore the cached part of the first `limit_tokens` tokens of `key`. It may be ready at once."""
-        match = self.allocator.tree.match(key, limit_tokens=limit_tokens)
+        """Begin to restore the cached part of the first `limit_tokens`. It may be ready at once."""
+        match = self.parts.allocator.tree.match(key, limit_tokens=limit_tokens)
         terms = structs.replace(self.terms, policy=policy)
         state, actions = restore_machine.start(terms, limit_tokens, match.tokens, match.best_tokens, self.clock())
         restore = Restore(key, match, state)
@@ -171,26 +163,26 @@ class Restores:
         return restore
 
     def tell(self, restore: Restore, event: RestoreEvent) -> None:
-        """Advance by an event, and by all that follows from it at once."""
+        """Advance by an event, and by all that follows at once."""
         restore.state, actions = restore_machine.step(restore.state, event, self.clock())
         self._carry_out(restore, actions)
 
     def poll(self) -> None:
-        """Begin a round: end held reads that are over, and advance open restores by the time."""
-        for read, collective in [each for each in self.held if each[0].over]:
-            self.held.remove((read, collective))
+        """End quarantined reads that are over, and advance open restores by the time."""
+        for read, collective in [each for each in self.quarantined if each[0].over]:
+            self.quarantined.remove((read, collective))
             collective.done(1)
         for restore in list(self.open):
             self.tell(restore, restore_machine.TimePassed())
 
     def check(self) -> None:
-        """Raise InvariantBroken if states, operations and lists disagree. O(open restores)."""
+        """Raise InvariantBroken if states, operations and lists disagree."""
         for restore in (*self.open, *self.leaving):
             restore.state.check()
             under_way = restore.collective is not None
             if under_way != (restore.state.asked is not None):
                 raise InvariantBroken(f"a restore is at {restore.state.asked}, and at no operation of all ranks")
-            if under_way and restore.collective not in self.collectives.open:
+            if under_way and restore.collective not in self.parts.collectives.open:
                 raise InvariantBroken(f"a restore waits for an operation that is over: {restore.state}")
         if any(restore.done for restore in self.open) or any(restore.keeps for restore in self.leaving):
             raise InvariantBroken("a restore that is done is open, or keeps its locks")
@@ -204,7 +196,7 @@ class Restores:
                 self.tell(restore, event)
 
     def _do(self, restore: Restore, action: restore_machine.RestoreAction) -> RestoreEvent | None:
-        """Carry out an action. Returns its event if that is known at once, else None."""
+        """Carry out an action. Returns its event if known."""
         match action:
             case restore_machine.LookUp(pages):
                 self._look(restore, pages)
@@ -224,7 +216,7 @@ class Restores:
                 restore.collective.stop = True
             case restore_machine.EndCopy(op, pages):
                 self._lend(restore, op, pages)
-                self.allocator.apply(self.allocator.tree.end(op, pages))
+                self.parts.allocator.apply(self.parts.allocator.tree.end(op, pages))
             case restore_machine.Abandon(op):
                 self._abandon(restore, op)
             case restore_machine.Rematch():
@@ -238,7 +230,9 @@ class Restores:
     # All ranks
 
     def _join(self, restore: Restore, width: int = 3, ids: Sequence[int] = ()) -> None:
-        restore.collective = self.collectives.begin(lambda agreed: self._agreed(restore, agreed.tolist()), width, ids)
+        restore.collective = self.parts.collectives.begin(
+            lambda agreed: self._agreed(restore, agreed.tolist()), width, ids
+        )
 
     def _agreed(self, restore: Restore, answer: list[int]) -> None:
         stopped = restore.collective is not None and restore.collective.stopping
@@ -250,21 +244,20 @@ class Restores:
     # Peers and storage
 
     def _look(self, restore: Restore, pages: int) -> None:
-        """Ask peers and storage for pages that are not on the host, and storage for windows before them."""
-        tree, key, node = self.allocator.tree, restore.key, restore.found.host_node
+        """Ask peers and storage for pages not on the host, and storage for windows before them."""
+        tree, key, node = self.parts.allocator.tree, restore.key, restore.found.host_node
         restore.hashes = hashes = key.page_hashes(tree.config.page_words)[:pages]
         restore.anchor = anchor = len(tree.page_hashes(node)) if node != ROOT and tree.is_backed(node) else 0
         self._join(restore, pages + 1 + self.terms.peers)
         assert restore.collective is not None
         restore.request = f"{restore.collective.serial}-{hashes[-1].hex()[:16]}"
-        answers = _Answers((self.storage is not None) + (self.terms.peers > 0))
+        answers = _Answers((self.parts.storage is not None) + (self.terms.peers > 0))
         if self.terms.peers:
             self._ask(restore, anchor, pages, answers)
-        if self.storage is not None:
-            self._look_up(restore, self.storage, anchor, answers)
+        if self.parts.storage is not None:
+            self._look_up(restore, self.parts.storage, anchor, answers)
 
     def _looked(self, restore: Restore, answers: _Answers) -> None:
-        """Count an answer; after the last, advance the restore."""
         answers.waits -= 1
         if not answers.waits:
             ways = self._way(), self._peer_way()
@@ -274,29 +267,29 @@ class Restores:
         page_tokens, watch = self.terms.page_tokens, Stopwatch()
 
         def ended(tokens: Sequence[int]) -> None:
-            self.meter.stages[TierStage.ASK].add(watch.seconds)
+            self.parts.meter.stages[TierStage.ASK].add(watch.seconds)
             answers.peers = tuple(min(pages, each // page_tokens) for each in tokens)
             self._looked(restore, answers)
 
         self._peers.look(restore.request, PeerPrefix(restore.key, anchor * page_tokens, pages * page_tokens), ended)
 
     def _look_up(self, restore: Restore, storage: Storage, anchor: int, answers: _Answers) -> None:
-        reach = max((pool.rule.reach_tokens or 0 for pool in self.allocator.tiered_pools), default=0)
+        reach = max((pool.rule.reach_tokens or 0 for pool in self.parts.allocator.tiered_pools), default=0)
         first = max(0, anchor - -(-reach // self.terms.page_tokens))
         look, watch = StorageLookup(storage, restore.hashes[first:]), Stopwatch()
 
         def ended(error: Exception | None) -> None:
-            self.meter.stages[TierStage.LOOK].add(watch.seconds)
-            self.meter.counts[TierCount.LOOKED_UP_PAGES] += len(look.hashes)
+            self.parts.meter.stages[TierStage.LOOK].add(watch.seconds)
+            self.parts.meter.counts[TierCount.LOOKED_UP_PAGES] += len(look.hashes)
             legal = [0]
             if error is None:
                 legal = np.flatnonzero(self._legal(storage, look, first, anchor)).tolist()
             nearer = restore.found.best_tokens // self.terms.page_tokens
-            self.meter.counts[TierCount.FOUND_PAGES] += max(0, legal[-1] - nearer)
+            self.parts.meter.counts[TierCount.FOUND_PAGES] += max(0, legal[-1] - nearer)
             answers.pages = tuple(legal)
             self._looked(restore, answers)
 
-        self.worker.begin(look, Urgency.LOOK, ended)
+        self.parts.worker.begin(look, Urgency.LOOK, ended)
 
     def _legal(self, storage: Storage, look: StorageLookup, first: int, anchor: int) -> np.ndarray:
         rules, present = dict[str, Rule](), dict[str, Sequence[bool]]()
@@ -306,23 +299,23 @@ class Restores:
         return restorable(rules, present, self.terms.page_tokens, anchor)
 
     def _way(self) -> tuple[Speed, ...]:
-        """Return the measured speeds of the tiers from storage to the device; () if storage was not measured."""
-        read, load = self.storage.reads.speed() if self.storage is not None else None, self.loads.speed()
-        return () if read is None else (read.within(self.policy.read_rate), *((load,) if load else ()))
+        """Return the speeds from storage to the device; () if unmeasured."""
+        read, load = self.parts.storage.reads.speed() if self.parts.storage is not None else None, self.loads.speed()
+        return () if read is None else (read.within(self.parts.policy.read_rate), *((load,) if load else ()))
 
     def _peer_way(self) -> tuple[Speed, ...]:
-        """Return the same from peers to the device."""
         borrow, load = self.borrows.speed(), self.loads.speed()
         return () if borrow is None else (borrow, *((load,) if load else ()))
 
     def _fetch(self, restore: Restore, pages: int, source: int) -> RestoreEvent:
-        allocator, tree, hashes, anchor = self.allocator, self.allocator.tree, restore.hashes, restore.anchor
+        allocator, hashes, anchor = self.parts.allocator, restore.hashes, restore.anchor
+        tree = allocator.tree
         needs = {FULL: range(anchor, pages)}
         for pool in allocator.tiered_pools:
             if pool.name != FULL:
                 needs[pool.name] = pool.rule.needs(pages, self.terms.page_tokens)
         ids = None
-        if self.reading_pages + pages - anchor <= self.policy.reading_share * allocator.host[FULL].pages:
+        if self.reading_pages + pages - anchor <= self.parts.policy.reading_share * allocator.host[FULL].pages:
             ids = allocator.take_all({name: len(where) for name, where in needs.items()}, Tier.HOST)
         if ids is None:
             return restore_machine.HostFull(pages * self.terms.page_tokens - restore.found.best_tokens)
@@ -350,90 +343,86 @@ class Restores:
         read, watch = StorageRead(self._storage, wanted, total, lambda: collective.stopping), Stopwatch()
 
         def ended(error: Exception | None) -> None:
-            self.meter.stages[TierStage.FETCH].add(watch.seconds)
-            self.meter.counts[TierCount.FETCHED_PAGES] += read.pages
-            self.meter.counts[TierCount.FETCHED_BYTES] += read.nbytes
+            self.parts.meter.stages[TierStage.FETCH].add(watch.seconds)
+            self.parts.meter.counts[TierCount.FETCHED_PAGES] += read.pages
+            self.parts.meter.counts[TierCount.FETCHED_BYTES] += read.nbytes
             good, loss = (0, Loss.READ_FAILED) if error is not None else (read.good, Loss.LATE)
             if error is None and read.why is not None:
                 loss = _LOSS.get(read.why, Loss.READ_FAILED)
             if good < total:
-                self.meter.dropped["fetch", str(loss)] += total - good
+                self.parts.meter.dropped["fetch", str(loss)] += total - good
             self.tell(restore, restore_machine.FetchEnded(good, loss))
 
-        self.worker.begin(read, Urgency.READ, ended)
+        self.parts.worker.begin(read, Urgency.READ, ended)
 
     def _borrow(self, restore: Restore, source: int, pages: range, ids: Sequence[int]) -> None:
-        """Read `pages` of the prompt from a peer, all or not at all."""
+        """Read `pages` from a peer, all or not at all."""
         collective, page_tokens, watch = restore.collective, self.terms.page_tokens, Stopwatch()
         assert collective is not None
 
         def ended(outcome: int | BaseException) -> None:
-            self.meter.stages[TierStage.BORROW].add(watch.seconds)
+            self.parts.meter.stages[TierStage.BORROW].add(watch.seconds)
             if isinstance(outcome, int):
-                self.meter.counts[TierCount.BORROWED_PAGES] += len(pages)
-                self.meter.counts[TierCount.BORROWED_BYTES] += outcome
+                self.parts.meter.counts[TierCount.BORROWED_PAGES] += len(pages)
+                self.parts.meter.counts[TierCount.BORROWED_BYTES] += outcome
                 self.borrows.add(outcome, watch.seconds)
                 self.tell(restore, restore_machine.FetchEnded(len(pages)))
                 return
             loss = Loss.LATE if collective.stopping else Loss.READ_FAILED
-            self.meter.dropped["borrow", str(loss)] += len(pages)
+            self.parts.meter.dropped["borrow", str(loss)] += len(pages)
             self.tell(restore, restore_machine.FetchEnded(0, loss))
 
         table = [0] * pages.start + list(ids)  # pages before the range are not read into
-        tables = [table] * len(self.allocator.tiered_pools)
+        tables = [table] * len(self.parts.allocator.tiered_pools)
         positions = range(pages.start * page_tokens, pages.stop * page_tokens)
         restore.borrow = PeerRead(lambda: collective.stopping, ended)
         self._peers.read(restore.request, source, positions, tables, restore.borrow)
 
     def _abandon(self, restore: Restore, op: int) -> None:
-        """Begin the operation that frees the pages of a failed read from a peer, once all ranks can.
-
-        A hung peer's read may outlast the request; if ranks freed pages at different times, their trees would differ.
-        """
+        """Free a failed peer read's pages at one time on all ranks, once no rank's can be written."""
         read, restore.borrow = restore.borrow, None
-        collective = self.collectives.begin(lambda agreed: self._abandoned(op))
+        collective = self.parts.collectives.begin(lambda agreed: self._abandoned(op))
         if read is None or read.over:
             collective.done(1)
         else:
-            self.held.append((read, collective))
+            self.quarantined.append((read, collective))
 
     def _abandoned(self, op: int) -> None:
         if op:
-            self.allocator.apply(self.allocator.tree.end(op, 0))
+            self.parts.allocator.apply(self.parts.allocator.tree.end(op, 0))
 
     def _lend(self, restore: Restore, op: int, pages: int) -> None:
-        """Lend the pages that were read to the host. Those that the tree does not keep are freed after this."""
-        if self.peers is not None and restore.reads[0] == op:
+        """Lend pages read, before those the tree drops are freed."""
+        if self.parts.peers is not None and restore.reads[0] == op:
             ids = list(restore.reads[1])[:pages]
-            self.peers.came(restore.hashes[restore.anchor : restore.anchor + len(ids)], ids)
+            self.parts.peers.came(restore.hashes[restore.anchor : restore.anchor + len(ids)], ids)
 
     @property
     def _peers(self) -> PeerTier:
-        assert self.peers is not None
-        return self.peers
+        assert self.parts.peers is not None
+        return self.parts.peers
 
     @property
     def _storage(self) -> Storage:
-        assert self.storage is not None
-        return self.storage
+        assert self.parts.storage is not None
+        return self.parts.storage
 
     # Host to device
 
     def _lock(self, restore: Restore, match: Match) -> None:
-        """Lock the match on either tier."""
-        tree = self.allocator.tree
+        tree = self.parts.allocator.tree
         if match.best_tokens > match.tokens and tree.is_backed(match.best_node):
             restore.keeps.append(tree.lock_host(match.best_node))
         restore.keeps.append(tree.lock(match.device_node))
 
     def _rematch(self, restore: Restore) -> RestoreEvent:
-        match = restore.match = self.allocator.tree.match(restore.key, limit_tokens=restore.state.limit_tokens)
+        match = restore.match = self.parts.allocator.tree.match(restore.key, limit_tokens=restore.state.limit_tokens)
         if not match.waits:
             self._lock(restore, match)
         return restore_machine.Rematched(match.tokens, match.best_tokens, bool(match.waits))
 
     def _load(self, restore: Restore, tokens: int) -> RestoreEvent:
-        allocator, tree, match = self.allocator, self.allocator.tree, restore.match
+        allocator, tree, match = self.parts.allocator, self.parts.allocator.tree, restore.match
         if match is None or match.best_tokens != tokens:
             match = tree.match(restore.key, limit_tokens=tokens)
         more = match.best_tokens > match.tokens
@@ -448,9 +437,9 @@ class Restores:
 
         def done() -> None:
             nbytes = sum(batch.nbytes for batch in batches)
-            self.meter.stages[TierStage.LOAD].add(watch.seconds)
-            self.meter.counts[TierCount.LOADED_PAGES] += sum(len(batch.host_ids) for batch in batches)
-            self.meter.counts[TierCount.LOADED_BYTES] += nbytes
+            self.parts.meter.stages[TierStage.LOAD].add(watch.seconds)
+            self.parts.meter.counts[TierCount.LOADED_PAGES] += sum(len(batch.host_ids) for batch in batches)
+            self.parts.meter.counts[TierCount.LOADED_BYTES] += nbytes
             self.loads.add(nbytes, watch.seconds)
             self.tell(restore, restore_machine.LoadEnded())
 
@@ -461,16 +450,16 @@ class Restores:
     # The end
 
     def _secure(self, restore: Restore) -> RestoreEvent:
-        tree = self.allocator.tree
+        tree = self.parts.allocator.tree
         match = tree.match(restore.key, limit_tokens=restore.state.limit_tokens)
         restore.handle = tree.lock(match.device_node)
         restore.page_ids, restore.held = match.page_ids, match.held
-        self.meter.stages[TierStage.RESTORE].add(self.clock() - restore.state.began_s)
+        self.parts.meter.stages[TierStage.RESTORE].add(self.clock() - restore.state.began_s)
         return restore_machine.Secured(match.tokens)
 
     def _let_go(self, restore: Restore) -> None:
         for handle in restore.keeps:
-            self.allocator.tree.unlock(handle)
+            self.parts.allocator.tree.unlock(handle)
         restore.keeps.clear()
         self.open.remove(restore)
         if not restore.state.over:

@@ -13,24 +13,143 @@ its pages come back then.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from types import MappingProxyType
 from typing import TypeAlias
 
 import msgspec
 from msgspec.structs import replace
 
 from kvmover.cache.ledger import Credit, Loss
+from kvmover.cache.prefix import InvariantBroken
 from kvmover.cache.tiers.agreement import PartialWork, agreed_count, counted
-from kvmover.cache.tiers.policy import BestEffort, Speed, patience_s, pays
-from kvmover.cache.tiers.restore_state import STORAGE, ReadSource, RestorePhase, RestoreTerms, Restoring
+from kvmover.cache.tiers.tier_policy import BestEffort, Speed, TierPolicy, patience_s, pays
 
-# Events.
+
+class RestorePhase(StrEnum):
+    """The phase of a restore.
+
+    LOOK: asking peers and storage. READ: from one to the host. LOAD: to the device, or awaiting another's load.
+    """
+
+    LOOK = "look"
+    READ = "read"
+    LOAD = "load"
+    READY = "ready"
+    ABORTED = "aborted"
+
+
+_ENDS = (RestorePhase.READY, RestorePhase.ABORTED)
+_NO_REASONS: Mapping[Loss, int] = MappingProxyType({})
+
+
+class RestoreTerms(msgspec.Struct, frozen=True):
+    """The terms that all restores of a rank share. `token_bytes`: bytes of KV a token on this rank.
+
+    `partial`: the fate of pages on some ranks alone. `peers`: engines to ask.
+    """
+
+    page_tokens: int
+    token_bytes: int
+    policy: TierPolicy
+    partial: PartialWork
+    stored: bool
+    peers: int = 0
+
+
+#: The `source` that stands for storage; peers count from 0.
+STORAGE = -1
+
+
+class ReadSource(msgspec.Struct, frozen=True, order=True):
+    """A read that all ranks could do of the prompt's first `pages` pages, from a peer or STORAGE."""
+
+    pages: int
+    source: int
+
+
+class Restoring(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of one restore. Tokens count from the prompt's beginning.
+
+    At first `device_tokens` were on the device, `best_tokens` on device or host, `reusable_tokens` on any tier.
+    `asked`: the phase of the open operation, which outlasts an abort. `op`: this rank's tree operation, or 0;
+    `done_pages`: its answer. `tokens`, `credit` and `lost` count when READY.
+    """
+
+    terms: RestoreTerms
+    limit_tokens: int
+    began_s: float
+    device_tokens: int
+    best_tokens: int
+    reusable_tokens: int
+    phase: RestorePhase = RestorePhase.LOOK
+    asked: RestorePhase | None = None
+    op: int = 0
+    op_pages: int = 0
+    done_pages: int | None = None
+    patience_s: float | None = None
+    wanted: bool = False
+    stopped: bool = False
+    loads: int = 0
+    left: tuple[ReadSource, ...] = ()
+    reading: ReadSource | None = None
+    peer_tokens: int = 0
+    reasons: Mapping[Loss, int] = _NO_REASONS
+    tokens: int = 0
+    credit: Credit = Credit()
+    lost: Mapping[Loss, int] = _NO_REASONS
+
+    @property
+    def done(self) -> bool:
+        """Returns True if ready or given up."""
+        return self.phase in _ENDS
+
+    @property
+    def over(self) -> bool:
+        """Returns True if done without an open operation."""
+        return self.done and self.asked is None
+
+    def check(self) -> None:
+        """Raise InvariantBroken for an impossible state."""
+        page, phase = self.terms.page_tokens, self.phase
+        rules = {
+            "device, best and reusable prefix are each as long as the one before": (
+                0 <= self.device_tokens <= self.best_tokens <= self.reusable_tokens <= self.limit_tokens
+            ),
+            "prefixes end with a page": not any(
+                tokens % page for tokens in (self.device_tokens, self.best_tokens, self.reusable_tokens, self.tokens)
+            ),
+            "no reason explains less than nothing": min(self.reasons.values(), default=0) >= 0,
+            "only a load may have to wait before it is begun": (
+                phase in (*_ENDS, RestorePhase.LOAD) or self.asked is phase
+            ),
+            "a restore that is ready is at no operation": phase is not RestorePhase.READY or self.asked is None,
+            "an operation is of the phase, unless the restore was given up": (
+                self.asked is None or phase is RestorePhase.ABORTED or self.asked is phase
+            ),
+            "an operation of the tree is a read's or a load's": (
+                not self.op or self.asked in (RestorePhase.READ, RestorePhase.LOAD)
+            ),
+            "pages are on their way by an operation alone": (self.op != 0) >= (self.op_pages != 0),
+            "no more is answered than was begun": self.done_pages is None or 0 <= self.done_pages <= self.op_pages,
+            "a read is of a source": self.asked is not RestorePhase.READ or self.reading is not None,
+            "nothing is answered that nobody asked": self.done_pages is None or self.asked is not None,
+            "one load is begun at most": self.loads <= 1,
+            "every reusable token is credited or lost, once": (
+                phase is not RestorePhase.READY
+                or self.reusable_tokens - sum(self.lost.values()) == self.tokens == self.credit.tokens
+            ),
+        }
+        for rule, holds in rules.items():
+            if not holds:
+                raise InvariantBroken(f"{rule}: {self}")
 
 
 class LookedUp(msgspec.Struct, frozen=True):
-    """An event: peers and storage have answered this rank.
+    """The answers of peers and storage to this rank.
 
     `pages`: prefix lengths that storage can complete, ascending; 0 alone after a failure. `peers`: leading pages of
-    each peer. `way`, `peer_way`: measured speeds of the tiers to come by, empty if unmeasured.
+    each. `way`, `peer_way`: measured speeds of the tiers to come by, if any.
     """
 
     pages: Sequence[int]
@@ -40,29 +159,29 @@ class LookedUp(msgspec.Struct, frozen=True):
 
 
 class FetchBegun(msgspec.Struct, frozen=True):
-    """An event: host pages are taken, and the tree's operation `op` reads `pages` pages into them."""
+    """The start of the tree's `op`, which reads `pages` pages into host pages."""
 
     op: int
     pages: int
 
 
 class HostFull(msgspec.Struct, frozen=True):
-    """An event: no host page was taken for `tokens`, as too few are free or reads hold their share."""
+    """A lack of host pages for `tokens`: too few are free, or reads hold their share."""
 
     tokens: int
 
 
 class FetchEnded(msgspec.Struct, frozen=True):
-    """An event: this rank's read ended with its first `pages` pages; `loss` says why no more came."""
+    """The end of this rank's read after its first `pages` pages; `loss` says why no more came."""
 
     pages: int
     loss: Loss | None = None
 
 
 class Rematched(msgspec.Struct, frozen=True):
-    """An event: the tree now has `tokens` on the device, `best_tokens` on device or host.
+    """A new match: `tokens` on the device, `best_tokens` on device or host.
 
-    `waits`: another load brings more and is to be awaited; no lock was taken then.
+    `waits`: another load brings more and is awaited; no lock was taken.
     """
 
     tokens: int
@@ -71,14 +190,14 @@ class Rematched(msgspec.Struct, frozen=True):
 
 
 class LoadBegun(msgspec.Struct, frozen=True):
-    """An event: device pages are taken, and the tree's operation `op` copies `pages` pages into them."""
+    """The start of the tree's `op`, which copies `pages` pages into device pages."""
 
     op: int
     pages: int
 
 
 class DeviceFull(msgspec.Struct, frozen=True):
-    """An event: no device page was taken. `tokens` are there, `missing_tokens` would come, `room_tokens` have room."""
+    """A lack of device pages: `tokens` are there, `missing_tokens` would come, `room_tokens` have room."""
 
     tokens: int
     missing_tokens: int
@@ -86,18 +205,18 @@ class DeviceFull(msgspec.Struct, frozen=True):
 
 
 class LoadEnded(msgspec.Struct, frozen=True):
-    """An event: this rank's copy to the device has landed."""
+    """The landing of this rank's copy to the device."""
 
 
 class RanksAgreed(msgspec.Struct, frozen=True):
-    """An event: the operation ended on all ranks with the minimum `answer`. `stopped`: a rank had asked to stop."""
+    """The end of the operation on all ranks with the minimum `answer`. `stopped`: a rank asked to stop."""
 
     answer: Sequence[int]
     stopped: bool = False
 
 
 class Secured(msgspec.Struct, frozen=True):
-    """An event: the first `tokens` tokens are on the device, and locked for the request."""
+    """A lock on the first `tokens` tokens on the device."""
 
     tokens: int
 
@@ -107,11 +226,11 @@ class Hurry(msgspec.Struct, frozen=True):
 
 
 class GivenUp(msgspec.Struct, frozen=True):
-    """An event: the request is cancelled."""
+    """The cancellation of the request."""
 
 
 class TimePassed(msgspec.Struct, frozen=True):
-    """An event: a round begins."""
+    """The beginning of a round."""
 
 
 RestoreEvent: TypeAlias = (
@@ -134,71 +253,67 @@ RestoreEvent: TypeAlias = (
 
 
 class LookUp(msgspec.Struct, frozen=True):
-    """An action: begin an operation, and ask peers and storage for the first `pages` pages: LookedUp."""
+    """An action: begin an operation, and ask peers and storage for the first `pages` pages."""
 
     pages: int
 
 
 class BeginFetch(msgspec.Struct, frozen=True):
-    """An action: take host pages for the first `pages` pages, begin an operation, and read: FetchBegun or HostFull.
-
-    `source`: a peer's number, or STORAGE.
-    """
+    """An action: take host pages, begin an operation, and read `pages` pages. `source`: a peer's number, or STORAGE."""
 
     pages: int
     source: int = STORAGE
 
 
 class Decline(msgspec.Struct, frozen=True):
-    """An action: tell peers that no page of their offers will be read."""
+    """An action: tell peers that their offers will not be read."""
 
 
 class BeginLoad(msgspec.Struct, frozen=True):
-    """An action: take device pages up to `tokens` tokens, begin an operation, and copy: LoadBegun or DeviceFull."""
+    """An action: take device pages up to `tokens` tokens, begin an operation, and copy."""
 
     tokens: int
 
 
 class BeginNothing(msgspec.Struct, frozen=True):
-    """An action: begin the operation that other ranks begin now, without a part in it."""
+    """An action: join the other ranks' operation without a part."""
 
 
 class Vote(msgspec.Struct, frozen=True):
-    """An action: answer the open operation for this rank."""
+    """An action: answer the open operation."""
 
     answer: tuple[int, ...]
 
 
 class AskToStop(msgspec.Struct, frozen=True):
-    """An action: ask all ranks to end the open operation with the pages they have."""
+    """An action: ask all ranks to end with the pages they have."""
 
 
 class EndCopy(msgspec.Struct, frozen=True):
-    """An action: tell the tree that the first `pages` pages of `op` are there; the other ids come back."""
+    """An action: tell the tree that the first `pages` pages of `op` are there; other ids come back."""
 
     op: int
     pages: int
 
 
 class Abandon(msgspec.Struct, frozen=True):
-    """An action: begin an operation that ends once no rank's pages of a failed read can be written any more.
-
-    The tree's `op` then ends with no page; 0 if this rank took no page.
+    """An action: end the tree's `op` (0: no pages here) with no page, once no rank's pages of a failed read can be
+    written.
     """
 
     op: int
 
 
 class Rematch(msgspec.Struct, frozen=True):
-    """An action: match again, and lock the match on both tiers unless it waits: Rematched."""
+    """An action: match again, and lock the match unless it waits."""
 
 
 class Secure(msgspec.Struct, frozen=True):
-    """An action: lock the device pages for the request: Secured."""
+    """An action: lock the device pages for the request."""
 
 
 class LetGo(msgspec.Struct, frozen=True):
-    """An action: give back the locks that kept found pages until they were restored."""
+    """An action: give back the locks of found pages."""
 
 
 RestoreAction: TypeAlias = (
@@ -221,8 +336,7 @@ RestoreStep: TypeAlias = tuple[Restoring, list[RestoreAction]]
 def start(terms: RestoreTerms, limit_tokens: int, tokens: int, best_tokens: int, now: float) -> RestoreStep:
     """Begin a request with `tokens` on the device and `best_tokens` on device or host, locked there.
 
-    Peers and storage are asked for the rest of `limit_tokens` if that is not below the policy's `least_tokens`. Returns
-    the state and its first actions.
+    Looks for the rest of `limit_tokens` unless it is below the policy's `least_tokens`.
     """
     state = Restoring(
         terms=terms,
@@ -239,7 +353,7 @@ def start(terms: RestoreTerms, limit_tokens: int, tokens: int, best_tokens: int,
 
 
 def step(state: Restoring, event: RestoreEvent, now: float) -> RestoreStep:
-    """Advance by an event at `now`, s. Returns the new state and its actions. A restore that is over stays as it is."""
+    """Advance by an event at `now`, s. A restore that is over stays as it is."""
     match event:
         case TimePassed():
             return _tick(state, now)
@@ -268,7 +382,6 @@ def step(state: Restoring, event: RestoreEvent, now: float) -> RestoreStep:
 
 
 def _tick(state: Restoring, now: float) -> RestoreStep:
-    """Stop a read that took too long, and match again after another restore's load."""
     if state.phase is RestorePhase.LOAD and state.asked is None:
         return state, [Rematch()]
     if state.phase is not RestorePhase.READ or state.stopped:
@@ -289,10 +402,7 @@ def _given_up(state: Restoring) -> RestoreStep:
 
 
 def _looked_up(state: Restoring, event: LookedUp) -> RestoreStep:
-    """Vote 1 for each number of pages that this rank can and would read from storage, and pages from each peer.
-
-    Pages that it would not read are lost to the threshold.
-    """
+    """Vote for lengths worth reading; the rest is lost to the threshold."""
     page, best = state.terms.page_tokens, state.best_tokens // state.terms.page_tokens
     beyond = [pages for pages in event.pages if pages > best]
     stored, lent = beyond[-1] if beyond else 0, max(event.peers, default=0)
@@ -309,16 +419,12 @@ def _looked_up(state: Restoring, event: LookedUp) -> RestoreStep:
 
 
 def _would_read(state: Restoring, pages: int, way: tuple[Speed, ...]) -> bool:
-    """Return True if so many leading pages are worth a read."""
     policy, tokens = state.terms.policy, pages * state.terms.page_tokens - state.best_tokens
     return tokens >= max(1, policy.least_tokens) and pays(policy.prefetch, tokens, state.terms.token_bytes, way)
 
 
 def _chosen(state: Restoring, answer: Sequence[int]) -> RestoreStep:
-    """Read the longest prefix that all ranks voted for, from a peer unless storage has more.
-
-    Pages beyond, which this rank alone would have read, are lost to the rank minimum.
-    """
+    """Read the longest prefix that all ranks voted for, from a peer unless storage has more."""
     page, best = state.terms.page_tokens, state.best_tokens // state.terms.page_tokens
     lengths = state.limit_tokens // page + 1
     stored = max((number for number, votes in enumerate(answer[:lengths]) if votes), default=0)
@@ -339,7 +445,6 @@ def _longest_and_nearest(each: ReadSource) -> tuple[int, int, int]:
 
 
 def _read_next(state: Restoring) -> RestoreStep:
-    """Read from the first source left, alike on all ranks."""
     chosen, *left = state.left
     tokens = chosen.pages * state.terms.page_tokens - state.best_tokens
     state = replace(_ask(state, RestorePhase.READ), reading=chosen, left=tuple(left))
@@ -349,7 +454,7 @@ def _read_next(state: Restoring) -> RestoreStep:
 
 
 def _fetched(state: Restoring, pages: int, loss: Loss) -> RestoreStep:
-    """Vote for the pages read; a part that would be dropped counts as 0, all of it this rank's own shortfall."""
+    """Vote for the pages read; a part that would be dropped counts as 0."""
     if state.terms.partial is PartialWork.DROPPED and pages < state.op_pages:
         pages = 0
     return _vote(_short(state, loss, (state.op_pages - pages) * state.terms.page_tokens), pages, [])
@@ -363,7 +468,6 @@ def _load(state: Restoring) -> RestoreStep:
 
 
 def _rematched(state: Restoring, event: Rematched) -> RestoreStep:
-    """Load the host's pages, once; or wait for another restore's load of them."""
     if event.waits:
         return state, []
     missing = event.best_tokens - event.tokens
@@ -387,17 +491,14 @@ def _device_full(state: Restoring, event: DeviceFull) -> RestoreStep:
 
 
 def _ask(state: Restoring, phase: RestorePhase) -> Restoring:
-    """Return the state in a new operation of all ranks, before this rank's part has begun."""
     return replace(state, phase=phase, asked=phase, op=0, op_pages=0, done_pages=None, stopped=False)
 
 
 def _vote(state: Restoring, pages: int, before: list[RestoreAction]) -> RestoreStep:
-    """Answer that this rank has done `pages` of its part of a read or a load."""
     return replace(state, done_pages=pages), [*before, Vote(counted(pages, state.op_pages))]
 
 
 def _agreed(state: Restoring, event: RanksAgreed) -> RestoreStep:
-    """Keep the pages that all ranks have. A restore that was given up ends here."""
     answer = event.answer
     phase, op, mine = state.asked, state.op, state.done_pages or 0
     state = replace(state, asked=None, op=0, op_pages=0, done_pages=None, stopped=False)
@@ -419,7 +520,7 @@ def _agreed(state: Restoring, event: RanksAgreed) -> RestoreStep:
 
 
 def _after_read(state: Restoring, event: RanksAgreed, pages: int) -> RestoreStep:
-    """Load the pages that came; if a peer fell short and no rank asked to stop, read the next source with more."""
+    """Load the pages that came; if a peer fell short unstopped, read the next source first."""
     page, chosen, total = state.terms.page_tokens, state.reading, int(event.answer[1])
     assert chosen is not None
     reached = chosen.pages - total + pages
@@ -436,14 +537,13 @@ def _after_read(state: Restoring, event: RanksAgreed, pages: int) -> RestoreStep
 
 
 def _short(state: Restoring, reason: Loss, tokens: int) -> Restoring:
-    """Return the state with `tokens` more lost for `reason`."""
     if tokens <= 0:
         return state
     return replace(state, reasons={**state.reasons, reason: state.reasons.get(reason, 0) + tokens})
 
 
 def _ready(state: Restoring, tokens: int) -> Restoring:
-    """Return the final state: device tokens credited by their tier at the request's coming, the rest lost by reason."""
+    """Credit tokens by their tier at the request's coming, the rest lost by reason."""
     device, best = state.device_tokens, state.best_tokens
     # Tokens beyond those found were computed by other requests meanwhile.
     more = max(0, tokens - state.reusable_tokens)

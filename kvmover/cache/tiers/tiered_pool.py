@@ -15,15 +15,15 @@ from kvmover.store import PagePart
 
 
 def page_tokens(fleet: Fleet) -> int:
-    """Return the tokens of a page of tree and storage: a pool's page of each context-parallel rank together."""
+    """Return the tokens of a page of tree and storage: a pool's page of all context-parallel ranks."""
     return fleet.page_tokens * fleet.cp
 
 
 def part_of(component: Component, fleet: Fleet, rank: int) -> PagePart:
-    """Return the part of every page that `rank` holds, by the fleet's TP, PP and CP.
+    """Return the part of every page that `rank` holds.
 
-    Raises TierError for a component of several states, or positions dealt in blocks, whose parts depend on the
-    request's length; LayoutError for a rank without a part.
+    Raises TierError for several states, or positions dealt in blocks, whose parts depend on the request's length;
+    LayoutError for a rank without a part.
     """
     if fleet.cp > 1 and fleet.cp_order is CpOrder.BLOCK:
         raise TierError(f"{fleet.cp} ranks that share positions in blocks hold other tokens of a page in each request")
@@ -34,9 +34,9 @@ def part_of(component: Component, fleet: Fleet, rank: int) -> PagePart:
 
 @dataclass(frozen=True, slots=True)
 class HostTier:
-    """A component's host pool: `pages`, whose axes nest in `order`; only the packed order is stored as it lies.
+    """A component's host pool of `pages` in `order`; only the packed order is stored as it lies.
 
-    `share`: the ranks that hold the same pages. `reach`: the processes that may map pages of this rank alone.
+    `share`: the ranks that hold the same pages. `reach`: the processes that may map this rank's own.
     """
 
     pages: int
@@ -52,9 +52,8 @@ class HostTier:
 class TieredPool:
     """A component's pools on device and host, which hold the same box, in any two orders.
 
-    `name`: the tree's component whose page ids the pools use. Several may use the same: attention KV and the index keys
-    of sparse attention both use FULL, temporal and convolution states one state's. `rule`: the pages that a prefix
-    needs. Raises TierError for a pool that does not hold `part`.
+    `name`: the tree's component whose page ids the pools use, perhaps with others (attention KV and index keys: FULL).
+    `rule`: the pages that a prefix needs. Raises TierError for a pool that does not hold `part`.
     """
 
     name: str
@@ -87,8 +86,8 @@ class TieredPool:
     ) -> TieredPool:
         """Make the tiered pool of `rank`, with a host pool allocated here; `device` stays the caller's.
 
-        The rule is the component's: its window, its last state, or all pages. Raises TierError for a device pool that
-        holds another part, and for host memory that cannot be had.
+        The rule is the component's: window, last state, or all pages. Raises TierError for a wrong device pool, and for
+        host memory that cannot be had.
         """
         rule = LAST_PAGE if component.states else Rule(component.window)
         return cls.holding(part_of(component, fleet, rank), device, host, name, rule)
@@ -97,7 +96,7 @@ class TieredPool:
     def holding(
         cls, part: PagePart, device: Pool, host: HostTier, name: str = FULL, rule: Rule = ALL_PAGES
     ) -> TieredPool:
-        """Make it for an engine that names itself the `part` of every page that the rank holds. Raises as `of`."""
+        """Make it from the rank's `part` of every page. Raises as `of`."""
         box = part.box
         shard = Shard(box.layers, box.heads, box.tokens)
         spec = PoolSpec.dense(part.component, shard, host.pages, box.tokens.tokens, host.order)
@@ -106,7 +105,7 @@ class TieredPool:
 
     @property
     def packed(self) -> bool:
-        """True if a host page lies as storage wants it."""
+        """Returns True if host pages are in storage's order."""
         return self.host.spec.is_packed
 
     def address(self, page: int) -> int:
@@ -114,5 +113,5 @@ class TieredPool:
         return self.host.tensors[0].data_ptr() + page * self.host.spec.stride_bytes("page")
 
     def mine(self, ids: Sequence[int]) -> list[int]:
-        """Return the places in a batch of host pages that this rank is to copy."""
+        """Return the places in a batch that this rank is to copy."""
         return [place for place in range(len(ids)) if self.share.mine(place)]

@@ -1,4 +1,4 @@
-"""The adapters share these modules; nothing in them is an engine's. Each name is imported on first use."""
+"""The modules that both engines' adapters share. Each name is imported on first use."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         digest_of_adapter,
         digest_of_checkpoint,
     )
+    from kvmover.engines.common.contract import Contract, EngineUnsupported, Need, is_of, odd_ones, of_known_fields
     from kvmover.engines.common.dialling import HostNotAllowed, address_of
     from kvmover.engines.common.exchange import EXCHANGED_DTYPES, exchanged
     from kvmover.engines.common.first_token import FirstToken, ToldLogprobs, told_logprobs
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
         content_of,
         digest_of_tensors,
     )
-    from kvmover.engines.common.release import EngineUnsupported, Tested, odd_ones
     from kvmover.engines.common.routing_hints import RoutingHints, TenantGroups, hints_of
     from kvmover.engines.common.store import Upkeep, open_row_tier, open_store
     from kvmover.engines.common.weights import (
@@ -66,6 +66,14 @@ _HOMES = {
         "EngineMake",
         "caller",
         "fetch_cards",
+    ),
+    "contract": (
+        "Contract",
+        "EngineUnsupported",
+        "Need",
+        "is_of",
+        "odd_ones",
+        "of_known_fields",
     ),
     "dialling": ("HostNotAllowed", "address_of"),
     "checkpoint": (
@@ -127,11 +135,6 @@ _HOMES = {
         "content_of",
         "digest_of_tensors",
     ),
-    "release": (
-        "EngineUnsupported",
-        "Tested",
-        "odd_ones",
-    ),
     "routing_hints": (
         "RoutingHints",
         "TenantGroups",
@@ -169,6 +172,7 @@ __all__ = [
     "Cards",
     "CheckpointDigest",
     "ContentOptions",
+    "Contract",
     "Election",
     "EmptyBackend",
     "EngineMake",
@@ -177,6 +181,7 @@ __all__ = [
     "HintedRequests",
     "HostNotAllowed",
     "InPlaceBackend",
+    "Need",
     "Neighbours",
     "Numbers",
     "PackedBackend",
@@ -189,7 +194,6 @@ __all__ = [
     "RoutingHints",
     "ServedWeights",
     "TenantGroups",
-    "Tested",
     "ToldLogprobs",
     "UnknownWeights",
     "Upkeep",
@@ -210,9 +214,11 @@ __all__ = [
     "fetch_cards",
     "hints_of",
     "identified",
+    "is_of",
     "layers_of",
     "odd_ones",
     "of_all",
+    "of_known_fields",
     "open_peer_tier",
     "open_row_tier",
     "open_store",

@@ -1,6 +1,6 @@
-"""Cards of all ranks of an engine at one port, over HTTP: how engines of any make find each other's ranks.
+"""The cards of all ranks of an engine, served at one port over HTTP: how engines of any make find each other's ranks.
 
-A card is how one rank is reached.
+A card tells how to reach one rank.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from kvmover.engines.common.dialling import address_of
 from kvmover.errors import TransportError
 from kvmover.transfer.protocol.auth import MessageAuth
 
-#: Where they are on a port that serves other things too.
+#: The path of the cards, on a port that may serve other paths.
 CARDS_PATH = "/kvmover/cards"
 
-#: A whole engine's cards: some hundred ranks of some ten kilobytes.
+#: The most bytes of one engine's cards: some hundred ranks of some ten kilobytes.
 MAX_CARDS_BYTES = 4 << 20
-#: For all of a call, however slowly the other side speaks.
+#: The limit of a whole call, s, however slowly the server sends.
 TIMEOUT_S = 2.0
 
 log = logging.getLogger(__name__)
 
 
 class EngineMake(StrEnum):
-    """Whose adapter serves the cards: what goes beside the KV is in its words."""
+    """The make of an engine. The payload beside the KV is in its adapter's format."""
 
     SGLANG = "sglang"
     VLLM = "vllm"
 
 
 class Cards(msgspec.Struct, frozen=True):
-    """An engine by name, and the cards of all its ranks in order."""
+    """An engine's name, and the cards of all its ranks in order."""
 
     engine: str
     cards: tuple[bytes, ...]
     make: Annotated[str, msgspec.Meta(max_length=64)] = EngineMake.VLLM
 
     def encode(self) -> bytes:
-        """The body of the answer."""
+        """Returns the body of the HTTP answer."""
         return msgspec.msgpack.encode(self)
 
 
@@ -56,18 +56,19 @@ _decode = msgspec.msgpack.Decoder(Cards).decode
 
 
 class _Desk(ThreadingHTTPServer):
-    """All ranks of a fleet may come at once, to a process that has no time for them: who finds no room here would wait
-    a second and then be reset."""
+    """An HTTP server whose queue takes all ranks of a fleet at once: a connection beyond the queue would wait 1 s and
+    be reset.
+    """
 
     request_queue_size = 1024
     daemon_threads = True
 
 
 class CardServer:
-    """Answers every GET with the cards, until it is closed. Whoever can reach the port can read them."""
+    """A server that answers every GET with the cards until it is closed. Any client of the port can read them."""
 
     def __init__(self, host: str, port: int) -> None:
-        """Raises OSError for a port that is taken. Port 0: one that is free, see `port`."""
+        """Listen at `port`; port 0 takes a free one, see `port`. Raises OSError if the port is taken."""
         self._body = b""
         server = self
 
@@ -81,7 +82,7 @@ class CardServer:
                 self.wfile.write(body)
 
             def log_message(self, format: str, *args: object) -> None:
-                """An engine's log is not for every caller."""
+                """Write no log line a call."""
 
         self._server = _Desk((host, port), Handler)
         self.port: int = self._server.server_address[1]
@@ -89,7 +90,7 @@ class CardServer:
         self._thread.start()
 
     def lay_out(self, engine: str, cards: Sequence[bytes]) -> None:
-        """Serve these from now on."""
+        """Serve these cards from now on."""
         self._body = Cards(engine, tuple(cards)).encode()
 
     def close(self) -> None:
@@ -100,9 +101,10 @@ class CardServer:
 
 
 def caller(settings: Settings) -> Callable[[str, int], Cards]:
-    """`fetch_cards` for hosts that requests name: within `exchange.allow`, and with a shared key of sealed cards alone.
+    """Returns `fetch_cards` for hosts that requests name: only hosts in `exchange.allow`, and with a shared key only
+    sealed cards.
 
-    One line of the log says whom requests may make this process dial.
+    Logs one line with the hosts that requests may make this process dial.
     """
     allow, keys = settings.exchange.allow, settings.security.keys()
     whom = f"hosts of exchange.allow: {', '.join(allow)}" if allow else "any host, since exchange.allow is empty"
@@ -120,9 +122,9 @@ def caller(settings: Settings) -> Callable[[str, int], Cards]:
 
 
 def fetch_cards(host: str, port: int, timeout_s: float = TIMEOUT_S, allow: Sequence[str] = ()) -> Cards:
-    """The engine at a port, and its cards; `allow` as of `address_of`. Raises TransportError that names the address.
+    """Returns the engine at a port, and its cards. `allow` is as in `address_of`.
 
-    A redirect is an answer without cards: it is not followed.
+    Raises TransportError with the address. A redirect counts as an answer without cards.
     """
     where = f"no cards from {host}:{port}"
     address = address_of(host, port, allow)
@@ -153,6 +155,6 @@ def fetch_cards(host: str, port: int, timeout_s: float = TIMEOUT_S, allow: Seque
 
 
 def _hang_up(connected: socket.socket) -> None:
-    """End a read that waits, from another thread."""
+    """End a blocked read from another thread."""
     with contextlib.suppress(OSError):
         connected.shutdown(socket.SHUT_RDWR)

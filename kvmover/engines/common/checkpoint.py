@@ -1,6 +1,7 @@
-"""A checkpoint's digest says which weights a folder of safetensors holds: equal for every split and every path.
+"""A checkpoint's digest identifies the weights in a folder of safetensors: equal for every split into files and every
+path.
 
-The headers are read whole and the tensors in samples, by at most `MOST_READS` reads, whatever the size of the model.
+Headers are read whole and tensors in samples, by at most `MOST_READS` reads, whatever the size of the model.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ import msgspec
 
 from kvmover.errors import KvmoverError
 
-#: Tensors of which bytes are read, and how many bytes of each.
+#: The number of tensors that are sampled, and the bytes of each sample.
 SAMPLED_TENSORS = 768
 SAMPLE_BYTES = 4096
 
-#: Reads of a checkpoint: its index, a header a file, or two where it is long, and the samples.
+#: The most reads of a checkpoint: its index, one header a file (two if it is long), and the samples.
 MOST_READS = 1100
 
-#: The format's own limit of a header, and of an index; the part of a header that is read first.
+#: The format's limit of a header and of an index; the part of a header that is read first.
 MOST_HEADER_BYTES = 100_000_000
 _FIRST_BYTES = 256 << 10
 
-#: How much of an adapter is in memory at a time.
+#: Bytes of an adapter in memory at a time.
 _PART_BYTES = 4 << 20
 
-#: Tensors that are always sampled: every fine-tuning moves them, and every model has them.
+#: Names of tensors that are always sampled: every fine-tuning changes them, and every model has them.
 _ALWAYS = ("norm", "embed", "wte", "wpe", "ln_", ".ln")
 
-#: Fields of an adapter's configuration that say nothing of what it computes.
+#: Fields of an adapter's configuration that have no effect on its output.
 _ASIDE = {"base_model_name_or_path", "revision", "inference_mode", "task_type", "auto_mapping", "peft_version"}
 _CONFIGURATION = "adapter_config.json"
 
@@ -43,7 +44,7 @@ _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class UnknownWeights(KvmoverError):
-    """Weights that cannot be told from others by their files; the message says why."""
+    """Weights that their files cannot identify; the message has the reason."""
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -57,7 +58,7 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 class TensorPlace(msgspec.Struct, frozen=True, gc=False):
-    """A tensor of a checkpoint: bytes `start` to `stop` of `file`, which are numbers of `dtype` in `shape`."""
+    """A tensor of a checkpoint: bytes `start` to `stop` of `file`, numbers of `dtype` in `shape`."""
 
     name: str
     dtype: str
@@ -67,11 +68,13 @@ class TensorPlace(msgspec.Struct, frozen=True, gc=False):
     stop: int
 
     def described(self) -> bytes:
-        """Returns name, dtype and shape, such that no two triples give the same bytes."""
+        """Returns name, dtype and shape as bytes, different for any two triples."""
         return msgspec.json.encode((self.name, self.dtype, self.shape)) + b"\n"
 
     def sampled(self) -> tuple[int, int]:
-        """Returns position in the file, and length, of the sample: a place within the tensor that its name draws."""
+        """Returns the position in the file and the length of the sample, whose place in the tensor is drawn by its
+        name.
+        """
         nbytes = min(SAMPLE_BYTES, self.stop - self.start)
         room = self.stop - self.start - nbytes + 1
         return self.start + int.from_bytes(_drawn(self.name), "little") % room, nbytes
@@ -79,7 +82,7 @@ class TensorPlace(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointDigest:
-    """`digest`: 64 hexadecimal digits. `tensors` have been counted, and `reads` were made."""
+    """A digest of 64 hexadecimal digits, the number of tensors, and the number of reads made."""
 
     digest: str
     tensors: int
@@ -87,11 +90,11 @@ class CheckpointDigest:
 
 
 def digest_of_checkpoint(folder: Path) -> CheckpointDigest:
-    """Returns the digest of the safetensors in `folder`: over (name, dtype, shape) of all tensors in order of their
-    names, and over SAMPLE_BYTES of SAMPLED_TENSORS at most.
+    """Returns the digest of the safetensors in `folder`: (name, dtype, shape) of all tensors in order of their names,
+    and SAMPLE_BYTES of up to SAMPLED_TENSORS.
 
-    An answer is kept for as long as no file changes. Raises UnknownWeights for a folder without safetensors, or where
-    they contradict each other, and for files that cannot be read.
+    The result is cached until a file changes. Raises UnknownWeights if the folder has no safetensors, files contradict
+    each other, or a file cannot be read.
     """
     try:
         files, reads = _files_of(folder)
@@ -101,11 +104,11 @@ def digest_of_checkpoint(folder: Path) -> CheckpointDigest:
 
 
 def digest_of_adapter(folder: Path) -> str:
-    """Returns the digest of a LoRA adapter, 64 hexadecimal digits: over its configuration, but for the name of its base
-    model and the like, and over all its tensors whole.
+    """Returns the digest of a LoRA adapter, 64 hexadecimal digits: its configuration without names such as the base
+    model's, and all bytes of its tensors.
 
-    An answer is kept for as long as no file changes. Raises UnknownWeights for a folder that is no adapter in
-    safetensors, and for files that cannot be read.
+    The result is cached until a file changes. Raises UnknownWeights if the folder is no adapter in safetensors or a
+    file cannot be read.
     """
     configuration, weights = folder / _CONFIGURATION, sorted(folder.glob("*.safetensors"))
     if not configuration.is_file() or not weights:
@@ -119,7 +122,7 @@ def digest_of_adapter(folder: Path) -> str:
 
 
 def sampled_of(tensors: Iterable[TensorPlace]) -> list[TensorPlace]:
-    """Returns the tensors of which bytes are read: norms and embeddings, then those that a hash of the name draws."""
+    """Returns the tensors to sample: norms and embeddings first, then by a hash of the name."""
     held = (tensor for tensor in tensors if tensor.stop > tensor.start)
     return sorted(held, key=lambda each: (not _is_always(each.name), _drawn(each.name)))[:SAMPLED_TENSORS]
 
@@ -135,7 +138,7 @@ def _drawn(name: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Signature:
-    """A file as it was when it was looked at: another one of the same name has another time or size."""
+    """A file's path, size, time and inode, which change if the file is replaced."""
 
     path: Path
     nbytes: int
@@ -149,7 +152,7 @@ def _signed(files: Iterable[Path]) -> tuple[_Signature, ...]:
 
 
 def _files_of(folder: Path) -> tuple[list[Path], int]:
-    """The files that an engine loads, and how many reads it took to know: those that the index names, or all."""
+    """Returns the files that an engine loads (those in the index, or all), and the number of reads made."""
     found = sorted(folder.glob("*.safetensors"))
     if not found:
         others = sorted(
@@ -224,7 +227,7 @@ def _digest_of_adapter(configuration: _Signature, *weights: _Signature) -> str:
 
 
 def _in_order(value: Any) -> Any:
-    """Returns lists of names in order: `target_modules` is a set, which is written in any."""
+    """Returns a list of names sorted: `target_modules` is a set, written in any order."""
     try:
         return sorted(msgspec.convert(value, list[str]))
     except msgspec.ValidationError:
@@ -238,7 +241,9 @@ def _opened(path: Path, stack: ExitStack) -> int:
 
 
 def _header(file: int, of: _Signature) -> tuple[Mapping[str, TensorPlace], int]:
-    """Returns the tensors of a file by name, and how many reads that took. The header is checked before its use."""
+    """Returns the tensors of a file by name, and the number of reads made. Raises UnknownWeights for a malformed
+    header.
+    """
     first = _read(file, of.path, min(_FIRST_BYTES, of.nbytes), 0)
     nbytes = int.from_bytes(first[:8], "little")
     if len(first) < 8 or nbytes > min(MOST_HEADER_BYTES, of.nbytes - 8):
@@ -275,7 +280,7 @@ def _read(file: int, path: Path, nbytes: int, position: int) -> bytes:
 
 
 def combined(digests: Sequence[str]) -> str:
-    """Returns one digest for several, in this order: a model's and its draft's. One alone stays as it is.
+    """Returns one digest of several, in this order: a model's and its draft's. A single digest is returned unchanged.
 
     >>> combined(["ab"]), combined(["ab", "cd"])[:8]
     ('ab', '93096fae')

@@ -1,7 +1,6 @@
-"""Whom a worker may be made to dial: hosts come with requests, and `exchange.allow` says which of them are good.
+"""Hosts named by requests are dialled only if `exchange.allow` has them.
 
-A name is looked up once, and what was found is what is dialled: who answers for a name cannot answer otherwise a moment
-later.
+A name is looked up once and the address found is dialled, so the answer cannot change between check and connection.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from kvmover.errors import TransportError
 
 
 class HostNotAllowed(TransportError):
-    """A host that `exchange.allow` does not have: nobody was dialled. The message names the host and what it is."""
+    """A host outside `exchange.allow`, which was not dialled. The message names the host and its addresses."""
 
 
 def address_of(host: str, port: int, allow: Sequence[str]) -> str:
-    """The address to dial for `host`: of a name or an address of `allow`, or in one of its networks; of any if empty.
+    """Returns the address to dial for `host`: a name or address in `allow`, or within one of its networks; any if
+    `allow` is empty.
 
-    Names are compared, without a difference of letters, before one is looked up. Raises HostNotAllowed, and
-    TransportError for a name that is not known.
+    Names are compared ignoring case, before the look-up. Raises HostNotAllowed, and TransportError for an unknown name.
 
     >>> address_of("10.1.2.3", 80, ["10.0.0.0/8"]), address_of("127.0.0.1", 80, [])
     ('10.1.2.3', '127.0.0.1')

@@ -1,17 +1,17 @@
-"""Engines of different make exchange KV in one vocabulary of components, and under a name that the operator gives."""
+"""The components in which engines of different make exchange KV, under a weights name that the operator gives."""
 
 from __future__ import annotations
 
 from kvmover.layout import Component
 
-#: Dtypes whose rows mean the same in every engine. A quantised row goes with scales that each engine keeps elsewhere.
+#: Dtypes whose rows are equal in every engine. A quantised row has scales, which each engine keeps elsewhere.
 EXCHANGED_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def exchanged(cache: Component, kv: int) -> Component | None:
-    """`cache` as every engine describes it: rows of `kv` = 2, keys and values of a head, or 1, a latent.
+    """Returns `cache` in the form common to all engines: rows of `kv` = 2, keys and values of a head, or 1, a latent.
 
-    None where engines have no common word for it: windows, states, compressed and quantised rows, drafts.
+    Returns None if there is no common form: windows, states, compressed or quantised rows, drafts.
 
     >>> own = Component("full_attention 0, 64 bfloat16", layers=4, kv=1, heads=8, dim=256, dtype="bfloat16")
     >>> exchanged(own, kv=2) == Component.attention(layers=4, kv_heads=8, head_dim=128, dtype="bfloat16")

@@ -1,4 +1,4 @@
-"""FirstToken is what a prefill sampled, for a decode engine of another make that goes on behind it."""
+"""FirstToken carries the token sampled by a prefill to a decode engine of another make."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from kvmover.errors import ProtocolError
 
 log = logging.getLogger(__name__)
 
-#: Tokens are numbered in 32 bits by all engines, and none tells more alternatives than this.
+#: Every engine numbers tokens in 32 bits, and returns at most `_MOST_TOP` alternatives.
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _MOST_TOP = 1024
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag="FirstToken"):
-    """The token behind the prompt. `cached_tokens`: of the prompt, not computed by the prefill.
+    """The token behind the prompt. `cached_tokens` counts prompt tokens that the prefill found cached.
 
-    `logprob`: natural logarithm of its probability; None where the engine tells its transfer none. `top`: token and the
-    same of the likeliest, as many as were asked for.
+    `logprob` is the natural logarithm of its probability, None if the engine gives its transfer none. `top` has token
+    and logarithm of the likeliest tokens, as many as the request asked for.
     """
 
     token: TokenId
@@ -29,12 +29,12 @@ class FirstToken(msgspec.Struct, frozen=True, tag="FirstToken"):
     top: Annotated[tuple[tuple[TokenId, float], ...], msgspec.Meta(max_length=_MOST_TOP)] = ()
 
     def encode(self) -> bytes:
-        """The payload that goes beside the KV."""
+        """Returns the payload that goes beside the KV."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
     def decode(cls, payload: bytes) -> FirstToken:
-        """Raises ProtocolError for bytes that are no first token."""
+        """Returns the token in a payload. Raises ProtocolError for other bytes."""
         try:
             return msgspec.msgpack.decode(payload, type=cls)
         except msgspec.MsgspecError as error:
@@ -42,23 +42,23 @@ class FirstToken(msgspec.Struct, frozen=True, tag="FirstToken"):
 
 
 class ToldLogprobs(msgspec.Struct, frozen=True):
-    """Log probabilities of the first token that a router hands on, where the prefill's engine tells its transfer none.
+    """Log probabilities of the first token that a router passes on, for a prefill engine that gives its transfer none.
 
-    They stand among a request's parameters, which clients write.
+    They are request parameters, which clients write.
     """
 
     kvmover_first_logprob: float | None = None
     kvmover_first_top_logprobs: Annotated[tuple[tuple[TokenId, float], ...], msgspec.Meta(max_length=_MOST_TOP)] = ()
 
     def beside(self, first: FirstToken) -> FirstToken:
-        """`first` with what it lacks."""
+        """Returns `first`, with these log probabilities if it has none."""
         if first.logprob is not None:
             return first
         return msgspec.structs.replace(first, logprob=self.kvmover_first_logprob, top=self.kvmover_first_top_logprobs)
 
 
 def told_logprobs(params: object, request: str) -> ToldLogprobs:
-    """Those in a request's parameters. What makes no sense is said in the log and counts as not said."""
+    """Returns the log probabilities in a request's parameters. Malformed ones are logged and ignored."""
     if not params:
         return ToldLogprobs()
     try:

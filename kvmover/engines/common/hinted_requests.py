@@ -1,7 +1,7 @@
-"""HintedRequests carry hints out when it is time for them: some when their request comes, the others when it has ended.
+"""HintedRequests carry out hints at their time: some when their request comes, the others when it has ended.
 
-Both engines bring them in their own envelope, `kv_hints`. Where a front end has no word for it, as OpenAI's endpoints,
-the same envelope stands as `kvmover_hints` among a request's parameters, beside what a router says there.
+Both engines pass their own envelope, `kv_hints`. Where a front end has no field for it, as OpenAI's endpoints, the same
+envelope is `kvmover_hints` among a request's parameters, beside a router's hints.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Among the parameters of a request.
+#: The key among the parameters of a request.
 HINTS_KEY = "kvmover_hints"
 
-#: One of the engine's own.
+#: The engine's own request type.
 Request = TypeVar("Request")
 
 
 class HintedRequests(Generic[Request]):
-    """Of one engine's scheduler, from one thread. `carry_out` does what an action of a request asks; `told` counts the
-    answers, by the kind of the action. No hint fails a request.
+    """The hints of one engine's requests. Used from the scheduler's thread.
+
+    `carry_out` performs an action of a request; `told` counts answers by the kind of action. A hint never fails a
+    request.
     """
 
     def __init__(
@@ -45,14 +47,14 @@ class HintedRequests(Generic[Request]):
         told: Callable[[Request, str, HintAnswer], None],
     ) -> None:
         self._carry_out, self._told = carry_out, told
-        #: By name: of each request that has come, what waits for its end.
+        #: Actions waiting for the end of each open request, by its name.
         self._open: dict[str, list[HintAction]] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._open
 
     def came(self, name: str, request: Request, envelope: object, params: object) -> None:
-        """A request is looked at. Only the first time counts."""
+        """Read a request's hints and carry out those due at once. Repeated calls for a request do nothing."""
         if name in self._open:
             return
         later = self._open[name] = []
@@ -65,12 +67,12 @@ class HintedRequests(Generic[Request]):
                 later.append(action)
 
     def ended(self, name: str, request: Request) -> None:
-        """The request is answered, and its KV is what it will be."""
+        """Carry out the remaining hints of an answered request, whose KV is final."""
         for action in self._open.pop(name, ()):
             self._tell(name, request, action.kind, self._carry_out(request, action))
 
     def aborted(self, name: str, request: Request) -> None:
-        """The request ends without an answer."""
+        """Refuse the remaining hints of a request that ends without an answer."""
         for action in self._open.pop(name, ()):
             words = f"{action.name}: the request was aborted"
             self._tell(name, request, action.kind, HintRefused(HintRefusal.ABORTED, words))
@@ -94,10 +96,10 @@ class HintedRequests(Generic[Request]):
 
 
 def pin_limits(settings: HintSettings) -> PinLimits:
-    """What the configuration allows."""
+    """Returns the limits of pins in the settings."""
     return PinLimits(settings.pin_share, settings.longest_pin_s)
 
 
 def outcome_of(answer: HintAnswer) -> str:
-    """A word for metrics."""
+    """Returns the outcome of a hint as a metric label."""
     return "met" if isinstance(answer, HintMet) else str(answer.why)

@@ -1,7 +1,7 @@
-"""Neighbours are engines that read each other's host memory: how a rank's tier of them is made, and how they meet.
+"""Neighbours are engines that read each other's host memory: how a rank's PeerTier is made, and how engines meet.
 
-Each engine lays the cards of its ranks at its own address, which is its name too, and connects those that it finds at
-the others'. Who is not there yet, or any more, is looked for again.
+Each engine serves the cards of its ranks at its own address, which is also its name, and connects the cards it finds at
+the other addresses. An engine that is absent is tried again.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from kvmover.transport import NixlTransport, Transport
 
 log = logging.getLogger(__name__)
 
-#: How long a rank's thread waits for cards that may be nobody's.
+#: The limit of a fetch of cards, s: the address may belong to no engine.
 _FETCH_S = 2.0
 
-#: A failed read is waited for no longer: its pages come back later, and the request goes on.
+#: The limit of waiting for a failed read, s: its pages come back later, and the request goes on.
 _DRAIN_S = 0.5
 
 
@@ -39,10 +39,11 @@ def open_peer_tier(
     pools: Sequence[Pool],
     transport: Transport | None = None,
 ) -> PeerTier | None:
-    """Returns the tier of one rank, over its `pools` of the host; None without `peers.address`. Engines of other
-    `weights`, or of another tenant's, are refused. Nothing is connected yet: see Neighbours.
+    """Returns the tier of one rank over its host `pools`, or None without `peers.address`. It is not connected yet: see
+    Neighbours.
 
-    Raises TierError for a component of which not every page of a prefix is kept, TransportUnavailable without NIXL.
+    Engines with other `weights`, or of another tenant, are refused. Raises TierError for a component that keeps only
+    some pages of a prefix, TransportUnavailable without NIXL.
     """
     peers = settings.peers
     if peers.address is None:
@@ -62,14 +63,16 @@ def open_peer_tier(
 
 
 def peer_wire(address: str, rank: int) -> Callable[[], Transport]:
-    """Returns what makes the transport of a rank's tier, also for `PeerTier.rejoin`. It raises TransportUnavailable."""
+    """Returns a function that opens the transport of a rank's tier, also for `PeerTier.rejoin`. It raises
+    TransportUnavailable.
+    """
     return partial(NixlTransport, f"peers-{address}-{rank}")
 
 
 class Neighbours:
-    """Of the ranks in one process, `tiers`. A thread looks for engines of which not every rank is connected.
+    """A thread that connects `tiers`, the ranks in this process, to the ranks of every other engine.
 
-    One process of an engine lays out the cards of all its ranks, in order: `lay_out`. `close` it before the tiers.
+    One process of an engine serves the cards of all its ranks, in order, with `lay_out`. Close it before the tiers.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class Neighbours:
     ) -> None:
         self._tiers, self._settings, self._fetch = tuple(tiers), settings, fetch
         self._desk: CardServer | None = None
-        #: By address: ranks of the engine when it was last met, and what was last said of it.
+        #: By address: the number of the engine's ranks when last met, and the last log line about it.
         self._ranks: dict[str, int] = {}
         self._said: dict[str, str] = {}
         self._over = Event()
@@ -88,8 +91,8 @@ class Neighbours:
         self._thread.start()
 
     def lay_out(self, cards: Sequence[bytes]) -> None:
-        """Serve the cards of all ranks at this engine's address, from now on in place of those before. Raises
-        ConfigError for an address that cannot be had.
+        """Serve these cards of all ranks at this engine's address, replacing earlier ones. Raises ConfigError if the
+        address is taken.
         """
         address = self.address
         host, port = host_and_port(address)
@@ -102,17 +105,17 @@ class Neighbours:
 
     @property
     def address(self) -> str:
-        """This engine's, which is its name."""
+        """Returns this engine's address, which is its name."""
         address = self._settings.address
         assert address is not None, "a tier of peers was made, so there is one"
         return address
 
     def connected(self) -> frozenset[str]:
-        """Engines of which every rank that was found is connected to all ranks in this process."""
+        """Returns the engines whose ranks are all connected to all ranks in this process."""
         return frozenset(address for address in self._settings.others() if self._is_whole(address))
 
     def close(self) -> None:
-        """Be found no more, and end the thread, once the try that it is at is over. Safe to call twice."""
+        """Stop serving cards, and end the thread once its current attempt is over. Safe to call twice."""
         self._over.set()
         if self._desk is not None:
             self._desk.close()
@@ -132,12 +135,12 @@ class Neighbours:
         return ranks is not None and all(len(tier.ranks(address)) == ranks for tier in self._tiers)
 
     def _meet(self, address: str) -> None:
-        """Connect what is found. Whatever is wrong there costs this engine no more than what it could have read."""
+        """Connect the ranks found at an address. Errors are logged: they only cost the reads from that engine."""
         try:
             found = self._fetch(*host_and_port(address), _FETCH_S)
             if found.engine != address:
                 raise PeerRefused(f"it calls itself {found.engine}: peers.address there and peers.engines here differ")
-            self._ranks[address] = len(found.cards)  # of an engine that comes back with more, one is not all
+            self._ranks[address] = len(found.cards)  # an engine may come back with more ranks
             for tier in self._tiers:
                 for card in found.cards:
                     tier.connect(card)
@@ -149,7 +152,7 @@ class Neighbours:
             self._say(address, f"host memory is shared with {len(found.cards)} ranks at {address}", logging.INFO)
 
     def _say(self, address: str, line: str, level: int) -> None:
-        """Once, until something else is to be said of it."""
+        """Log a line, unless it was the last line about that address."""
         if self._said.get(address) != line:
             self._said[address] = line
             log.log(level, "%s", line)

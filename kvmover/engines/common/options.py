@@ -1,4 +1,4 @@
-"""An engine's own JSON has options of an adapter, and settings of kvmover as a whole; both are read here."""
+"""An adapter's options and kvmover's settings, read together from an engine's own JSON."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import msgspec
 from kvmover.config import ConfigError, Option, Settings, load
 from kvmover.fields import nearest
 
-#: Of both adapters: which weights are served.
+#: Options of both adapters for the identity of the weights, by their setting.
 WEIGHT_KEYS: Mapping[str, str] = {"weights": "exchange.weights"}
 
-#: Of both adapters: the settings of the page store, under their own names, and the weights.
+#: Options of both adapters for the page store and the weights, by their setting.
 STORE_KEYS: Mapping[str, str] = {
     **WEIGHT_KEYS,
     **{name: f"store.{name}" for name in ("root", "quota_bytes", "ttl_s", "upkeep_s", "flush_s")},
@@ -23,8 +23,9 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class ContentOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Whose KV it is. `tenant` must be equal for it to be shared; `model` is what people read, by default the engine's
-    name of it. Which weights are served is a setting (`WEIGHT_KEYS`).
+    """The identity of KV. Only equal `tenant`s share it; `model` is a name for people, by default the engine's.
+
+    The weights are a setting (`WEIGHT_KEYS`).
     """
 
     model: str = ""
@@ -34,10 +35,10 @@ class ContentOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read_options(
     said: Mapping[str, Any], kind: type[T], keys: Mapping[str, str], where: str, defaults: Settings | None = None
 ) -> tuple[T, Settings]:
-    """`said` as options of `kind`, and as settings: `keys` names the setting that an option stands for.
+    """Returns `said` as options of `kind`, and as settings: `keys` maps an option to its setting.
 
-    Such an option goes before the environment, and that before the file; one that is absent or null is as configured,
-    or else as in `defaults`. Raises ConfigError that names the option which is unknown or cannot be, and `where`.
+    Such an option comes before the environment, and that before the file; an absent or null one is taken from there, or
+    else from `defaults`. Raises ConfigError with the unknown or invalid option, and `where`.
     """
     known = [*kind.__struct_fields__, *keys]
     for name in said:

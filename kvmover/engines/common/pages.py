@@ -23,25 +23,27 @@ if TYPE_CHECKING:
 
 Numbers = npt.NDArray[np.int64]
 
-#: Pages are packed in groups of about so many bytes, so that they are still in the cache when they are written.
+#: Bytes packed at a time: small enough to be in the CPU's cache when they are written.
 GROUP_BYTES = 8 << 20
 
-#: Whether a rank is the one that writes a page, of all that hold the same part of it.
+#: A function that returns True if this rank writes a page, among all ranks with the same part of it.
 Election = Callable[[bytes], bool]
 
 
 def election(component: Component, fleet: Fleet, rank: int) -> Election | None:
-    """Who writes a page of which several ranks hold the same part; None where nobody else holds that of `rank`."""
+    """Returns the election of the writing rank, or None if no other rank holds the same part as `rank`."""
     return partial(elected, component, fleet, rank) if replicas(component, fleet, rank)[1] > 1 else None
 
 
 def of_all(answers: Sequence[Sequence[bool]]) -> list[bool]:
-    """For each page whether all of `answers`, which have one entry a page each, say so."""
+    """Returns, page by page, True if all `answers` are True. Each answer has one entry a page."""
     return [all(of_page) for of_page in zip(*answers, strict=True)]
 
 
 def page_ids(tokens: Numbers, count: int, page_tokens: int) -> Numbers:
-    """Numbers of the pages that `tokens` are, `page_tokens` of each. Raises StoreError for anything but whole pages."""
+    """Returns page numbers from token indices, `page_tokens` a page. Raises StoreError unless they are whole pages in
+    order.
+    """
     pages = tokens.reshape(-1, page_tokens) if tokens.size == count * page_tokens else tokens.reshape(-1, 1)
     whole = pages.shape == (count, page_tokens) and (pages == pages[:, :1] + np.arange(page_tokens)).all()
     if not whole or (pages[:, 0] % page_tokens).any():
@@ -52,48 +54,50 @@ def page_ids(tokens: Numbers, count: int, page_tokens: int) -> Numbers:
 
 
 class PoolBackend(Protocol):
-    """The pages of one pool. Every answer has one entry a page; a page that failed is False and nothing is raised."""
+    """The pages of one pool. Every answer has one entry a page; a failed page is False, without an exception."""
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page in the store, of this rank's part of it."""
+        """Returns the bytes of this rank's part of a page in the store."""
         ...
 
     def exists(self, pages: Sequence[bytes]) -> list[bool]:
-        """Whether a `get` of each page would find it now."""
+        """Returns True for each page that a `get` would find now."""
         ...
 
     def put(self, pages: Sequence[bytes], tokens: Numbers) -> list[bool]:
-        """Store pages of the pool. `tokens`: the pool's indices of all their tokens, page by page."""
+        """Store pages of the pool. `tokens` has the pool's indices of all their tokens, page by page."""
         ...
 
     def get(self, pages: Sequence[bytes], tokens: Numbers) -> list[bool]:
-        """Read pages into the pool. What lies at a page that is not True is undefined."""
+        """Read pages into the pool. The memory of a failed page is undefined afterwards."""
         ...
 
     def put_flat(self, page: bytes, flat: torch.Tensor) -> bool:
-        """Store a page that the engine took out of the pool itself."""
+        """Store a page that the engine copied out of the pool."""
         ...
 
     def get_flat(self, page: bytes, flat: torch.Tensor) -> bool:
-        """Read a page into `flat`, contiguous on the host, which the engine puts into the pool itself."""
+        """Read a page into `flat`, contiguous on the host, which the engine copies into the pool."""
         ...
 
     def moved(self, store: PageStore, space: Namespace) -> PoolBackend:
-        """Returns the backend of the same pool in `space`, which `store` has become: this one moves nothing more."""
+        """Returns the backend of the same pool in `space`, the new namespace of `store`. This backend is not used
+        again.
+        """
         ...
 
 
 @dataclass(slots=True)
 class BounceBuffer:
-    """Memory that pages are packed in on their way, one group at a time: pinned where there is a GPU."""
+    """A buffer in which pages are packed on their way, one group at a time; pinned if there is a GPU."""
 
     memory: torch.Tensor
     lock: Lock = field(default_factory=Lock)
 
     @classmethod
     def of(cls, page_bytes: int) -> BounceBuffer:
-        """Room for at least one page, from an address on that disks take directly."""
+        """Returns a buffer of at least one page, aligned for direct disk access."""
         from kvmover.kernels.cuda_driver import pinned
 
         nbytes = max(1, GROUP_BYTES // page_bytes) * page_bytes
@@ -101,17 +105,17 @@ class BounceBuffer:
         return cls(whole[-whole.data_ptr() % DIRECT_BYTES :][:nbytes])
 
     def between(self, pool: Pool, view: PartView, move: Move) -> PageBounce:
-        """The way of `pool`'s pages through this memory. Whoever takes it holds `lock`."""
+        """Returns the path of `pool`'s pages through this buffer. The caller holds `lock`."""
         pages = self.memory.numel() // view.part.nbytes
         return PageBounce(pool, Pool(pool.spec.packed(pages), (self.memory,)), view, move)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBackend(PoolBackend):
-    """Pages that lie in the pool in an order of its own: copied into the order of objects and back.
+    """A backend of a pool whose order differs from the objects' order: pages are copied there and back.
 
-    Pages that are stored already, or that another rank writes, are not copied. Two bounces, because the engine reads
-    and writes from a thread each. `move` returns when all is copied.
+    Pages that are stored already, or that another rank writes, are not copied. There are two buffers, because the
+    engine reads and writes in one thread each. `move` returns when all bytes are copied.
     """
 
     pool: Pool
@@ -158,7 +162,7 @@ class PackedBackend(PoolBackend):
         return replace(self, view=_again(store, space, self.view))
 
     def _alone(self, flat: torch.Tensor) -> PackedBackend:
-        """A page that the engine has taken out of the pool is a pool of one page, dense in the order of the pool."""
+        """Returns a backend of one page outside the pool, dense in the pool's order."""
         layout = self.pool.spec.layout
         nested = sorted(layout.axes, key=lambda axis: (axis == "page", layout.stride_of(axis)), reverse=True)
         extents = dict(zip(layout.axes, layout.shape, strict=True)) | {"page": 1}
@@ -168,9 +172,10 @@ class PackedBackend(PoolBackend):
 
 @dataclass(frozen=True, slots=True)
 class InPlaceBackend(PoolBackend):
-    """Pages that are stored from where they lie, a run of the page through each of `views`.
+    """A backend that stores pages from their place in the pool, one run of a page through each of `views`.
 
-    `addresses`: of the pages that the engine's token indices name, [view][page], in registered memory.
+    `addresses` returns, from token indices and a page count, the addresses [view][page] of the runs, in registered
+    memory.
     """
 
     store: PageStore
@@ -213,7 +218,7 @@ class InPlaceBackend(PoolBackend):
     def _flat(
         self, scratch: torch.Tensor, move: Callable[[Sequence[bytes], list[list[int]]], list[bool]], page: bytes
     ) -> bool:
-        """The runs of a page that stands by itself follow each other."""
+        """Move a page outside the pool, whose runs follow each other."""
         starts = np.cumsum([0, *(view.part.nbytes for view in self.views)]) + scratch.data_ptr()
         memory = memory_of(scratch)
         self.store.register(memory)
@@ -224,7 +229,7 @@ class InPlaceBackend(PoolBackend):
 
 
 class EmptyBackend(PoolBackend):
-    """A pool that only numbers the pages of others (DeepSeek V4): it has no bytes, so none can be missing."""
+    """A backend of a pool without bytes, which only numbers the pages of other pools (DeepSeek V4)."""
 
     @property
     def page_bytes(self) -> int:
@@ -252,7 +257,7 @@ def _again(store: PageStore, space: Namespace, view: PartView) -> PartView:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor, flat."""
+    """Returns the memory of a contiguous tensor, uint8 [byte]."""
     import torch
 
     return tensor.view(-1).view(torch.uint8)

@@ -1,6 +1,6 @@
-"""ParallelRank says where a rank of an engine stands in its parallel grid, and which share it holds.
+"""ParallelRank is the place of an engine's rank in its parallel grid, and the share of the model that it holds.
 
-What the whole model has, no rank of a pipeline knows alone: `layers_of` says it from what all stages hold.
+A pipeline's rank knows its own stage only: `layers_of` gives the whole model's layers from all stages.
 """
 
 from __future__ import annotations
@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvmover.engines.common.release import EngineUnsupported
+from kvmover.engines.common.contract import EngineUnsupported
 from kvmover.layout import CpOrder, Fleet, Span
 from kvmover.layout.fleet import Coordinate
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelRank:
-    """Rank `tp` of `tp_size` in stage `pp` of `pp_size`; and rank `cp` of `cp_size` that share the positions. Of all
-    these there may be several, which hold the same: `copy` of `copies`.
+    """A rank `tp` of `tp_size` in stage `pp` of `pp_size`, and rank `cp` of `cp_size` that share the positions.
 
-    Groups of data-parallel ranks serve requests of their own, and are no part of it.
+    The grid may exist several times with equal contents: `copy` of `copies`. Data-parallel groups serve other requests
+    and are not part of it.
     """
 
     tp: int
@@ -33,7 +33,7 @@ class ParallelRank:
 
     @classmethod
     def from_rank(cls, rank: int, tp_size: int, pp_size: int) -> ParallelRank:
-        """`rank` counts tensor-parallel ranks first.
+        """Returns the place of a global `rank`, which counts tensor-parallel ranks first.
 
         >>> ParallelRank.from_rank(5, tp_size=4, pp_size=2).grid
         'TP4 PP2'
@@ -43,29 +43,29 @@ class ParallelRank:
 
     @property
     def rank(self) -> int:
-        """The number of this rank in its fleet, whatever the page size."""
+        """Returns the number of this rank in its fleet, independent of the page size."""
         return self.fleet(1).rank(Coordinate(self.tp, self.pp, self.cp))
 
     @property
     def number(self) -> int:
-        """The number of this rank among all, one copy of the fleet after the other."""
+        """Returns the number of this rank among all copies of the fleet, copy by copy."""
         return self.copy * self.fleet(1).size + self.rank
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Returns the number of all ranks."""
         return self.tp_size * self.pp_size * self.cp_size * self.copies
 
     def writes(self, page: bytes) -> bool:
-        """Whether of all copies of the fleet it is this rank's that writes the page of this hash.
+        """Returns True if this rank's copy of the fleet writes the page of this hash.
 
-        By other bytes than those by which the ranks of a fleet are elected: the two elections know nothing of another.
+        It uses other bytes than the election among a fleet's ranks, so the two are independent.
         """
         return int.from_bytes(page[8:16], "little") % self.copies == self.copy
 
     @property
     def in_stage(self) -> ParallelRank:
-        """The same rank among those of its stage, which alone may hold what it holds.
+        """Returns the same rank within its stage, whose ranks are the only ones that can hold the same bytes.
 
         >>> ParallelRank(1, 2, pp=3, pp_size=4).in_stage.grid
         'TP2'
@@ -74,28 +74,31 @@ class ParallelRank:
 
     @property
     def grid(self) -> str:
-        """`TP2 PP3 CP2 x2`; stages, shares of positions and copies are named where there are several."""
+        """Returns `TP2 PP3 CP2 x2`; sizes of 1 are left out but for TP."""
         named = {" PP": self.pp_size, " CP": self.cp_size, " x": self.copies}
         return f"TP{self.tp_size}" + "".join(f"{word}{size}" for word, size in named.items() if size > 1)
 
     def fleet(self, page_tokens: int, pages: Mapping[str, int] | None = None) -> Fleet:
-        """The grid that this rank is in, as a Fleet whose pages have `page_tokens` tokens; `pages` as a Fleet's."""
+        """Returns this rank's grid as a Fleet with pages of `page_tokens` tokens; `pages` has components with another
+        page size.
+        """
         unlike = tuple((pages or {}).items())
         return Fleet(self.tp_size, self.pp_size, self.cp_size, page_tokens, self.cp_order, unlike)
 
     def heads(self, total: int) -> Span:
-        """Of `total` heads of the whole model, those that this rank holds."""
+        """Returns the heads of this rank, of `total` in the whole model."""
         return Span.share(total, self.tp_size, self.tp)
 
     def layers(self, total: int) -> Span:
-        """Of `total` layers of the whole model, those of this rank's stage."""
+        """Returns the layers of this rank's stage, of `total` in the whole model."""
         return Span.share(total, self.pp_size, self.pp)
 
 
 def layers_of(stages: Sequence[Mapping[str, int]], setting: str) -> dict[str, int]:
-    """Layers of the whole model by cache, from those that each pipeline stage holds. `setting`: what decides that.
+    """Returns the layers of the whole model by cache, from those of each pipeline stage. `setting` names what decides
+    them.
 
-    Raises EngineUnsupported where they do not hold them as `Fleet` divides layers: stage s of S from layer s L // S on.
+    Raises EngineUnsupported unless stages hold layers as `Fleet` divides them: stage s of S from layer s L // S on.
     """
     total: dict[str, int] = {}
     for name in dict.fromkeys(name for stage in stages for name in stage):

@@ -1,7 +1,7 @@
-"""The content of a prompt is built here, in the one form in which two engines of any make get equal digests.
+"""The content of a prompt, in the one form in which engines of any make compute equal digests.
 
-The digest covers everything besides weights that KV depends on: the adapter by its bytes, images, embeddings and other
-inputs by theirs, the salt, and the token ids as int32. Names that an engine gives to those are no part of it.
+The digest covers everything but the weights that KV depends on: the bytes of adapter, images, embeddings and other
+inputs, the salt, and the token ids as int32. An engine's names for those inputs have no part in it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _FORM = "kvmover prompt"
 
 @dataclass(frozen=True, slots=True)
 class PromptInput:
-    """An image, a sound or embeddings in place of `tokens` token ids from position `offset` on. `digest`: of its
-    bytes."""
+    """An image, a sound or embeddings in place of `tokens` token ids from position `offset` on, with a digest of its
+    bytes.
+    """
 
     offset: int
     tokens: int
@@ -36,8 +37,9 @@ class PromptInput:
 
 @dataclass(frozen=True, slots=True)
 class PromptParts:
-    """The parts of a prompt beside its token ids. `adapter`: the digest of its weights. `unknown`: the part that has no
-    id by content, with the reason; empty where all have."""
+    """The parts of a prompt beside its token ids. `adapter` is the digest of its weights. `unknown` names a part that
+    has no digest, with the reason; it is empty if all have one.
+    """
 
     adapter: bytes = b""
     salt: str = ""
@@ -53,7 +55,7 @@ TOKENS_ALONE = PromptParts()
 
 
 class PromptHasher:
-    """The content of a prompt, and of what it grows to: a token more costs that token."""
+    """The running digest of a growing prompt: each new token costs that token only."""
 
     def __init__(self, parts: PromptParts = TOKENS_ALONE) -> None:
         self._unknown = parts.unknown
@@ -62,14 +64,14 @@ class PromptHasher:
         self._tokens = 0
 
     def content(self, token_ids: Sequence[int], tokens: int) -> Content:
-        """Returns the content of the first `tokens` of `token_ids`, no fewer than at the last call.
+        """Returns the content of the first `tokens` of `token_ids`, at least as many as at the last call.
 
         8,192 tokens take some 30 us as a list, most of it SHA-256.
         """
         try:
             key = RadixKey.of(token_ids[self._tokens : tokens], DEFAULT_NAMESPACE, KeyUnits.PLAIN)
             self._hash.update(key.data)
-        except PrefixError as error:  # an engine marks what is no token by a negative number
+        except PrefixError as error:  # engines mark positions without a token by a negative number
             self._unknown = self._unknown or str(error)
         self._tokens = tokens
         return Content(tokens, b"" if self._unknown else self._hash.digest()[:DIGEST_BYTES], self._unknown)
@@ -81,7 +83,7 @@ def content_of(token_ids: Sequence[int], parts: PromptParts = TOKENS_ALONE) -> C
 
 
 def adapter_parts(folder: str, parts: PromptParts) -> PromptParts:
-    """Returns `parts` with the LoRA adapter in `folder`; unknown where its files cannot be read."""
+    """Returns `parts` with the LoRA adapter in `folder`; `unknown` is set if its files cannot be read."""
     try:
         return replace(parts, adapter=bytes.fromhex(digest_of_adapter(Path(folder))))
     except (UnknownWeights, OSError) as error:
@@ -89,8 +91,10 @@ def adapter_parts(folder: str, parts: PromptParts) -> PromptParts:
 
 
 def digest_of_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> bytes:
-    """Returns the digest of an input that a model reads: names, dtypes, shapes and bytes of its tensors, in order of
-    their names. 4 MiB of pixels take some 3 ms."""
+    """Returns the digest of a model input: names, dtypes, shapes and bytes of its tensors, sorted by name.
+
+    4 MiB of pixels take some 3 ms.
+    """
     import torch
 
     found = sha256()

@@ -1,7 +1,7 @@
-"""RoutingHints are what a router says of a request: how much of its prompt is cached, and whose it is. For the ledger.
+"""RoutingHints are a router's words about a request: the number of cached tokens it expects, and the tenant.
 
-The keys are the same in both engines, `kvmover_predicted_tokens` and `kvmover_tenant`: in SGLang they stand in
-`custom_params` of the sampling parameters, in vLLM in `kv_transfer_params`. Nothing but accounts depends on them.
+The keys are the same in both engines, `kvmover_predicted_tokens` and `kvmover_tenant`: in SGLang in `custom_params` of
+the sampling parameters, in vLLM in `kv_transfer_params`. Only the ledger's accounts depend on them.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from kvmover.cache.ledger import AccountGroup, Prediction, Predictor
 
 log = logging.getLogger(__name__)
 
-#: Tenants that are told apart: each is a time series of every metric of the ledger.
+#: The most tenants with an account of their own: each is a time series of every metric of the ledger.
 MOST_TENANTS = 64
 
-#: Of all tenants beyond those.
+#: The account of all further tenants.
 OTHERS = "others"
 
 
 class RoutingHints(msgspec.Struct, frozen=True):
-    """What is read of a request's parameters, which clients write: values in any spelling of their types."""
+    """The hints among a request's parameters. Clients write them, so values are converted from any spelling."""
 
     kvmover_predicted_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
     kvmover_tenant: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
     def prediction(self, prompt_tokens: int, cached_tokens: int) -> Prediction:
-        """The router's word, of a longer prompt than there is all of it; else the `cached_tokens` of the first look.
+        """Returns the router's prediction, cut to the prompt's length; without one, the `cached_tokens` of the first
+        look-up.
 
         >>> hints = RoutingHints(kvmover_predicted_tokens=4096)
         >>> hints.prediction(100, 64), RoutingHints().prediction(100, 64).by
@@ -41,7 +42,7 @@ class RoutingHints(msgspec.Struct, frozen=True):
 
 
 def hints_of(params: object, request: str) -> RoutingHints:
-    """The hints in a request's parameters. What makes no sense is said in the log and counts as not said."""
+    """Returns the hints in a request's parameters. Malformed ones are logged and ignored."""
     if not params:
         return RoutingHints()
     try:
@@ -52,14 +53,14 @@ def hints_of(params: object, request: str) -> RoutingHints:
 
 
 class TenantGroups:
-    """The ledger's groups of one engine: its own, and one for each tenant that requests name, up to `MOST_TENANTS`."""
+    """The ledger's groups of one engine: its own, and one for each tenant named by requests, up to `MOST_TENANTS`."""
 
     def __init__(self, own: AccountGroup) -> None:
         self._own = own
         self._named: dict[str, AccountGroup] = {}
 
     def of(self, tenant: str) -> AccountGroup:
-        """Whose account a request of this tenant is in; of one that names none, the engine's own."""
+        """Returns the account group of a tenant; the engine's own for ""."""
         if not tenant:
             return self._own
         if tenant not in self._named and len(self._named) >= MOST_TENANTS:

@@ -1,4 +1,4 @@
-"""A rank's page store is opened here by its settings, and looked after."""
+"""A rank's page store, opened by its settings, and the thread that does its upkeep."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from kvmover.layout import Component
 from kvmover.store import Namespace, PagePart, PageStore, clear_unused, files_for
 from kvmover.transport import Memory
 
-#: Unused namespaces are looked for this often at most.
+#: Seconds between searches for unused namespaces, at least.
 _LOOK_S = 3600.0
 
-#: The share of an engine's rows that may wait to be written: the engine keeps them as they are meanwhile.
+#: The share of an engine's rows that may wait to be written; the engine keeps those rows unchanged meanwhile.
 _WAITING_SHARE = 1 / 4
 
 log = logging.getLogger(__name__)
 
 
 def open_store(settings: StoreSettings, space: Namespace | None) -> PageStore:
-    """Past the page cache where a disk allows it. `space`: None for no namespace, see `PageStore.become`.
+    """Open the page store at `settings.root`, past the page cache where the disk allows it. `space` None: see
+    `PageStore.become`.
 
     Raises ConfigError without a root, StoreError for a bad one.
     """
@@ -35,14 +36,14 @@ def open_store(settings: StoreSettings, space: Namespace | None) -> PageStore:
 
 
 class Upkeep:
-    """A thread that looks after a store until it is closed, whether or not anybody moves pages.
+    """A thread that does a store's upkeep until it is closed.
 
-    Quota, TTL and times of reading every `upkeep_s`, a flush every `flush_s`: see `PageStore.collect`. Namespaces that
-    nobody uses are emptied where `namespace_ttl_s` says so. The engine's own threads wait for none of it.
+    Quota, TTL and last uses every `upkeep_s`, a flush every `flush_s`: see `PageStore.collect`. Unused namespaces are
+    emptied after `namespace_ttl_s`. The engine's threads never wait for it.
     """
 
     def __init__(self, store: PageStore, settings: StoreSettings) -> None:
-        """Close it before the store."""
+        """Start the thread. Close it before the store."""
         self._store, self._settings = store, settings
         self._every_s = {self._collect: settings.upkeep_s, self._flush: settings.flush_s}
         if settings.namespace_ttl_s is not None:
@@ -52,7 +53,7 @@ class Upkeep:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, once what it is at is done. Safe to call twice."""
+        """End the thread, once its current step is done. Safe to call twice."""
         self._over.set()
         self._thread.join()
 
@@ -66,7 +67,7 @@ class Upkeep:
                     self._do(work)
 
     def _do(self, work: Callable[[], object]) -> None:
-        """A disk that takes no flush is reported, and tried again."""
+        """Run a step; an error is logged, and the step runs again at its next time."""
         try:
             work()
         except (OSError, StoreError) as error:
@@ -86,8 +87,8 @@ class Upkeep:
 def open_row_tier(settings: StoreSettings, space: Namespace, what: str, memory: Memory, row_bytes: int) -> StoreTier:
     """Returns a tier whose pages are rows of `row_bytes`, one after the other in `memory`: bytes without an axis.
 
-    `what`: all that must be equal for the bytes of a row to mean the same. More than a quarter of the rows never wait
-    to be written. Raises ConfigError without a root, StoreError for a bad one, LayoutError for rows of no bytes.
+    `what` names everything that must be equal for the bytes of a row to mean the same. At most a quarter of the rows
+    wait to be written. Raises ConfigError without a root, StoreError for a bad one, LayoutError for rows of no bytes.
     """
     part = PagePart.whole(Component.state(what, 1, 1, row_bytes, "uint8"), 1)
     store = open_store(settings, space)

@@ -1,4 +1,4 @@
-"""ServedWeights say which weights an engine serves: by the operator's word or, without one, by what its files hold."""
+"""ServedWeights identify the weights that an engine serves: by the operator's name or, without one, by its files."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from kvmover.transfer import Model
 
 log = logging.getLogger(__name__)
 
-#: Why transfers end when an engine's weights change: on both sides.
+#: The reason for ending transfers when an engine's weights change, on both sides.
 UPDATED = "the weights of this engine were updated"
 
-#: Why nobody has the weights that an engine has now.
+#: The reason why no other engine can have this engine's weights.
 NO_VERSION = (
     "no version of them is known: KV is shared with no engine and no store until the caller gives one, alike in all"
     " engines with these weights"
 )
 
-#: How engines call it when they load safetensors as these are.
+#: Engines' names of the formats that load safetensors unchanged.
 _AS_THEY_ARE = frozenset(
     {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "runai_streamer", "layered"}
 )
@@ -36,8 +36,9 @@ _AS_THEY_ARE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """The place that an engine has weights from, in its words: a folder, or a model of a hub with its `revision`, which
-    lies in `cache`; the form in which it loads them, and what it makes of their numbers meanwhile: "" for nothing.
+    """The place of an engine's weights, in its words: a folder, or a model of a hub at a `revision`, in `cache`.
+
+    `form` is the load format; `quantized` names a conversion while loading, "" for none.
     """
 
     path: str
@@ -47,7 +48,9 @@ class WeightSource:
     quantized: str = ""
 
     def digest(self) -> str:
-        """Returns the digest of the weights. Raises UnknownWeights with the reason where nobody can tell."""
+        """Returns the digest of the weights. Raises UnknownWeights with the reason if their files cannot identify
+        them.
+        """
         if self.form not in _AS_THEY_ARE:
             raise UnknownWeights(f"{self.path} is loaded as {self.form}")
         found = digest_of_checkpoint(_folder(self.path, self.revision, self.cache)).digest
@@ -55,20 +58,21 @@ class WeightSource:
 
 
 def digest_of_sources(sources: Sequence[WeightSource]) -> str:
-    """Returns the digest of a model, and of its draft where there is one: `sources` in this order.
+    """Returns the digest of a model and, if there is one, its draft: `sources` in this order.
 
-    Raises UnknownWeights where one of them cannot be told from others.
+    Raises UnknownWeights if the files of one cannot identify it.
     """
     return combined([source.digest() for source in sources])
 
 
 @dataclass(frozen=True, slots=True)
 class ServedWeights:
-    """`started`: what they were when the engine started. `name`: for people. `tenant`: who shares them alone, if any.
+    """The identity of an engine's weights. `started` identifies them at its start. `name` is for people. `tenant`, if
+    any, is the only one that shares them.
 
-    `computed`: where `started` is the operator's word, what the files say, or why they say nothing. `version`: the
-    caller's word for those that came in their place. `unknown`: why nobody else can have these weights; then no engine
-    is met, nothing is stored and nothing is found.
+    `computed`: if `started` is the operator's name, the digest of the files, or why there is none. `version`: the
+    caller's name of later weights. `unknown`: why no other engine can have these weights; then no engine is met, and
+    pages are neither stored nor found.
     """
 
     name: str
@@ -80,7 +84,7 @@ class ServedWeights:
 
     @property
     def is_known(self) -> bool:
-        """Returns whether anybody else can have these weights."""
+        """Returns True if another engine can have these weights."""
         return not self.unknown
 
     @property
@@ -97,20 +101,20 @@ class ServedWeights:
         return f"the weights of {self.name} are {self.identity}{beside}"
 
     def model(self, components: tuple[Component, ...]) -> Model:
-        """Returns what both sides of a transfer must hold alike."""
+        """Returns the Model that both sides of a transfer must have equal."""
         return Model(self.name, components, self.identity)
 
     def namespace(self, page_tokens: int, tenant: str) -> Namespace:
-        """Returns what must be equal for two engines to share pages of so many tokens."""
+        """Returns the namespace in which engines share pages of `page_tokens` tokens."""
         return Namespace("", self.identity, page_tokens, tenant, hint=self.name)
 
     def of_tenant(self, tenant: str) -> ServedWeights:
-        """Returns the same for peers that share with one tenant alone; "": with those that name none."""
+        """Returns these weights for one tenant's peers; "" for peers that name no tenant."""
         return replace(self, tenant=tenant)
 
     def updated(self, version: str | None, unknown: str = NO_VERSION) -> ServedWeights:
-        """Returns the weights that the engine serves once its caller has put others in the place of those with which
-        it started, and calls them `version`; without one, weights that nobody else has, for the reason `unknown`.
+        """Returns the weights after an update that the caller names `version`; without a name, weights that no other
+        engine has, for the reason `unknown`.
 
         >>> ServedWeights("llama", "ab").updated("7").updated("8").identity
         'ab, version 8'
@@ -120,13 +124,14 @@ class ServedWeights:
         return replace(self, version=token_hex(16), unknown=unknown)
 
     def log(self) -> None:
-        """Write which weights these are; a warning, of those of which nobody knows."""
+        """Log the identity of the weights; a warning if they are unknown."""
         log.log(logging.INFO if self.is_known else logging.WARNING, "%s", self.told())
 
 
 def identified(name: str, exchange: ExchangeSettings, compute: Callable[[], str]) -> ServedWeights:
-    """Returns the weights that an engine calls `name`. What the operator has configured goes before what is computed,
-    which is told beside it. Raises ConfigError where neither is known.
+    """Returns the weights that an engine calls `name`. The configured identity comes before the computed one.
+
+    Raises ConfigError if there is neither.
     """
     try:
         computed, unknown = compute(), ""
@@ -143,7 +148,7 @@ def identified(name: str, exchange: ExchangeSettings, compute: Callable[[], str]
 
 
 class RankGroup(Protocol):
-    """An engine's group of ranks, one of which has something for all."""
+    """An engine's group of ranks, one of which broadcasts to all."""
 
     rank_in_group: int
 
@@ -153,8 +158,10 @@ class RankGroup(Protocol):
 
 
 def computed_once(compute: Callable[[], str], groups: Sequence[RankGroup]) -> str:
-    """Returns what `compute` gives on one rank, on every rank: the first of all `groups` computes, and hands it on
-    within each in turn. All ranks call this together, and all of them raise UnknownWeights where it does.
+    """Returns the result of `compute` on every rank: the first rank of all `groups` computes it and broadcasts it group
+    by group.
+
+    All ranks call this together. Raises UnknownWeights on all of them if `compute` does.
     """
     told: tuple[str, str] | None = None
     if all(group.rank_in_group == 0 for group in groups):
@@ -172,7 +179,7 @@ def computed_once(compute: Callable[[], str], groups: Sequence[RankGroup]) -> st
 
 
 def _folder(path: str, revision: str | None, cache: str | None) -> Path:
-    """Returns the folder of a model on this machine. The engine has loaded it, so nothing is fetched."""
+    """Returns the folder of a model on this machine. Never downloads: the engine has loaded the model already."""
     here = Path(path).expanduser()
     if here.is_dir():
         return here

@@ -8,8 +8,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from kvmover.engines.common import BounceBuffer, EngineUnsupported, PackedBackend, ParallelRank
-from kvmover.engines.sglang.options import ModelFacts
 from kvmover.engines.sglang.page_parts import MAIN, PoolRows, TpPlacement, part_of_rows
+from kvmover.engines.sglang.sglang_options import ModelFacts
 from kvmover.engines.sglang.store_adapter import StoreAdapter
 from kvmover.layout import PACKED_AXES, Component, Layout, Pool, PoolSpec, Span
 from kvmover.regions import Move

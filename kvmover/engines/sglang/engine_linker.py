@@ -1,18 +1,20 @@
-"""The further SGLang names that the direct linker uses are imported here, because that takes seconds."""
+"""The further SGLang names that the direct linker and the tiers use are imported here, because that takes seconds."""
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from kvmover.engines.sglang.sglang_contract import SGLANG
 
 if TYPE_CHECKING:
     import torch
 
-_linker: Any = import_module("sglang.srt.mem_cache.unified_cache.unified_cache_linker")
-_pools: Any = import_module("sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler")
-_components: Any = import_module("sglang.srt.mem_cache.unified_cache.component_type")
-_storage: Any = import_module("sglang.srt.mem_cache.hicache_storage")
-_utils: Any = import_module("sglang.srt.utils")
+_linker: Any = SGLANG.find("sglang.srt.mem_cache.unified_cache.unified_cache_linker")
+_pools: Any = SGLANG.find("sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler")
+_states: Any = SGLANG.find("sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler:_mamba_device_pool_entry")
+_components: Any = SGLANG.find("sglang.srt.mem_cache.unified_cache.component_type")
+_storage: Any = SGLANG.find("sglang.srt.mem_cache.hicache_storage")
+_utils: Any = SGLANG.find("sglang.srt.utils")
 
 UnifiedCacheLinker: Any = _linker.UnifiedCacheLinker
 LayerWiseLoadCounter: Any = _linker.LayerWiseLoadCounter
@@ -52,7 +54,7 @@ def tiered_pools(kvcache: Any, rows: Any, page_size: int) -> Any:
     else:
         return _plain(kvcache, page_size)
     if hasattr(rows, "mamba_pool"):
-        entries.append(_pools._mamba_device_pool_entry(rows, first))
+        entries.append(_states(rows, first))
     return _pools.DevicePoolGroup(entries, 1 + max(max(entry.layer_mapping) for entry in entries), page_size)
 
 

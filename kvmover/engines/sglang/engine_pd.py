@@ -6,28 +6,31 @@ import math
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvmover.engines.common import EngineUnsupported
-from kvmover.engines.sglang.request_content import LoadedAdapters, RequestReader
+from kvmover.engines.sglang.sglang_content import LoadedAdapters, RequestReader
+from kvmover.engines.sglang.sglang_contract import PD, SGLANG, allocation_policy, known_settings
 
 if TYPE_CHECKING:
     import torch
 
-_conn: Any = import_module("sglang.srt.disaggregation.common.conn")
-_base: Any = import_module("sglang.srt.disaggregation.base.conn")
-_utils: Any = import_module("sglang.srt.disaggregation.utils")
-_network: Any = import_module("sglang.srt.utils.network")
-_context: Any = import_module("sglang.srt.runtime_context")
-_environ: Any = import_module("sglang.srt.environ")
-_hooks: Any = import_module("sglang.srt.plugins.hook_registry")
+SGLANG.require(PD)
+
+_conn: Any = SGLANG.find("sglang.srt.disaggregation.common.conn")
+_base: Any = SGLANG.find("sglang.srt.disaggregation.base.conn")
+_utils: Any = SGLANG.find("sglang.srt.disaggregation.utils")
+_network: Any = SGLANG.find("sglang.srt.utils.network")
+_context: Any = SGLANG.find("sglang.srt.runtime_context")
+_environ: Any = SGLANG.find("sglang.srt.environ")
+_hooks: Any = SGLANG.find("sglang.srt.plugins.hook_registry")
 
 web: Any = _conn.web
 CommonKVManager: Any = _conn.CommonKVManager
 CommonKVSender: Any = _conn.CommonKVSender
 CommonKVReceiver: Any = _conn.CommonKVReceiver
 CommonKVBootstrapServer: Any = _conn.CommonKVBootstrapServer
-AbortNotification: Any = _conn.AbortNotification
+SocketError: Any = SGLANG.find("zmq").ZMQError
 NetworkAddress: Any = _network.NetworkAddress
 
 PREFILL: Any = _utils.DisaggregationMode.PREFILL
@@ -78,6 +81,18 @@ def tell_prompts(mode: Any) -> None:
             _adapters.load(adapter.lora_id, adapter.lora_path)
 
 
+def meet_newer_prefills() -> None:
+    """Have SGLang take the description of a prefill of a later release, which has settings without a field here.
+
+    A setting that is on stays, so that SGLang refuses it. Raises EngineUnsupported if a hook does not take.
+    """
+    _wrap("sglang.srt.disaggregation.common.conn.PrefillServerInfo.__init__", _of_known_fields)
+
+
+def _of_known_fields(init: Callable[..., None], info: Any, *given: Any, **named: Any) -> None:
+    init(info, *given, **known_settings(type(info), named))
+
+
 def _wrap(name: str, around: Callable[..., Any]) -> None:
     """Wrap a method of SGLang, by its full name, in `around`, once a process. Raises EngineUnsupported if it fails."""
     path, _, method = name.rpartition(".")
@@ -94,7 +109,7 @@ def _folder_of(path: str) -> str:
     """Returns the local folder of an adapter that an operator named by its path or its hub name."""
     if Path(path).is_dir():
         return path
-    return str(import_module("sglang.srt.lora.lora_config").snapshot_download(path, local_files_only=True))
+    return str(SGLANG.find("sglang.srt.lora.lora_config").snapshot_download(path, local_files_only=True))
 
 
 _adapters = LoadedAdapters(_folder_of)
@@ -142,10 +157,29 @@ def _without_deadline(hold: Callable[[Any, Any], None], queue: Any, request: Any
     hold(queue, request)
 
 
+def aborted_room(received: list[bytes]) -> int | None:
+    """Returns the room that a decode rank gave up, if that is what the frames say."""
+    match received:
+        case [b"ABORT", room, *_] if room.isdigit():
+            return int(room)
+        case _:
+            return None
+
+
+def raise_failure(end: Any) -> NoReturn:
+    """Conclude a sender or receiver as failed, and forget its request. Raises KVTransferError with the reason."""
+    end.conclude_state = FAILED
+    end.clear()
+    with end.kv_mgr.failure_lock:
+        reason = end.kv_mgr.failure_records.pop(end.bootstrap_room, None)
+    raise _conn.KVTransferError(
+        end.bootstrap_room, reason or "the request failed on another rank", is_from_another_rank=reason is None
+    )
+
+
 def foreign_prefill() -> Any:
     """Returns SGLang's description of a prefill of another make: a single rank whose settings match every decode."""
-    policy = _context.get_disagg().disaggregation_decode_allocation_policy
-    return _conn.PrefillServerInfo(1, 1, 1, 1, None, None, True, decode_allocation_policy=policy)
+    return _conn.PrefillServerInfo(1, 1, 1, 1, None, None, True, **allocation_policy(_context.get_disagg()))
 
 
 def room_buffer() -> int:
@@ -185,7 +219,7 @@ def name_of_this_engine() -> str:
 
 def is_latent(config: Any) -> bool:
     """Returns True if the model of a `ModelConfig` caches a latent."""
-    return config.attention_arch is import_module("sglang.srt.configs.model_config").AttentionArch.MLA
+    return config.attention_arch is SGLANG.find("sglang.srt.configs.model_config").AttentionArch.MLA
 
 
 def mamba_projections(config: Any) -> tuple[tuple[int, int], ...]:
@@ -193,7 +227,7 @@ def mamba_projections(config: Any) -> tuple[tuple[int, int], ...]:
 
     SGLang's pools do not tell them. A single group of B and C is held by every rank (`MambaMixer2`).
     """
-    mamba = import_module("sglang.srt.configs.hybrid_arch").mamba2_config(config)
+    mamba = SGLANG.find("sglang.srt.configs.hybrid_arch").mamba2_config(config)
     groups = getattr(mamba, "n_groups", 0) or getattr(mamba, "mamba_n_groups", 0)
     if mamba is None or not groups:
         return ()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from kvmover.cache.prefix import FIFO, LFU, LRU, PRIORITY, SLRU, EvictionPolicy
 from kvmover.engines.common import EngineUnsupported, ParallelRank, odd_ones
-from kvmover.engines.sglang.options import StorageFlags, TierFlags
+from kvmover.engines.sglang.sglang_contract import RADIX, SGLANG, drafts_apart, gates_match, replays_windows
+from kvmover.engines.sglang.sglang_options import StorageFlags, TierFlags
 from kvmover.layout import CpOrder
 
 if TYPE_CHECKING:
@@ -17,13 +17,15 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-_base: Any = import_module("sglang.srt.mem_cache.base_prefix_cache")
-_registry: Any = import_module("sglang.srt.mem_cache.registry")
-_components: Any = import_module("sglang.srt.mem_cache.unified_cache.component_type")
-_common: Any = import_module("sglang.srt.utils.common")
-_context: Any = import_module("sglang.srt.runtime_context")
-_environ: Any = import_module("sglang.srt.environ")
-_pools: Any = import_module("sglang.srt.mem_cache.memory_pool")
+SGLANG.require(RADIX)
+
+_base: Any = SGLANG.find("sglang.srt.mem_cache.base_prefix_cache")
+_registry: Any = SGLANG.find("sglang.srt.mem_cache.registry")
+_components: Any = SGLANG.find("sglang.srt.mem_cache.unified_cache.component_type")
+_common: Any = SGLANG.find("sglang.srt.utils.common")
+_context: Any = SGLANG.find("sglang.srt.runtime_context")
+_environ: Any = SGLANG.find("sglang.srt.environ")
+_pools: Any = SGLANG.find("sglang.srt.mem_cache.memory_pool")
 
 BasePrefixCache: Any = _base.BasePrefixCache
 DecLockRefParams: Any = _base.DecLockRefParams
@@ -35,8 +37,8 @@ InsertResult: Any = _base.InsertResult
 MatchResult: Any = _base.MatchResult
 TreeLock: Any = _base.TreeLock
 
-_batch: Any = import_module("sglang.srt.managers.schedule_batch")
-_events: Any = import_module("sglang.srt.disaggregation.kv_events")
+_batch: Any = SGLANG.find("sglang.srt.managers.schedule_batch")
+_events: Any = SGLANG.find("sglang.srt.disaggregation.kv_events")
 
 EventPublisher: Any = _events.EventPublisher
 
@@ -156,8 +158,8 @@ def odd_windows(context: Any) -> str:
     odd = {
         "windows only": context.full_tokens_per_layer == 0,
         "windows in a ring a request": getattr(allocator, "swa_req_ring", False),
-        "windows that no match waits for": not params.swa_gates_prefix_match,
-        "windows that are computed again": params.decoder_swa_bounded_replay,
+        "windows that no match waits for": not gates_match(params),
+        "windows that are computed again": replays_windows(params),
         "a prompt's whole windows kept": getattr(context.tp_worker.model_runner, "prefill_aware_swa", False),
     }
     return odd_ones(odd)
@@ -226,7 +228,7 @@ def tier_flags() -> TierFlags:
     memory = _context.get_memory()
     storage = None
     if memory.hicache_storage_backend is not None:
-        controllers: Any = import_module("sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller")
+        controllers: Any = SGLANG.find("sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller")
         parse = controllers.HybridCacheController.parse_storage_backend_extra_config
         options, least, base_s, per_ki_s, _prefix_keys = parse(memory.hicache_storage_backend_extra_config)
         storage = StorageFlags(memory.hicache_storage_backend, options, least, base_s, per_ki_s)
@@ -256,7 +258,7 @@ def odd_pools(context: Any) -> str:
         "windows or states written back (--hicache-write-policy write_back)": (
             tier_flags().write == "write_back" and (within != [pool] or has_states(rows))
         ),
-        "a draft's pools": bool(params.is_eagle or params.mtp_draft_device_pools or params.sidecar_draft_device_pools),
+        "a draft's pools": bool(params.is_eagle or params.mtp_draft_device_pools or drafts_apart(params)),
         "pipeline stages of a decode server (--pp-size)": params.pp_size > 1 and is_decode(),
         "states of context-parallel ranks (--attn-cp-size, --dcp-size)": has_states(rows)
         and (params.attn_cp_size > 1 or parallel.dcp_enabled),

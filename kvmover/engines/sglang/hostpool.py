@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kvmover.engines.common import EngineUnsupported
 from kvmover.engines.sglang.page_parts import PoolRows, TpPlacement
+from kvmover.engines.sglang.sglang_contract import SGLANG, STORE
 from kvmover.layout import PACKED_AXES, Component, Layout, PoolSpec
 
 if TYPE_CHECKING:
@@ -80,8 +83,8 @@ def refuse(pool: Any, name: str) -> None:
 
 def tensor_of(pool: Any) -> torch.Tensor | None:
     """Returns the buffer of a pool whose rows other pools can read; None for a pool that is stored as it lies."""
-    kind = type(pool).__name__
-    if (kind, pool.layout) not in _AXES or getattr(pool, "v_head_dim", 0) != getattr(pool, "head_dim", 0):
+    kind, head_dim = type(pool).__name__, getattr(pool, "head_dim", 0)
+    if (kind, pool.layout) not in _AXES or getattr(pool, "v_head_dim", head_dim) != head_dim:
         return None
     return getattr(pool, _BUFFERS[kind])
 
@@ -91,6 +94,50 @@ def buffer_of(pool: Any, tensor: torch.Tensor) -> Buffer:
     axes = tuple(_AXES[type(pool).__name__, pool.layout].split())
     tokens = 1 if "token" not in axes and "slot" not in axes else pool.page_size
     return Buffer(axes, tuple(tensor.shape), tuple(tensor.stride()), tokens)
+
+
+def page_runs(layout: Layout, element_bytes: int, page: int) -> list[tuple[int, int]]:
+    """Returns the runs of bytes of a page in a buffer [first byte, bytes], in order; adjacent rows are one run.
+
+    >>> page_runs(Layout(PACKED_AXES, (9, 2, 1, 1, 4, 8), (64, 32, 0, 0, 8, 1)), 2, 1)
+    [(128, 128)]
+    """
+    extents = dict(zip(layout.axes, layout.shape, strict=True))
+    strides = dict(zip(layout.axes, layout.stride, strict=True))
+    starts = np.array([strides["page"] * page], np.int64)
+    for axis in ("layer", "kv", "head", "token"):
+        starts = np.add.outer(starts, np.arange(extents[axis]) * strides[axis]).ravel()
+    return _joined((start * element_bytes, extents["dim"] * element_bytes) for start in starts.tolist())
+
+
+def _joined(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns runs [first byte, bytes] in order, with adjacent ones as one."""
+    made: list[tuple[int, int]] = []
+    for first, nbytes in sorted(runs):
+        before, held = made[-1] if made else (0, -1)
+        if first == before + held:
+            made[-1] = before, held + nbytes
+        else:
+            made.append((first, nbytes))
+    return made
+
+
+def check_places(pool: Any, name: str, tensor: torch.Tensor, spec: PoolSpec) -> None:
+    """Raise EngineUnsupported unless a page of a pool lies in `tensor` where SGLang's zero-copy backends find it.
+
+    A layout without such a description, as layers of index keys one by one, is taken by its axes alone.
+    """
+    import torch
+
+    page = min(1, spec.layout.shape[spec.layout.axes.index("page")] - 1)
+    try:
+        told = pool.get_page_buffer_meta(torch.arange(page * pool.page_size, (page + 1) * pool.page_size))
+    except (NotImplementedError, ValueError):
+        return
+    ours = [
+        (tensor.data_ptr() + first, nbytes) for first, nbytes in page_runs(spec.layout, tensor.element_size(), page)
+    ]
+    SGLANG.compare(STORE, {name: ours}, {name: _joined(zip(*told, strict=True))})
 
 
 def rows_of(pool: Any, name: str, buffer: Buffer, dtype: str, placement: TpPlacement) -> PoolRows:

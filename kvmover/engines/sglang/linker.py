@@ -18,17 +18,20 @@ from kvmover.engines.common import (
     as_bytes,
     of_all,
 )
-from kvmover.engines.sglang import engine, engine_linker
+from kvmover.engines.sglang import engine_linker, sglang_api
 from kvmover.engines.sglang.devicepool import DevicePoolPages, Strand, part_of_strand, placement_of, strands_of
-from kvmover.engines.sglang.engine import PoolTransfer
-from kvmover.engines.sglang.options import parse, said, served, served_weights
+from kvmover.engines.sglang.hicache_store import page_of
 from kvmover.engines.sglang.page_parts import ALL_PAGES, MAIN, TpPlacement, hits
-from kvmover.engines.sglang.storage import page_of
+from kvmover.engines.sglang.sglang_api import PoolTransfer
+from kvmover.engines.sglang.sglang_contract import LINKER, SGLANG
+from kvmover.engines.sglang.sglang_options import parse, said, served, served_weights
+from kvmover.engines.sglang.sglang_weight_updates import UPDATES
 from kvmover.engines.sglang.store_adapter import ServedRank, StoreAdapter
-from kvmover.engines.sglang.weight_updates import UPDATES
 from kvmover.errors import StoreError
 from kvmover.regions import CopyStream
 from kvmover.store import PagePart
+
+SGLANG.require(LINKER)
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +81,7 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         place = ParallelRank(tp, tp_size, params.pp_rank, params.pp_size)
         self._placement = TpPlacement.REPLICATED if self._group.rank_replicated else TpPlacement.SHARDED
         facts = said(options, served())
-        weights = served_weights(settings, options.model or engine.served_name())
+        weights = served_weights(settings, options.model or sglang_api.served_name())
         rank = ServedRank(weights, facts, place, self._placement)
         self._adapter = StoreAdapter(options, settings.store, rank, params.page_size)
         self._upkeep = Upkeep(self._adapter.store, settings.store)
@@ -107,7 +110,7 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         for transfer in expanded:
             answers = [backend.exists(pages) for backend in self._whole[str(transfer.name)]]
             found[str(transfer.name)] = of_all(answers)
-            last = transfer.hit_policy is not engine.ALL_PAGES
+            last = transfer.hit_policy is not sglang_api.ALL_PAGES
             trailing[str(transfer.name)] = max(1, len(transfer.keys or ())) if last else ALL_PAGES
         return list(hits(found, trailing).lengths)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvmover.cache.prefix import Rule, restorable
 from kvmover.engines.common import ParallelRank, exchanged
-from kvmover.engines.sglang.options import ModelFacts
+from kvmover.engines.sglang.sglang_options import ModelFacts
 from kvmover.errors import LayoutError
 from kvmover.layout import Component, Span
 from kvmover.store import PageBox, PagePart

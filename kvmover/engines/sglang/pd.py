@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvmover.engines.common import UPDATED, EngineUnsupported, ParallelRank, ToldLogprobs, layers_of, told_logprobs
-from kvmover.engines.sglang import engine, engine_pd
+from kvmover.engines.sglang import engine_pd, sglang_api
 from kvmover.engines.sglang.engine_pd import BOOTSTRAPPING, FAILED, SUCCESS, TRANSFERRING, WAITING
-from kvmover.engines.sglang.options import served_weights, transfer_settings
 from kvmover.engines.sglang.pd_aux import AuxRows
 from kvmover.engines.sglang.pd_cache import (
     CacheTotals,
@@ -41,7 +40,8 @@ from kvmover.engines.sglang.pd_driver import (
     read,
 )
 from kvmover.engines.sglang.pd_exchange import Exchange, RankCard, lay_card
-from kvmover.engines.sglang.weight_updates import UPDATES
+from kvmover.engines.sglang.sglang_options import served_weights, transfer_settings
+from kvmover.engines.sglang.sglang_weight_updates import UPDATES
 from kvmover.errors import PeerRefused, PlanError, ProtocolError, RefusedFor, TransportError
 from kvmover.layout import Fleet
 from kvmover.layout.fleet import Coordinate
@@ -85,6 +85,14 @@ class Outgoing:
     begun: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class LastChunk:
+    """The parts of a request that go with its last chunk: metadata row `row`, and the indices of its states."""
+
+    row: int
+    states: Sequence[Any] | None
+
+
 class KvmoverManager(engine_pd.CommonKVManager):
     """A rank's end of all transfers. A thread of its own reads SGLang's socket and turns the mover.
 
@@ -99,6 +107,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
         refuse(args, context)
         if disaggregation_mode is not engine_pd.PREFILL:
             engine_pd.hold_failed_pages()
+            engine_pd.meet_newer_prefills()
         engine_pd.tell_prompts(disaggregation_mode)
         self._rows = AuxRows(args, engine_pd.room_buffer())
         place = ParallelRank(context.attn_tp_rank, context.attn_tp_size, args.pp_rank, context.pp_size)
@@ -106,14 +115,14 @@ class KvmoverManager(engine_pd.CommonKVManager):
         settings = transfer_settings(engine_pd.waiting_timeout_s(), engine_pd.given_timeout_s())
         self._exchange = Exchange.of(settings)
         whole = _served_model(args, is_mla_backend)
-        self._caches = self._exchange.described(caches_of(args, whole, place), engine.cache_dtype(args))
+        self._caches = self._exchange.described(caches_of(args, whole, place), sglang_api.cache_dtype(args))
         layers = layers_of(engine_pd.of_all_stages({cache.name: cache.layers for cache in self._caches}), _PARTITION)
         self._components = tuple(cache.component(layers[cache.name]) for cache in self._caches)
         device, each = engine_pd.device(args.gpu_id), zip(self._caches, self._components, strict=True)
         pools = [pool_of(cache, component, args.page_size, device) for cache, component in each]
         self._name, self._patience_s = engine_pd.name_of_this_engine(), settings.mover.deadline_s
         self._identity = settings.mover.identity
-        self._weights = served_weights(settings, engine.model_path())
+        self._weights = served_weights(settings, sglang_api.model_path())
         self._wire = partial(NixlTransport, f"sglang-{disaggregation_mode.value}-{self._rank}")
         mover = Mover(
             self._wire(),
@@ -129,8 +138,6 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self._observers.serve(MoverCollector([self._driver]))
         self._weights.log()
         self._outgoing: dict[int, Outgoing] = {}
-        #: Prompts of the requests that receivers are announcing to prefill ranks.
-        self.asking: dict[int, Content] = {}
         self._given_up: dict[int, float] = {}
         self._asked: dict[int, dict[str, PagesReady]] = defaultdict(dict)
         self._engines: dict[str, str] = {}
@@ -193,11 +200,11 @@ class KvmoverManager(engine_pd.CommonKVManager):
                 _keep_the_last(self._asked)
                 self.opened(message.room)
             case None:
-                notice = engine_pd.AbortNotification.from_zmq(received) if received[0] == b"ABORT" else None
-                if notice is not None:
-                    self._given_up[notice.room] = time.monotonic()
+                room = engine_pd.aborted_room(received)
+                if room is not None:
+                    self._given_up[room] = time.monotonic()
                     _keep_the_last(self._given_up)
-                    self.opened(notice.room)
+                    self.opened(room)
 
     def _ended(self, room: int, reason: str | None, aux: dict[int, bytes]) -> None:
         if reason is None and room in self._rows_of:
@@ -244,7 +251,10 @@ class KvmoverManager(engine_pd.CommonKVManager):
         return [page_table(cache, prefix_tokens // size, pages, states or (), size) for cache in self._caches]
 
     def reweigh(self) -> None:
-        """End open requests, and meet engines with the present weights of this one. Raises KvmoverError."""
+        """End open requests, and meet engines with the present weights of this one.
+
+        Raises KvmoverError, or OSError if the bootstrap server does not take a prefill's new card.
+        """
         self._weights = UPDATES.current(self._weights)
         self._weights.log()
         self._driver.rejoin(self._wire, self._weights.model(self._components), UPDATED)
@@ -312,22 +322,20 @@ class KvmoverManager(engine_pd.CommonKVManager):
             outgoing.prefix_tokens = prefix_tokens
             self.update_status(room, WAITING)
 
-    def add_transfer_request(
-        self, bootstrap_room: int, kv_indices: Any, index_slice: slice, is_last_chunk: bool, **more: Any
-    ) -> None:
-        """Send the pages of a chunk once they are computed. States and windows come with the last chunk."""
-        room = bootstrap_room
+    def send_chunk(self, room: int, kv_indices: Any, computed: Any, ending: LastChunk | None) -> None:
+        """Send the pages of a chunk, `kv_indices` [page], once the event `computed` has passed. `ending`: with the last
+        chunk.
+        """
         if self.request_status.get(room, FAILED) == FAILED:
             return
         outgoing, pages = self._outgoing[room], np.asarray(kv_indices, np.int64)
-        states = more["state_indices"] if is_last_chunk else None
-        aux = self._rows.take(more["aux_index"]) if is_last_chunk else None
+        aux = self._rows.take(ending.row) if ending else None
         try:
-            tables = self._chunk_tables(outgoing, pages, states)
+            tables = self._chunk_tables(outgoing, pages, ending.states if ending else None)
             outgoing.pages += len(pages)
             tokens = outgoing.prefix_tokens + outgoing.pages * self.kv_args.page_size
-            gate = Gate(more.get("wait_event"), tokens=ALL if is_last_chunk else tokens)
-            if is_last_chunk:
+            gate = Gate(computed, tokens=ALL if ending else tokens)
+            if ending:
                 self.update_status(room, TRANSFERRING)
             if outgoing.begun:
                 self._driver.produced(room, gate, tables, aux)
@@ -391,12 +399,9 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self._refused.pop(key, None)
         return frames(Call(self._driver.mover.card, (self.local_ip, self.rank_port), key))
 
-    def build_receiver_metadata_message(
-        self, *, bootstrap_room: int, decode_prefix_len: int | None, **_: Any
-    ) -> list[bytes]:
+    def ready(self, room: int, content: Content, prefix_tokens: int) -> list[bytes]:
         """Returns the frames that tell a prefill rank that this rank has pages for a request."""
-        rank, content = f"{self._name} {self._rank}", self.asking[bootstrap_room]
-        return frames(PagesReady(bootstrap_room, rank, self._fleet.size, decode_prefix_len or 0, content))
+        return frames(PagesReady(room, f"{self._name} {self._rank}", self._fleet.size, prefix_tokens, content))
 
     def fetch(self, receiver: Any, pages: npt.NDArray[np.int32], row: int, states: Any, prefix_tokens: int) -> None:
         """Begin to receive a request's `pages` [page], its states, and metadata row `row`.
@@ -463,11 +468,11 @@ class KvmoverManager(engine_pd.CommonKVManager):
 
 def _served_model(args: Any, is_mla_backend: Any) -> CacheTotals:
     """Returns the caches of the served model and its draft. Raises EngineUnsupported outside a serving SGLang."""
-    config = engine.model_config()
+    config = sglang_api.model_config()
     if config is None:
         raise EngineUnsupported("kvmover's prefill/decode backend runs inside a serving SGLang only")
     whole = whole_of(config, is_mla_backend or args.is_hybrid_mla_backend)
-    draft = engine.draft_config() if args.num_draft_entries else None
+    draft = sglang_api.draft_config() if args.num_draft_entries else None
     return replace(
         whole,
         projections=engine_pd.mamba_projections(config),
@@ -499,16 +504,24 @@ class KvmoverReceiver(engine_pd.CommonKVReceiver):
 
     def _setup_bootstrap_infos(self) -> None:
         if self.kv_mgr.is_foreign(self.bootstrap_addr):
-            self.bootstrap_infos: list[Any] = []  # ranks of another make do not read SGLang's sockets
+            self.bootstrap_infos: list[Any] | None = []  # ranks of another make do not read SGLang's sockets
         else:
             engine_pd.CommonKVReceiver._setup_bootstrap_infos(self)
 
     def _register_kv_args(self) -> bool:
-        message = self.kv_mgr.call(self.key)
-        return all(
-            self._send_bootstrap_message(bootstrap_info=info, message=message, operation="_register_kv_args")
-            for info in self.bootstrap_infos or ()
-        )
+        return self._tell(self.kv_mgr.call(self.key))
+
+    def _tell(self, message: list[bytes]) -> bool:
+        """Send frames to every prefill rank. Returns False, and fails the request, if one has no socket."""
+        for info in self.bootstrap_infos or ():
+            try:
+                socket, lock = self._connect_to_bootstrap_server(info)
+                with lock:
+                    socket.send_multipart(message)
+            except engine_pd.SocketError as error:
+                self.kv_mgr.give_up(self.bootstrap_room, f"the prefill rank at {info['rank_ip']}: {error}")
+                return False
+        return True
 
     @property
     def key(self) -> str:
@@ -516,26 +529,36 @@ class KvmoverReceiver(engine_pd.CommonKVReceiver):
         return f"{self.bootstrap_addr} {self.prefill_dp_rank}"
 
     def send_metadata(
-        self, kv_indices: Any, aux_index: int | None = None, state_indices: Any = None, *more: Any, **named: Any
+        self,
+        kv_indices: Any,
+        aux_index: int,
+        state_indices: Any = None,
+        decode_prefix_len: int | None = None,
+        **more: Any,
     ) -> None:
         """Tell every prefill rank that the request has pages here, and begin to fetch them.
 
         `kv_indices` [page]: the pages behind the prefix that decode has; `aux_index`: the metadata row. The request
-        fails if they do not fit it, or if several answers are asked of a prefill that is no SGLang.
+        fails if they do not fit it, if no prefill rank is known, or if several answers are asked of a prefill that is
+        no SGLang. Raises NotImplementedError for pages in the host's memory.
         """
+        if getattr(more.get("destination"), "name", "DEVICE") != "DEVICE":
+            raise NotImplementedError(f"pages at {more['destination']}")
+        room, prefix_tokens = self.bootstrap_room, decode_prefix_len or 0
         if self.answers > 1 and self.kv_mgr.is_foreign(self.bootstrap_addr):
-            said = ASKED_ONCE.format(address=self.bootstrap_addr, answers=self.answers)
-            self.kv_mgr.give_up(self.bootstrap_room, said)
+            self.kv_mgr.give_up(room, ASKED_ONCE.format(address=self.bootstrap_addr, answers=self.answers))
             return
-        self.kv_mgr.asking[self.bootstrap_room] = self.content
-        engine_pd.CommonKVReceiver.send_metadata(self, kv_indices, aux_index, state_indices, *more, **named)
-        del self.kv_mgr.asking[self.bootstrap_room]
-        if self.conclude_state is None:
-            prefix_tokens = named.get("decode_prefix_len") or 0
-            try:
-                self.kv_mgr.fetch(self, kv_indices, aux_index, state_indices, prefix_tokens)
-            except PlanError as error:
-                self.kv_mgr.give_up(self.bootstrap_room, str(error))
+        if self.bootstrap_infos is None:
+            self.kv_mgr.give_up(room, f"the prefill at {self.bootstrap_addr} told none of its ranks")
+            return
+        if not self._tell(self.kv_mgr.ready(room, self.content, prefix_tokens)):
+            self.invalidate_cached_bootstrap_infos()
+            return
+        self.init_time = time.time()
+        try:
+            self.kv_mgr.fetch(self, kv_indices, aux_index, state_indices, prefix_tokens)
+        except PlanError as error:
+            self.kv_mgr.give_up(room, str(error))
 
     def poll(self) -> Any:
         """Returns the request's status; the mover has the deadlines.
@@ -562,3 +585,7 @@ class KvmoverReceiver(engine_pd.CommonKVReceiver):
         if not self._cleared:
             self._cleared = True
             engine_pd.CommonKVReceiver.clear(self)
+
+    def failure_exception(self) -> None:
+        """Forget the request. Raises SGLang's error with the reason of its failure."""
+        engine_pd.raise_failure(self)

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover.engines.common import EngineUnsupported, ParallelRank
+from kvmover.engines.sglang.sglang_contract import shares_heads_over_context, window_layout
 from kvmover.errors import PlanError
 from kvmover.layout import DTYPE_BYTES, PACKED_AXES, Component, Layout, Pool, PoolSpec
 
@@ -225,7 +226,7 @@ def refuse(args: Any, context: Any) -> None:
     for bad, what in (
         (unknown, f"caches of these kinds: {', '.join(unknown)}"),
         (scaleless, f"a cache in {args.kv_cache_dtype_str}, whose scales SGLang does not hand over"),
-        (context.enable_cp_tp_group_sharing, "states that are cut over context-parallel ranks"),
+        (shares_heads_over_context(context), "states that are cut over context-parallel ranks"),
         (cp > 1 and args.is_hybrid_mla_backend, f"a hybrid of latents and states on {cp} context-parallel ranks"),
     ):
         if bad:
@@ -235,14 +236,15 @@ def refuse(args: Any, context: Any) -> None:
 def page_table(
     cache: RankCache, prefix_pages: int, pages: npt.NDArray[np.int64], states: Sequence[Any], page_tokens: int
 ) -> npt.NDArray[np.int64]:
-    """Returns a request's page table [page] from SGLang's indices: of pages after `prefix_pages`, and of states.
+    """Returns one cache's page table [page] of a request: `prefix_pages` and then `pages`, or `cache.states` entries of
+    a cache of states. The ids are `pages`, or `states[cache.by]` where that is set.
 
     SGLang tells a window's pages as the last of the request; the entries before them repeat the first. Where decode
     asks for tokens, these repeats are not read. Where it asks for whole pages, a window reaches one page further back
     than told, on both sides, so the same bytes go to the same place twice; likewise the rows of a ring whose request is
     shorter than the window. Without a pending state both sides take the spare row, which belongs to no request.
 
-    Raises PlanError for indices that cannot be of this request.
+    Raises PlanError for more ids than entries or than the window, and for no state.
     """
     own = pages if cache.by is None else np.asarray(states[cache.by], np.int64).reshape(-1)
     length, most = prefix_pages + len(pages), None
@@ -299,12 +301,12 @@ def _of_kind(args: Any, number: int, kind: StateKind, whole: CacheTotals, place:
     if kind.division is Division.COPIES or whole.kv == 1:
         pages = _copies(kind.word, own, kind.halves, tokens, place)
     else:
-        if kind.told is Told.WINDOW and args.swa_kv_cache_layout is None:
+        if kind.told is Told.WINDOW and window_layout(args) is None:
             raise EngineUnsupported(
                 "kvmover's prefill/decode backend transfers windows of keys and values, not of others"
             )
         heads = whole.window_heads if kind.division is Division.WINDOW_HEADS else whole.heads
-        outermost = args.swa_kv_cache_layout in _HEADS_OUTERMOST and kind.told is Told.WINDOW
+        outermost = window_layout(args) in _HEADS_OUTERMOST and kind.told is Told.WINDOW
         if kind.interleaved:
             outermost = tokens == kind.interleaved
         name = f"{kind.word} {args.kv_cache_dtype_str}"

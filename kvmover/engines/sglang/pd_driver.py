@@ -1,4 +1,4 @@
-"""TransferDriver lets SGLang's threads share one mover, and tells by number which requests ended and which are held.
+"""TransferDriver lets SGLang's threads share one mover, and tells which requests ended or are quarantined.
 
 The messages by which prefill and decode ranks meet over SGLang's sockets are defined here too.
 """
@@ -121,7 +121,7 @@ class TransferDriver:
     lost: Callable[[str], object] = lambda _engine: None
     _sends: dict[int, Transfer] = field(default_factory=dict[int, Transfer])
     _receives: dict[int, Transfer] = field(default_factory=dict[int, Transfer])
-    _held: dict[int, Transfer] = field(default_factory=dict[int, Transfer])
+    _quarantined: dict[int, Transfer] = field(default_factory=dict[int, Transfer])
     _wanted: dict[int, Wanted] = field(default_factory=dict[int, Wanted])
     _connected: dict[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
     _lock: RLock = field(default_factory=RLock)
@@ -194,7 +194,7 @@ class TransferDriver:
                 self._unbegun(room, reason)
             elif transfer is not None:
                 self.mover.abort(transfer, reason)
-            elif room not in self._held:
+            elif room not in self._quarantined:
                 self.mover.refuse(str(room), reason)
             self._called()
 
@@ -206,7 +206,7 @@ class TransferDriver:
     def has(self, room: int) -> bool:
         """Returns True while the request's pages may be read or written."""
         with self._lock:
-            return any(room in those for those in (self._sends, self._receives, self._held, self._wanted))
+            return any(room in those for those in (self._sends, self._receives, self._quarantined, self._wanted))
 
     def turn(self) -> float:
         """Advance all transfers. Returns the seconds until the next turn, if no call comes before."""
@@ -215,15 +215,19 @@ class TransferDriver:
             self._tell_of_the_lost()
             for room, wanted in list(self._wanted.items()):
                 self._begin(room, wanted)
-            released = [room for room, transfer in self._held.items() if not transfer.held]
+            released = [room for room, transfer in self._quarantined.items() if not transfer.quarantined]
             for room in released:
-                del self._held[room]
-            sent = [(room, transfer) for room, transfer in self._sends.items() if transfer.ended and not transfer.held]
+                del self._quarantined[room]
+            sent = [
+                (room, transfer)
+                for room, transfer in self._sends.items()
+                if transfer.ended and not transfer.quarantined
+            ]
             received = [(room, transfer) for room, transfer in self._receives.items() if transfer.ended]
             for room, transfer in received:
                 del self._receives[room]
-                if transfer.held:
-                    self._held[room] = transfer
+                if transfer.quarantined:
+                    self._quarantined[room] = transfer
             for room, _ in sent:
                 del self._sends[room]
             for room, transfer in [*sent, *received]:
@@ -232,7 +236,7 @@ class TransferDriver:
             if moved or released or sent or received:
                 self._busy = now
                 return 0.0
-            under_way = len(self._sends) + len(self._receives) + len(self._held) + len(self._wanted)
+            under_way = len(self._sends) + len(self._receives) + len(self._quarantined) + len(self._wanted)
             return self.pace.nap_s(now - self._busy, under_way)
 
     def rejoin(self, make: Callable[[], Transport], model: Model, reason: str) -> None:

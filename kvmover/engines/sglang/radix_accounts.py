@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvmover.cache.ledger import AccountGroup, Credit, FaultPolicy, Ledger, LedgerCollector, Loss
 from kvmover.config import load
 from kvmover.engines.common import ParallelRank, TenantGroups, hints_of
-from kvmover.engines.sglang import engine, engine_radix
+from kvmover.engines.sglang import engine_radix, sglang_api
 from kvmover.observe.logs import Guest
 from kvmover.observe.observers import Observers
 
@@ -132,9 +132,9 @@ class RadixAccounts:
         attempt = self._attempts.pop(request, None)
         if attempt is None or attempt.prefix_tokens is None:
             return
-        computed = attempt.lookup.prompt_tokens - attempt.prefix_tokens
-        # Tokens found but not used were known before admission, so they are not concurrent.
-        known = attempt.lookup.found_tokens + attempt.lookup.last_page_tokens - attempt.prefix_tokens
+        lookup, computed = attempt.lookup, attempt.lookup.prompt_tokens - attempt.prefix_tokens
+        # Tokens found but not used, and those that storage or a peer did not bring, are lost already.
+        known = lookup.found_tokens + lookup.last_page_tokens - attempt.prefix_tokens + sum(lookup.left.values())
         concurrent = max(0, attempt.concurrent_tokens - known)
         with self._lock:
             self.ledger.computed(request, computed)
@@ -179,4 +179,4 @@ def accounts_of() -> RadixAccounts | None:
     settings = load().settings
     if (settings.record.run_log is None and settings.metrics.port is None) or engine_radix.disaggregated():
         return None
-    return RadixAccounts(engine.served_name(), settings, engine_radix.place())
+    return RadixAccounts(sglang_api.served_name(), settings, engine_radix.place())

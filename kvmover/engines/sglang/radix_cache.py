@@ -44,6 +44,7 @@ from kvmover.engines.sglang.radix_accounts import Lookup, RadixAccounts
 from kvmover.engines.sglang.radix_components import STATE, WINDOW, SnapshotSlots, StateSlots, WindowPages
 from kvmover.engines.sglang.radix_hints import HintTerms, RadixHints
 from kvmover.engines.sglang.radix_keys import RadixKeys
+from kvmover.engines.sglang.sglang_contract import draft_window, kept_window
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -85,8 +86,8 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         self._events: list[KVEvent] = []
         self._policy = engine_radix.policy_of(params.eviction_policy, params.eviction_policy_config or {})
         self.sliding_window_size: int | None = params.sliding_window_size
-        self.draft_swa_window: int = params.draft_swa_window
-        window = params.swa_retain_window if engine_radix.has_windows(allocator) else None
+        self.draft_swa_window: int = draft_window(params)
+        self._window = window = kept_window(params) if engine_radix.has_windows(allocator) else None
         stateful = engine_radix.has_states(params.req_to_token_pool)
         components: list[SlidingWindow | State] = [] if window is None else [SlidingWindow(window)]
         if stateful:
@@ -329,9 +330,9 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
     def swa_retain_floor(self, req: Any) -> int | None:
         """Returns the first token of the window kept with a snapshot; None without windows, states or snapshot."""
         snapshot = req.kv.mamba_last_track_seqlen
-        if self._windows is None or self._states is None or snapshot is None:
+        if self._window is None or self._states is None or snapshot is None:
             return None
-        return snapshot - self.swa_retain_window
+        return snapshot - self._window
 
     def all_values_flatten(self) -> torch.Tensor:
         """Returns every cached token index, int64, for SGLang's report of a leak."""

@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any, cast
 
 from kvmover.cache.prefix import PrefixError, PrefixNamespace, PrefixTree, RadixKey
+from kvmover.engines.sglang.sglang_contract import lora_name
 
 
 class RadixKeys:
@@ -26,7 +27,7 @@ class RadixKeys:
         self, tokens: Any, extra_key: str | None, cache_salt: str | None, limit: int | None = None
     ) -> RadixKey:
         """Returns the key of the first `limit` tokens; empty, so that it is not cached, if a token exceeds 32 bits."""
-        namespace = _namespace(extra_key, cache_salt, self._lora_names.get(extra_key) or "")
+        namespace = _namespace(extra_key, cache_salt, lora_name(self._lora_names, extra_key))
         if limit is not None and limit < len(tokens):
             tokens = cast("list[int]", tokens)[:limit] if isinstance(tokens, list) else memoryview(tokens)[:limit]
         try:

@@ -33,13 +33,13 @@ from kvmover.cache.tiers import Controller, DevicePages, FreeList, GatedLoad, Re
 from kvmover.config import load
 from kvmover.engines.common import EngineUnsupported
 from kvmover.engines.sglang import engine_radix
-from kvmover.engines.sglang.options import TierFlags
 from kvmover.engines.sglang.radix_accounts import Lookup, RadixAccounts, accounts_of
 from kvmover.engines.sglang.radix_cache import KvmoverRadixCache
 from kvmover.engines.sglang.radix_components import STATE, WINDOW
 from kvmover.engines.sglang.radix_hints import HintTerms
+from kvmover.engines.sglang.sglang_options import TierFlags
+from kvmover.engines.sglang.sglang_weight_updates import UPDATES
 from kvmover.engines.sglang.tier_pools import EnginePages, EngineTiers, EngineWindows, LayerGates, open_tiers
-from kvmover.engines.sglang.weight_updates import UPDATES
 
 #: Age at which the tier counts for scrapes are renewed, s.
 _SNAPSHOT_S = 0.5

@@ -25,9 +25,9 @@ from kvmover.engines.common import (
     page_ids,
 )
 from kvmover.engines.sglang import hostpool
-from kvmover.engines.sglang.options import ModelFacts, ObjectKind, StoreOptions
 from kvmover.engines.sglang.page_parts import MAIN, TpPlacement, native_part, part_of_rows
-from kvmover.engines.sglang.weight_updates import UPDATES
+from kvmover.engines.sglang.sglang_options import ModelFacts, ObjectKind, StoreOptions
+from kvmover.engines.sglang.sglang_weight_updates import UPDATES
 from kvmover.layout import Component, Pool
 from kvmover.store import Namespace, PagePart, PageStore, PartView
 from kvmover.transport import Memory, memory_of
@@ -102,6 +102,7 @@ class StoreAdapter:
         writes = self._of_copies() if placement is TpPlacement.REPLICATED else self.election(part.component)
         view = self.view(part, writes)
         spec = buffer.spec(part.component)
+        hostpool.check_places(pool, name, tensor, spec)
         if spec.is_packed:
             self.register([tensor])
             stride, first = spec.stride_bytes("page"), tensor.data_ptr()

@@ -22,7 +22,7 @@ from kvmover.engines.common import (
     peer_wire,
 )
 from kvmover.engines.sglang import engine_radix
-from kvmover.engines.sglang.weight_updates import UPDATES
+from kvmover.engines.sglang.sglang_weight_updates import UPDATES
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -29,12 +29,13 @@ from kvmover.cache.tiers import (
 )
 from kvmover.config import load
 from kvmover.engines.common import ParallelRank, Upkeep, as_bytes
-from kvmover.engines.sglang import engine, engine_linker
+from kvmover.engines.sglang import engine_linker, sglang_api
 from kvmover.engines.sglang.device_indices import DeviceIndices
 from kvmover.engines.sglang.devicepool import Strand, part_of_strand, placement_of, strands_of
-from kvmover.engines.sglang.options import PoolSize, StorageFlags, TierFlags, parse, said, served, served_weights
 from kvmover.engines.sglang.page_parts import TpPlacement
 from kvmover.engines.sglang.radix_components import STATE, WINDOW
+from kvmover.engines.sglang.sglang_contract import kept_window
+from kvmover.engines.sglang.sglang_options import PoolSize, StorageFlags, TierFlags, parse, said, served, served_weights
 from kvmover.engines.sglang.store_adapter import ServedRank, StoreAdapter
 from kvmover.engines.sglang.tier_peers import EnginePeers, open_peers, refuse_unasked
 from kvmover.layout import Pool
@@ -117,7 +118,7 @@ def open_tiers(
     log.info("on the host: %s pages of %d tokens", pages, params.page_size)
     tiered_pools = tuple(each.tiered(pages[each.name], params) for each in found)
     config = ControllerConfig(
-        flags.policy(), _consensus(place, group), fences=fences, engine=engine.served_name(), rank=place.number
+        flags.policy(), _consensus(place, group), fences=fences, engine=sglang_api.served_name(), rank=place.number
     )
     depths: dict[int, int] = {}
     for each in found:
@@ -147,7 +148,7 @@ def _behind(
     if flags.write == "write_back":
         refuse_unasked(settings, "--hicache-write-policy write_back")
     facts = said(options, served())
-    weights = served_weights(settings, options.model or engine.served_name())
+    weights = served_weights(settings, options.model or sglang_api.served_name())
     rank, shared = ServedRank(weights, facts, place, placement), weights.of_tenant(options.tenant)
     tiers = replace(tiers, peers=open_peers(settings, shared, tiers.tiered_pools, place, page_tokens, group))
     if settings.store.root is None:
@@ -178,7 +179,7 @@ class _PoolPart:
         """Returns the pool with `pages` on the host. A prefix needs its last state, and SGLang's windows."""
         memory = tuple(self.memory[number] for number in self.strand.buffers)
         device = Pool(self.strand.spec(self.part.component), memory)
-        rules = {ATTENTION: ALL_PAGES, WINDOW: Rule(params.swa_retain_window or None), STATE: LAST_PAGE}
+        rules = {ATTENTION: ALL_PAGES, WINDOW: Rule(kept_window(params) or None), STATE: LAST_PAGE}
         return TieredPool.holding(self.part, device, HostTier(pages), self.name, rules[self.name])
 
 
@@ -236,7 +237,7 @@ class EnginePages:
         return cast(list[int], (first // self._page_tokens).tolist())  # pyright: ignore[reportUnknownMemberType]
 
     def loaded(self, ids: Sequence[int], beside: Sequence[int]) -> None:
-        """Ignore the attention pages: see `tiers.DevicePages`. SGLang finds `ids` by their own index."""
+        """Do nothing: SGLang finds the pages `ids` by their own index, without the attention page `beside` each."""
 
     def check(self, others: Collection[int]) -> None:
         """Check the ids in use: see `tiers.DevicePages`. Free pages are SGLang's to count."""

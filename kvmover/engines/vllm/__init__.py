@@ -1,6 +1,6 @@
-"""The vLLM adapter is a KV connector for prefill/decode, and a tier of vLLM's offloading, loaded by its module paths.
+"""The vLLM adapter: a KV connector for prefill/decode, and tiers of vLLM's offloading, loaded by their module paths.
 
-Nothing of vLLM is imported before the class is asked for, nor is it handed out beside an untested version.
+vLLM is imported when a class is first used. Each class's module checks vLLM's release and names first.
 """
 
 from __future__ import annotations
@@ -8,15 +8,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from kvmover.engines.common import Tested
-
 if TYPE_CHECKING:
     from kvmover.engines.vllm.connector import KvmoverConnector
     from kvmover.engines.vllm.offloading import KvmoverOffloadingConnector, KvmoverTier
     from kvmover.engines.vllm.peer_offloading import KvmoverPeerTier, LendingPolicy
-
-#: The releases of vLLM that the adapters were tested with: vLLM calls the interfaces experimental itself.
-VLLM = Tested("vLLM", "vllm", ("0.33.0",), "kvmover.engines.vllm")
 
 _HOMES = {
     "KvmoverConnector": "connector",
@@ -32,5 +27,4 @@ __all__ = ["KvmoverConnector", "KvmoverOffloadingConnector", "KvmoverPeerTier", 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    VLLM.require()
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

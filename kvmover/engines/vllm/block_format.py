@@ -1,7 +1,7 @@
-"""Block formats say which strided segments a layer's blocks consist of: what cuts them for another TP or block size.
+"""Block formats describe the strided segments of a layer's blocks, which another TP or block size cuts.
 
-vLLM hands over [block, head, token, content], where the content may be opaque: keys of a block before all its scales,
-or the states of a recurrent layer one behind the other. A segment is a part that is rows of its own.
+vLLM gives each layer as [block, head, token, content], where the content may be opaque: keys of a block before all its
+scales, or the states of a recurrent layer one behind the other. A segment is a part with regular rows.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class PageView:
 class BlockSegment:
     """Rows in every page of a layer: `kv` x `held` heads x the page's rows of `dim` elements.
 
-    `heads`: of the whole model, of which this rank holds `held`. `start_bytes`: from the beginning of the page.
-    `strides`: of kv, head and row, in elements. `states`: as a Component's.
+    This rank has `held` of the model's `heads`. `start_bytes` counts from the beginning of the page. `strides` are
+    those of kv, head and row, in elements. `states` is as in a Component.
     """
 
     name: str
@@ -46,25 +46,25 @@ class BlockSegment:
 
 
 class BlockFormat(Protocol):
-    """How a page is made up. Frozen, so that layers of equal formats are found."""
+    """The format of a page. Frozen, so that layers of equal format are grouped."""
 
     def segments(self, page: PageView) -> list[BlockSegment]:
-        """All of a page, on this rank. Raises EngineUnsupported where the page is not of this format."""
+        """Returns all segments of a page on this rank. Raises EngineUnsupported for a page of another format."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A row is all content of a token and head, whatever it is: K and V, a latent, a latent with its scales.
+    """A format whose row is all content of a token and head: K and V, a latent, or a latent with its scales.
 
-    `heads`: of the whole model. `quantised`: what a byte stands for, where that is an element.
+    `heads` counts those of the whole model. `quantised` names the format of a byte, if a byte is an element.
     """
 
     heads: int
     quantised: str = ""
 
     def segments(self, page: PageView) -> list[BlockSegment]:
-        """One."""
+        """Returns one segment."""
         _, head, row = (0, *page.strides[:2])
         said = self.quantised if DTYPE_BYTES[page.dtype] == 1 else ""
         return [BlockSegment(said, self.heads, page.heads, 1, page.content, page.dtype, 0, (0, head, row))]
@@ -72,17 +72,17 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class PlanarRows:
-    """One part of all tokens of a page stands before the next part of all: index keys before their scales.
+    """A format in which one part of all tokens of a page precedes the next part: index keys before their scales.
 
-    `parts`: name and bytes of a token's. `rows`: of a kernel's page, where it knows one size only. Keys of 128 B and a
-    scale of 4 B in pages of 64 rows: scales begin at byte 8,192.
+    `parts` has the name of each part and its bytes for a token. `rows` is the page size of a kernel that supports only
+    one. Keys of 128 B and a scale of 4 B in pages of 64 rows: scales begin at byte 8,192.
     """
 
     parts: tuple[tuple[str, int], ...]
     rows: int | None = None
 
     def segments(self, page: PageView) -> list[BlockSegment]:
-        """One a part."""
+        """Returns one segment a part."""
         content = sum(width for _, width in self.parts)
         _require_bytes(page, content)
         if page.heads != 1 or page.strides[1] != content or self.rows not in (None, page.rows):
@@ -101,13 +101,13 @@ class PlanarRows:
 
 @dataclass(frozen=True, slots=True)
 class TokenRing:
-    """A request's last tokens, in one page at their position modulo its rows, which every rank holds.
+    """A format of a request's last tokens, in one page at their position modulo its rows, equal on every rank.
 
-    What is in a row is not looked into: keys in one slot for heads and their scores in another are both moved.
+    The content of a row is opaque: keys in one head slot and their scores in another are both moved.
     """
 
     def segments(self, page: PageView) -> list[BlockSegment]:
-        """One a slot for heads, its rows as planes of one state."""
+        """Returns one segment a head slot, its rows as planes of one state."""
         head, row, _ = page.strides
         name, size = f"ring of {page.rows}", DTYPE_BYTES[page.dtype]
         return [
@@ -120,16 +120,18 @@ class TokenRing:
 
 @dataclass(frozen=True, slots=True)
 class BlockScaled:
-    """Keys of a page, their scales, values, their scales: NVFP4, a scale of 8 bits for every 16 values of 4.
+    """A format with keys of a page, their scales, values, their scales: NVFP4, a scale of 8 bits for every 16 values of
+    4.
 
-    vLLM names a slot for a head's keys and one for its values. `heads`: of the whole model. Of a head of 128 values a
-    token's keys are 64 B and 8 B of scales: with 2 heads and 16 rows in a page they begin at 0, 2,048, 2,304 and 4,352.
+    vLLM has one slot for a head's keys and one for its values. `heads` counts those of the whole model. A head of 128
+    values has 64 B of keys and 8 B of scales a token: with 2 heads and 16 rows in a page, the four parts begin at 0,
+    2,048, 2,304 and 4,352.
     """
 
     heads: int
 
     def segments(self, page: PageView) -> list[BlockSegment]:
-        """Values and scales; K and V are their two planes."""
+        """Returns a segment of values and one of scales; K and V are their two planes."""
         held, odd = divmod(page.heads, 2)
         data = page.content * 8 // 9
         _require_bytes(page, data + data // 8)
@@ -149,7 +151,7 @@ class BlockScaled:
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """Channels of a state that lie together: `heads` of the whole model, `held` here, of `channels` each."""
+    """Adjacent channels of a state: `heads` in the whole model, `held` on this rank, of `channels` each."""
 
     name: str
     heads: int
@@ -161,7 +163,7 @@ class Channels:
 class StateTensor:
     """One tensor of a recurrent layer's state: `parts` side by side, each channel with `steps` elements.
 
-    `steps_first`: steps are outermost, as vLLM's SD layout of convolution states has them: a plane a step.
+    With `steps_first`, steps are outermost, as in vLLM's SD layout of convolution states: a plane a step.
     """
 
     parts: tuple[Channels, ...]
@@ -171,16 +173,16 @@ class StateTensor:
 
     @property
     def channels(self) -> int:
-        """Of all parts on this rank."""
+        """Returns the number of channels of all parts on this rank."""
         return sum(part.held * part.channels for part in self.parts)
 
     @property
     def nbytes(self) -> int:
-        """Of this rank's share."""
+        """Returns the bytes of this rank's share."""
         return self.channels * self.steps * DTYPE_BYTES[self.dtype]
 
     def segments(self, start_bytes: int) -> list[BlockSegment]:
-        """One a part. `start_bytes`: where the tensor begins in the page."""
+        """Returns one segment a part. `start_bytes` is the tensor's place in the page."""
         made: list[BlockSegment] = []
         channel = 0
         for part in self.parts:
@@ -198,12 +200,12 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentStates:
-    """The states of a recurrent layer, one behind the other: a convolution's, then that of the recurrence."""
+    """A format with the states of a recurrent layer one behind the other: a convolution's, then the recurrence's."""
 
     states: tuple[StateTensor, ...]
 
     def segments(self, page: PageView) -> list[BlockSegment]:
-        """Those of every state, in order."""
+        """Returns the segments of every state, in order."""
         nbytes = sum(state.nbytes for state in self.states)
         _require_bytes(page, nbytes)
         made: list[BlockSegment] = []
@@ -220,15 +222,16 @@ def _require_bytes(page: PageView, content: int) -> None:
         raise EngineUnsupported(f"rows of {page.content} elements of {page.dtype}; {content} bytes were expected")
 
 
-#: The kind of a recurrent layer whose states every rank holds as a whole.
+#: The kind of a recurrent layer whose states are whole on every rank.
 REPLICATED = "REPLICATED"
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentKind:
-    """What vLLM's spec of a recurrent layer says: its `kind`, and `shapes` and `dtypes` of its states on one rank.
+    """A recurrent layer by vLLM's spec: its `kind`, and `shapes` and `dtypes` of its states on one rank.
 
-    `steps_first`: of convolutions. `groups`: of B and C in the whole model, for Mamba-2; 0 where ranks share them.
+    `steps_first` is for convolutions. `groups` counts those of B and C in the whole model for Mamba-2, 0 if ranks share
+    them.
     """
 
     kind: str
@@ -240,10 +243,11 @@ class RecurrentKind:
 
 
 def states_of(said: RecurrentKind) -> RecurrentStates:
-    """How the states of a recurrent layer are cut. Raises EngineUnsupported for kinds, or shapes, that are not known.
+    """Returns the format of a recurrent layer's states. Raises EngineUnsupported for an unknown kind or shape.
 
     Convolutions hold sub-projections side by side, each split over the ranks on its own: x, B and C of Mamba-2; q, k
-    and v of gated delta networks and Kimi's, whose v has the recurrence's heads, and q and k what is left, by halves.
+    and v of gated delta networks and Kimi's, whose v has the recurrence's heads, and q and k half of the remaining
+    channels each.
     """
     if said.kind == REPLICATED:
         return RecurrentStates(
@@ -265,7 +269,7 @@ def _on_every_rank(shape: tuple[int, ...], dtype: str) -> StateTensor:
 
 
 def _whole_rows(name: str, said: RecurrentKind, number: int) -> StateTensor:
-    """A state split by its first axis."""
+    """Returns a state split by its first axis."""
     held, *rest = said.shapes[number]
     return StateTensor((Channels(name, held * said.tp, held, prod(rest)),), 1, said.dtypes[number])
 
@@ -285,7 +289,7 @@ def _channels(said: RecurrentKind) -> int:
 
 
 def _x_only(said: RecurrentKind) -> Channels:
-    """Channels without heads may be cut anywhere."""
+    """Returns channels without heads, which may be cut anywhere."""
     return Channels("x", _channels(said) * said.tp, _channels(said), 1)
 
 
@@ -302,7 +306,9 @@ def _linear(said: RecurrentKind) -> list[StateTensor]:
 
 
 def _mamba2(said: RecurrentKind) -> list[StateTensor]:
-    """x has the heads of the recurrence; B and C have groups, which vLLM replicates where ranks are more."""
+    """Returns Mamba-2's states: x has the recurrence's heads; B and C have groups, replicated by vLLM if ranks are
+    more.
+    """
     heads, head_dim, state_dim = said.shapes[1]
     held = (_channels(said) - heads * head_dim) // 2 // state_dim
     x = Channels("x", heads * said.tp, heads, head_dim)
@@ -318,7 +324,7 @@ def _delta(said: RecurrentKind) -> list[StateTensor]:
     return [_convolution(said, [q, k, v]), _whole_rows("state", said, 1)]
 
 
-#: By vLLM's names of recurrent layers: how many states they have, and how these are cut.
+#: By vLLM's names of recurrent layers: the number of states, and the function that cuts them.
 _CUTS = {
     "MAMBA1": (2, _mamba1),
     "MAMBA2": (2, _mamba2),

@@ -1,4 +1,4 @@
-"""BlockStore moves a rank's blocks to and from the page store, a thread each way, and looks up what is stored."""
+"""BlockStore moves a rank's blocks to and from the page store, a thread each way, and looks up stored blocks."""
 
 from __future__ import annotations
 
@@ -30,38 +30,38 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Blocks that are being stored and not told of yet: the oldest are forgotten beyond so many.
+#: The most blocks whose event waits for their storing; beyond it the oldest are dropped.
 _MOST_AWAITED = 1 << 16
 
-#: Blocks that were told of: one that is forgotten is told of again when its prompt comes again.
+#: The most blocks whose event was published; a dropped one is published again with its next prompt.
 _MOST_TOLD = 1 << 18
 
 
 class Event(Protocol):
-    """A CUDA event, or its like where everything computes at once."""
+    """A CUDA event, or its equivalent on a device that computes synchronously."""
 
     def query(self) -> bool:
-        """Whether it has passed; returns at once."""
+        """Returns True if the event has passed, without waiting."""
         ...
 
     def synchronize(self) -> None:
-        """Wait on the host until it has passed."""
+        """Wait on the host until the event has passed."""
         ...
 
 
 def page_of(block_hash: bytes) -> bytes:
-    """vLLM's hash of a block, and all before it, as a page's: 32 bytes whatever its algorithm."""
+    """Returns the page hash of vLLM's block hash, which covers all blocks before it: 32 bytes for any algorithm."""
     return block_hash if len(block_hash) == HASH_BYTES else sha256(block_hash).digest()
 
 
 def pages_of(hashes: Sequence[bytes]) -> list[bytes]:
-    """The pages of blocks, in order: see `page_of`."""
+    """Returns the page hashes of blocks, in order: see `page_of`."""
     return [page_of(block_hash) for block_hash in hashes]
 
 
 @dataclass(slots=True)
 class BlockStore:
-    """A rank's blocks of its one cache group, for one thread each way, and the store they are in."""
+    """The blocks of a rank's one cache group, for one thread each way, and their store."""
 
     store: PageStore
     out: tuple[PackedBackend, ...]
@@ -76,12 +76,14 @@ class BlockStore:
         rank: int,
         caches: Sequence[tuple[ComponentCache, torch.Tensor]],
     ) -> BlockStore:
-        """`caches`: with the flat memory their starts lie in. Raises StoreError, or EngineUnsupported for a layout."""
+        """`caches` come with the flat memory that holds their starts. Raises StoreError, or EngineUnsupported for a
+        layout.
+        """
         store = open_store(settings, space)
         whole_blocks = replace(fleet, page_tokens=space.page_tokens)
 
         def backend(cache: ComponentCache, memory: torch.Tensor) -> PackedBackend:
-            """Bounce memory and a stream of its own."""
+            """Returns a backend with its own bounce buffer and stream."""
             component = cache.component
             part = PagePart.held(component, whole_blocks, rank, space.page_tokens)
             bounce, spec = BounceBuffer.of(part.nbytes), cache.blocks(cache.spec.pages // cache.ratio)
@@ -102,25 +104,27 @@ class BlockStore:
         return cls(store, out, into)
 
     def become(self, space: Namespace | None) -> None:
-        """Go on with pages of another namespace; None: with none. Nobody moves blocks meanwhile."""
+        """Switch to another namespace, or to none with None. Call it while no block is being moved."""
         if has_become(self.store, space) and space is not None:
             self.out = tuple(backend.moved(self.store, space) for backend in self.out)
             self.into = tuple(backend.moved(self.store, space) for backend in self.into)
 
     def put(self, spec: SaveSpec) -> list[bool]:
-        """Store blocks, of every component; which need not be stored again. Raises KvmoverError, OSError."""
+        """Store blocks of every component. Returns True for each that is stored. Raises KvmoverError, OSError."""
         pages, ids = pages_of(spec.hashes), np.asarray(spec.blocks, np.int64)
         return of_all([backend.put(pages, ids) for backend in self.out])
 
     def get(self, spec: LoadSpec) -> list[bool]:
-        """Read blocks, of every component; which came whole. Raises KvmoverError, OSError."""
+        """Load blocks of every component. Returns True for each that came whole. Raises KvmoverError, OSError."""
         pages, ids = pages_of(spec.hashes), np.asarray(spec.blocks, np.int64)
         return of_all([backend.get(pages, ids) for backend in self.into])
 
 
 @dataclass(slots=True)
 class OffloadWorker:
-    """Methods are for the engine's thread and wait for nothing but `settle`."""
+    """The threads that store and load a rank's blocks. Methods are for the engine's thread; only `settle`, `become` and
+    `close` wait.
+    """
 
     blocks: BlockStore
     settings: StoreSettings
@@ -139,50 +143,50 @@ class OffloadWorker:
         self._loader = StoreWorker("kvmover-load", self._load)
 
     def save(self, spec: SaveSpec, ready: Event) -> None:
-        """Store blocks once `ready` has passed. They are read until the request is not `is_saving` any more."""
+        """Store blocks once `ready` has passed. They are read until `is_saving` is False for the request."""
         with self._lock:
             self._saving[spec.request] += 1
         self._saver.put((spec, ready))
 
     def load(self, spec: LoadSpec) -> None:
-        """Read blocks into their pages; `loaded` tells when they are there."""
+        """Load blocks into their pages; `loaded` reports the end."""
         self._loader.put(spec)
 
     def is_saving(self, request: str) -> bool:
-        """Whether blocks of the request are still being read for the store."""
+        """Returns True while blocks of the request are being read for the store."""
         with self._lock:
             return self._saving[request] > 0
 
     def loaded(self) -> list[tuple[LoadSpec, list[bool]]]:
-        """Loads that have ended, each once, and which of their blocks are there."""
+        """Returns the loads that ended since the last call, with True for each block that came."""
         with self._lock:
             taken, self._loaded = self._loaded, []
             return taken
 
     def stored(self) -> list[bytes]:
-        """Hashes of blocks that are in the store since the last call, as far as this rank has a part in them."""
+        """Returns the hashes of blocks stored since the last call, as far as this rank has a part in them."""
         with self._lock:
             taken, self._stored = self._stored, []
             return taken
 
     def take_counts(self) -> Counter[str]:
-        """What was counted since the last call."""
+        """Returns the counts since the last call."""
         with self._lock:
             taken, self._counts = self._counts, Counter[str]()
             return taken
 
     def settle(self) -> None:
-        """Wait until all that was ordered to be stored has been."""
+        """Wait until all ordered blocks are stored."""
         self._saver.settle()
 
     def become(self, space: Namespace | None) -> None:
-        """Do what was ordered, and go on with pages of another namespace; None: with none."""
+        """Finish all orders, then switch to another namespace, or to none with None."""
         for worker in (self._saver, self._loader):
             worker.settle()
         self.blocks.become(space)
 
     def close(self) -> None:
-        """Do what was ordered, end both threads, and close the store."""
+        """Finish all orders, end both threads, and close the store."""
         for worker in (self._saver, self._loader):
             worker.close()
         self._upkeep.close()
@@ -218,14 +222,14 @@ class OffloadWorker:
 
 @dataclass(slots=True)
 class StoreLookup:
-    """The scheduler's eye on the store: what all ranks could load. It writes nothing."""
+    """The scheduler's read-only view of the store: the blocks that all ranks can load."""
 
     store: PageStore
     views: list[PartView]
 
     @classmethod
     def open(cls, root: Path | str, space: Namespace, parts: Sequence[PagePart]) -> StoreLookup:
-        """`parts`: of all ranks, as they told; ranks that hold the same are asked for once."""
+        """`parts` come from all ranks; equal ones are looked up once."""
         store = PageStore.open(root, space)
         unique: list[PagePart] = []
         for part in parts:
@@ -234,17 +238,17 @@ class StoreLookup:
         return cls(store, [store.view(space, part) for part in unique])
 
     def become(self, space: Namespace | None) -> None:
-        """Look at pages of another namespace; None: at none."""
+        """Switch to another namespace, or to none with None."""
         if has_become(self.store, space) and space is not None:
             self.views = [self.store.view(space, view.part) for view in self.views]
 
     def leading(self, hashes: Sequence[bytes]) -> int:
-        """Blocks at the beginning of `hashes` that every rank can load."""
+        """Returns the number of leading blocks of `hashes` that every rank can load."""
         pages = pages_of(hashes)
         return min((view.leading(pages) for view in self.views), default=0)
 
     def clear(self) -> None:
-        """Delete this model's pages, and nobody else's."""
+        """Delete the pages of this namespace only."""
         self.store.clear()
 
     def close(self) -> None:
@@ -254,9 +258,9 @@ class StoreLookup:
 
 @dataclass(slots=True)
 class StoredBlockEvents:
-    """Events of blocks that are being stored, each told once, when all `ranks` are done with the block.
+    """The events of blocks being stored, each published once, when all `ranks` have stored the block.
 
-    A block is ordered to be stored again whenever its prompt comes again, also by two requests at once.
+    A block is stored again whenever its prompt comes again, also for two requests at once.
     """
 
     ranks: int
@@ -266,7 +270,7 @@ class StoredBlockEvents:
     _ready: list[Any] = field(default_factory=list[Any])
 
     def expect(self, block_hash: bytes, event: Callable[[], Any]) -> None:
-        """Have an event told once every rank has stored a block, unless it was. `event` makes it, if it is needed."""
+        """Publish an event once every rank has stored a block, unless it was published. `event` makes it if needed."""
         if block_hash in self._told:
             self._told[block_hash] = self._told.pop(block_hash)  # the newest
         elif block_hash not in self._awaited:
@@ -277,7 +281,7 @@ class StoredBlockEvents:
                 self._done.pop(oldest, None)
 
     def heard(self, ranks: Mapping[bytes, AbstractSet[int]]) -> None:
-        """Hear by hash which ranks are done with a block."""
+        """Note, by block hash, the ranks that have stored a block."""
         for block_hash, done in ranks.items():
             if block_hash not in self._awaited:
                 continue
@@ -291,11 +295,11 @@ class StoredBlockEvents:
                     del self._told[next(iter(self._told))]
 
     def forget(self) -> None:
-        """Tell of blocks again when they are stored again: the store was cleared."""
+        """Publish blocks again when they are stored again: the store was cleared."""
         self._told.clear()
         self._ready.clear()
 
     def take(self) -> list[Any]:
-        """Events whose blocks are whole in the store since the last call."""
+        """Returns the events of blocks that are whole in the store since the last call."""
         taken, self._ready = self._ready, []
         return taken

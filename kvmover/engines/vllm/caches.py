@@ -1,7 +1,7 @@
-"""vLLM's KV cache tensors are values here, one a layer, which become components, and pools in its one allocation.
+"""vLLM's KV cache tensors as values, one a layer, which become components, and pools in vLLM's one allocation.
 
-vLLM hands each layer over as a view [block, head, token, content] with strides of its own, whatever of its six physical
-layouts it runs. What the content is, a block format says; so no layout and no kind of model is a case of its own.
+vLLM gives each layer as a view [block, head, token, content] with strides of its own, for all of its six physical
+layouts. A block format describes the content, so no layout and no kind of model is a special case.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """How a layer stores the numbers of a token and head. `scales`: of keys and of values, if they have any."""
+    """The codec in which a layer stores the numbers of a token and head. `scales`: of keys and of values, if it has
+    any.
+    """
 
     codec: Codec
     scales: tuple[float, ...] = ()
@@ -31,12 +33,12 @@ class StoredRows:
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that share a block table. `kind`: vLLM's word. `window`: None where every token matters.
+    """Layers that share a block table. `kind` is vLLM's word. `window` is None if every token is attended to.
 
-    `formats`: of layers whose rows are not a token's as they stand. `row_tokens`: of layers that keep a row of several.
-    `scratch_blocks`: at the end of a request's table, where a state is kept a step of speculation, not its own.
-    `sides`: equal parts of a token's row that every engine knows: keys and values, or a latent, 1; 0: it has others.
-    `stored`: of layers whose numbers are not stored as they are meant to be, in a way that is known.
+    `formats`: layers whose rows are not simply a token's. `row_tokens`: layers with one row for several tokens.
+    `scratch_blocks`: blocks at the end of a request's table, one state a step of speculation. `sides`: equal parts of a
+    token's row known to every engine: 2 for keys and values, 1 for a latent, 0 for any other. `stored`: layers whose
+    numbers are encoded by a known codec.
     """
 
     layers: tuple[str, ...]
@@ -51,7 +53,7 @@ class CacheGroup:
 
     @property
     def is_late(self) -> bool:
-        """Whether what its blocks hold of a request is whole only when a prefill has ended."""
+        """Returns True if a request's blocks are complete only when its prefill has ended."""
         return self.window is not None or self.kind in ONE_BLOCK
 
 
@@ -59,7 +61,7 @@ class CacheGroup:
 class LayerCache:
     """The cache of one layer: `shape` and `stride` [page, head, token, content], in elements of `dtype`.
 
-    Pages are the blocks that the attention kernel knows; vLLM's scheduler may know larger ones.
+    Pages are the blocks of the attention kernel; vLLM's scheduler may have larger ones.
     """
 
     layer: str
@@ -70,21 +72,23 @@ class LayerCache:
 
     @property
     def page(self) -> PageView:
-        """What a page is, as vLLM views it."""
+        """Returns a page as vLLM views it."""
         _, heads, rows, content = self.shape
         return PageView(heads, rows, content, self.stride[1:], self.dtype)
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one element of `dtype`."""
+        """Returns the bytes of one element of `dtype`."""
         return DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class ComponentCache:
-    """Layers of equal rows in one group: a component of the model. `ratio`: pages of a block of the block table.
+    """Layers of equal rows in one group: a component of the model. `ratio` is the number of pages in a block of the
+    block table.
 
-    `starts`: addresses of the pool's allocations. `layers`: names, in order. `scratch_blocks`: as a CacheGroup's.
+    `starts` has the addresses of the pool's allocations, `layers` their names, in order. `scratch_blocks` is as in a
+    CacheGroup.
     """
 
     group: int
@@ -96,9 +100,10 @@ class ComponentCache:
     scratch_blocks: int = 0
 
     def pages(self, table: Sequence[int]) -> list[int]:
-        """The page table of a request with this block table: of a state, the one block where it is kept.
+        """Returns the page table of a request with this block table; for a state, the one block that holds it.
 
-        It is the last but those of speculation: blocks before it are states of earlier tokens, or no blocks.
+        That block is the last before those of speculation: blocks before it are states of earlier tokens, or null
+        blocks.
         """
         if self.component.states:
             kept = len(table) - min(self.scratch_blocks, max(len(table) - 1, 0))
@@ -106,18 +111,18 @@ class ComponentCache:
         return [block * self.ratio + page for block in table for page in range(self.ratio)]
 
     def block(self, table: Sequence[int], page: int) -> int:
-        """The block that entry `page` of the page table is of."""
+        """Returns the block that contains entry `page` of the page table."""
         return self.pages(table)[page] if self.component.states else table[page // self.ratio]
 
     def entries(self, tokens: range, fleet: Fleet) -> range:
-        """Entries of the page table that hold what `tokens` want."""
+        """Returns the entries of the page table that hold the rows wanted for `tokens`."""
         wanted, rows = self.component.wanted(tokens), self.spec.page_tokens * self.component.cp_parts(fleet.cp)
         return range(wanted.start // rows, -(-wanted.stop // rows))
 
     def blocks(self, blocks: int) -> PoolSpec:
-        """The same memory with a page a block, for whoever names content by block. Raises EngineUnsupported.
+        """Returns the same memory with a page a block, for content named by block. Raises EngineUnsupported.
 
-        The tokens of a block must follow each other evenly: not heads-outermost where kernels split blocks.
+        The tokens of a block must be evenly spaced, so heads must not be outermost if kernels split blocks.
         """
         layout = self.spec.layout
         extents = dict(zip(layout.axes, layout.shape, strict=True))
@@ -139,8 +144,8 @@ class ComponentCache:
 
 @dataclass(frozen=True, slots=True)
 class ModelTotals:
-    """What the caches of a rank do not say of the model: its KV heads, over all ranks; and what bytes stand for in a
-    quantised cache: e4m3 and e5m2 are stored alike. `drafts`: KV heads of layers that a draft model has.
+    """The properties of the model that a rank's caches do not show: its KV heads over all ranks, and the format of a
+    quantised cache's bytes, since e4m3 and e5m2 are stored alike. `drafts` has the KV heads of a draft model's layers.
     """
 
     kv_heads: int
@@ -148,17 +153,17 @@ class ModelTotals:
     drafts: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
-#: Kinds of groups whose rows are a token's, and which of them hold the same on every tensor-parallel rank.
+#: Kinds of groups whose rows are a token's: split by heads, or equal on every tensor-parallel rank.
 _SPLIT, _SHARED = ("full_attention", "sliding_window"), ("mla_attention", "sliding_window_mla")
 
-#: Kinds of groups of which a request has one block: a state; or a ring of the tokens that wait to be compressed, for
-#: which vLLM has no word.
+#: Kinds of groups in which a request has one block: a state, or a ring of the tokens waiting to be compressed, which
+#: vLLM does not name.
 RING = "ring"
 ONE_BLOCK = ("mamba", RING)
 
 
 def number_of(layer: str) -> tuple[int, ...]:
-    """Where a layer stands, by the numbers in its name.
+    """Returns the numbers in a layer's name, which order the layers.
 
     >>> number_of("model.layers.12.self_attn.attn")
     (12,)
@@ -180,9 +185,9 @@ def component_caches(
     whole: ModelTotals,
     place: ParallelRank,
 ) -> list[ComponentCache]:
-    """All components of a rank's cache, in the order of its groups, with the layers that it holds.
+    """Returns all components of a rank's cache, in the order of its groups, with this rank's layers.
 
-    Raises EngineUnsupported for what is not rows.
+    Raises EngineUnsupported for content without regular rows.
     """
     refuse(groups)
     by_name = {cache.layer: cache for cache in layer_caches}
@@ -200,9 +205,9 @@ def component_caches(
 
 
 def exchanged_caches(caches: Sequence[ComponentCache], groups: Sequence[CacheGroup]) -> list[ComponentCache] | None:
-    """The same memory as engines of any make describe theirs: one component of full attention, K and V apart.
+    """Returns the same memory in the form common to all engines: one component of full attention, K and V apart.
 
-    None where they have no common words for these caches.
+    Returns None if there is no common form for these caches.
     """
     if len(caches) != 1 or not groups[0].sides:
         return None
@@ -218,7 +223,7 @@ def exchanged_caches(caches: Sequence[ComponentCache], groups: Sequence[CacheGro
 
 
 def of_all_stages(made: Sequence[ComponentCache], layers: Mapping[str, int]) -> list[ComponentCache]:
-    """The same as parts of the whole model. `layers`: of it, by component."""
+    """Returns these caches as parts of the whole model, which has `layers` of each component."""
     whole = [replace(cache.component, layers=layers[cache.component.name]) for cache in made]
     return [
         replace(cache, component=component, spec=replace(cache.spec, component=component))
@@ -227,9 +232,9 @@ def of_all_stages(made: Sequence[ComponentCache], layers: Mapping[str, int]) -> 
 
 
 def fleet_of(caches: Sequence[ComponentCache], place: ParallelRank, run_tokens: int) -> Fleet:
-    """The grid of the rank, with the page size of each of these components: the first one's, and those unlike it.
+    """Returns the rank's grid with the page size of each component: the first one's, and those that differ from it.
 
-    `run_tokens`: how many tokens in a row a rank holds where ranks share them: one, or a page. Raises
+    `run_tokens` is the number of consecutive tokens on one context-parallel rank: one, or a page. Raises
     EngineUnsupported for others.
     """
     sizes = sorted({cache.spec.page_tokens for cache in caches})
@@ -247,7 +252,7 @@ def fleet_of(caches: Sequence[ComponentCache], place: ParallelRank, run_tokens: 
 
 @dataclass(frozen=True, slots=True)
 class _LayerKind:
-    """Layers of a group that are alike in this are one component, or as many as a page has segments."""
+    """The properties by which layers of a group form one component, or one a segment of the page."""
 
     format: BlockFormat
     row_tokens: int
@@ -323,7 +328,7 @@ def _component_caches(
 def _placed(
     component: Component, segment: BlockSegment, layer_caches: Sequence[LayerCache]
 ) -> tuple[PoolSpec, tuple[int, ...]]:
-    """Where a segment lies in every page of every layer, and the addresses of its allocations."""
+    """Returns a segment's place in every page of every layer, and the addresses of its allocations."""
     first, size = layer_caches[0], component.element_bytes
     starts = [cache.address + segment.start_bytes for cache in layer_caches]
     page_bytes = first.stride[0] * first.element_bytes
@@ -343,7 +348,7 @@ def _placed(
 
 
 def _even(starts: Sequence[int], element_bytes: int) -> int | None:
-    """Elements from layer to layer where they lie evenly, else None."""
+    """Returns the distance between layers in elements if it is constant, else None."""
     steps = {after - before for before, after in pairwise(starts)}
     if len(steps) > 1 or any(step < 0 or step % element_bytes for step in steps):
         return None
@@ -351,7 +356,7 @@ def _even(starts: Sequence[int], element_bytes: int) -> int | None:
 
 
 class BackedTransport(NixlTransport):
-    """A transport that has `backing` registered, so that what lies in it needs no registration of its own."""
+    """A transport with `backing` registered, so that memory within it needs no registration of its own."""
 
     def __init__(self, name_hint: str, backing: torch.Tensor) -> None:
         super().__init__(name_hint)
@@ -359,19 +364,19 @@ class BackedTransport(NixlTransport):
         super().register(self._backing)
 
     def register(self, memory: Memory) -> None:
-        """As Transport.register, but for what lies in the backing, which is registered."""
+        """Register memory, unless it lies in the backing."""
         if not lies_in(memory, self._backing):
             super().register(memory)
 
 
 def lies_in(memory: Memory, whole: Memory) -> bool:
-    """Whether all of `memory` is part of `whole`, on the same device."""
+    """Returns True if all of `memory` is part of `whole`, on the same device."""
     inside = whole.address <= memory.address and memory.address + memory.nbytes <= whole.address + whole.nbytes
     return inside and (memory.kind, memory.device) == (whole.kind, whole.device)
 
 
 def pools_of(caches: Sequence[ComponentCache], backing: torch.Tensor) -> list[Pool]:
-    """A pool a component. The memory stays the engine's."""
+    """Returns one pool a component. The memory stays the engine's."""
     first = backing.data_ptr()
     pools: list[Pool] = []
     for cache in caches:

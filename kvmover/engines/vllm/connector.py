@@ -1,4 +1,4 @@
-"""KvmoverConnector is vLLM's connector interface over two halves, the scheduler's and each rank's worker."""
+"""KvmoverConnector implements vLLM's connector interface over two halves, the scheduler's and each rank's worker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvmover.engines.common import (
     layers_of,
     pin_limits,
 )
-from kvmover.engines.vllm import engine
+from kvmover.engines.vllm import vllm_api
 from kvmover.engines.vllm.block_store import BlockStore, OffloadWorker, StoredBlockEvents, StoreLookup
 from kvmover.engines.vllm.caches import (
     BackedTransport,
@@ -36,13 +36,14 @@ from kvmover.engines.vllm.caches import (
     refuse,
 )
 from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, RankEnding, SaveSpec, Tally
-from kvmover.engines.vllm.options import parse
 from kvmover.engines.vllm.request_accounts import ExternalTokens, RequestAccounts
-from kvmover.engines.vllm.request_content import token_hashes
 from kvmover.engines.vllm.request_hints import RequestHints
-from kvmover.engines.vllm.scheduler import ConnectorScheduler, HeldBlocks, Home, Role
+from kvmover.engines.vllm.scheduler import ConnectorScheduler, Home, QuarantinedBlocks, Role
 from kvmover.engines.vllm.transfers import RequestTransfers
-from kvmover.engines.vllm.weight_updates import follow_in_scheduler, follow_in_worker
+from kvmover.engines.vllm.vllm_content import token_hashes
+from kvmover.engines.vllm.vllm_contract import hashed_tokens
+from kvmover.engines.vllm.vllm_options import parse
+from kvmover.engines.vllm.vllm_weight_updates import follow_in_scheduler, follow_in_worker
 from kvmover.engines.vllm.worker import ConnectorWorker, Ended, FailureLog, marks
 from kvmover.layout import Fleet
 from kvmover.observe.logs import Guest
@@ -56,8 +57,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Names of what is counted, by what it is, as Prometheus shows it. Requests count once, whatever the number of ranks;
-#: bytes and blocks are those of all ranks together.
+#: Prometheus counters and their help texts. Requests count once, for any number of ranks; bytes and blocks are summed
+#: over all ranks.
 COUNTS = {
     "sent_requests": "Requests whose KV another engine fetched, from every rank.",
     "sent_failures": "Requests whose KV was not fetched to the end, from one rank or more.",
@@ -77,8 +78,8 @@ COUNTS = {
 
 
 @dataclass
-class KvmoverHandshakeMetadata(engine.HandshakeMetadata):
-    """A rank: its card for other engines, what it holds of a stored block, and which weights it serves."""
+class KvmoverHandshakeMetadata(vllm_api.HandshakeMetadata):
+    """A rank's card for other engines, its parts of a stored block, and its weights."""
 
     card: bytes
     parts: tuple[PagePart, ...]
@@ -86,27 +87,29 @@ class KvmoverHandshakeMetadata(engine.HandshakeMetadata):
 
 
 @dataclass
-class KvmoverWorkerMetadata(engine.WorkerMetadata):
-    """The report of a step. `stored`: ranks that are done with a block, by its hash. `ended`: transfers, by rank.
-    `held`: on how many ranks more than before a request's blocks may be written though its fetch has failed; -1: on
-    one less."""
+class KvmoverWorkerMetadata(vllm_api.WorkerMetadata):
+    """A rank's report of a step. `stored`: by block hash, the ranks that have stored it. `ended`: transfers, by rank.
+
+    `quarantined`: the change in the number of ranks on which a request's blocks may still be written though its fetch
+    has failed.
+    """
 
     stored: dict[bytes, frozenset[int]]
     ended: list[RankEnding]
-    held: dict[str, int]
+    quarantined: dict[str, int]
 
     def aggregate(self, other: KvmoverWorkerMetadata) -> KvmoverWorkerMetadata:
-        """What two ranks told, as one."""
-        held = Counter(self.held)
-        held.update(other.held)
+        """Returns the reports of two ranks as one."""
+        quarantined = Counter(self.quarantined)
+        quarantined.update(other.quarantined)
         stored = dict(self.stored)
         for block_hash, ranks in other.stored.items():
             stored[block_hash] = stored.get(block_hash, frozenset()) | ranks
-        return KvmoverWorkerMetadata(stored, self.ended + other.ended, dict(held))
+        return KvmoverWorkerMetadata(stored, self.ended + other.ended, dict(quarantined))
 
 
-class KvmoverStats(engine.Stats):
-    """Counts of an interval: `data` by the names of COUNTS, of ranks and of the scheduler, which vLLM adds up."""
+class KvmoverStats(vllm_api.Stats):
+    """The counts of an interval: `data` by the names of COUNTS, of ranks and of the scheduler, which vLLM adds up."""
 
     def reset(self) -> None:
         """Begin an interval: every count is 0."""
@@ -118,7 +121,7 @@ class KvmoverStats(engine.Stats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """A line for people: times in milliseconds a request, bytes in MB, zeros left out."""
+        """Returns a line for people: times in milliseconds a request, bytes in MB, without zeros."""
         line: dict[str, int | float] = {}
         for way in ("sent", "received"):
             requests = self.data.get(f"{way}_requests", 0)
@@ -131,17 +134,17 @@ class KvmoverStats(engine.Stats):
         return line | {name.replace("_", " "): self.data[name] for name in rest if self.data.get(name)}
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted, so that vLLM logs no line."""
+        """Returns True if all counts are 0, for which vLLM logs no line."""
         return not any(self.data.values())
 
 
-class KvmoverMetrics(engine.PromMetrics):
-    """`vllm:kvmover_*_total`, a counter a name of COUNTS."""
+class KvmoverMetrics(vllm_api.PromMetrics):
+    """The metrics `vllm:kvmover_*_total`, one counter a name of COUNTS."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine: Any) -> None:
-        engine.PromMetrics.__init__(self, vllm_config, metric_types, labelnames, per_engine)
+        vllm_api.PromMetrics.__init__(self, vllm_config, metric_types, labelnames, per_engine)
         self._counters = {
-            name: engine.per_engine(
+            name: vllm_api.per_engine(
                 self._counter_cls(name=f"vllm:kvmover_{name}", documentation=text, labelnames=labelnames), per_engine
             )
             for name, text in COUNTS.items()
@@ -153,32 +156,32 @@ class KvmoverMetrics(engine.PromMetrics):
             self._counters[name][engine_idx].inc(count)
 
 
-class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
+class KvmoverConnector(vllm_api.KVConnectorBase, vllm_api.SupportsHMA):
     """Prefill/decode disaggregation by kvmover's transfer, and a page store behind the prefix cache.
 
-    One half is made in the scheduler's process and one in each worker's: a method is called on one of them.
+    One half lives in the scheduler's process and one in each worker's; each method is called on one of them.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        """Raises EngineUnsupported, ConfigError or StoreError, a sentence, before anything is registered anywhere."""
-        engine.KVConnectorBase.__init__(self, vllm_config, role, kv_cache_config)
+        """Raises EngineUnsupported, ConfigError or StoreError, in a sentence, before any registration."""
+        vllm_api.KVConnectorBase.__init__(self, vllm_config, role, kv_cache_config)
         self._config = vllm_config
         self._options, self._settings = parse(self._kv_transfer_config.kv_connector_extra_config)
-        self._place = engine.place_of(vllm_config)
-        self._groups = engine.groups_of(kv_cache_config, vllm_config)
+        self._place = vllm_api.place_of(vllm_config)
+        self._groups = vllm_api.groups_of(kv_cache_config, vllm_config)
+        self._described = kv_cache_config
         refuse(self._groups)
-        self._blocks: int = kv_cache_config.num_blocks
         self._late = any(group.is_late for group in self._groups)
         if self._settings.store.root:
             self._refuse_to_store(kv_cache_config)
         self._worker: ConnectorWorker | None = None
         self._introduction: KvmoverHandshakeMetadata | None = None
-        #: Those of the start, once a rank has said which these are.
+        #: The weights at the start, once a rank has reported them.
         self._weights: ServedWeights | None = None
         self._ended = Ended()
-        if role is engine.SCHEDULER:
-            # Where a rank in this process has said who it is, it is heard already.
-            guest = None if log.hasHandlers() else Guest(engine.LOG, f"kvmover scheduler of {self._place.grid}")
+        if role is vllm_api.SCHEDULER:
+            # A rank in this process has set up logging already.
+            guest = None if log.hasHandlers() else Guest(vllm_api.LOG, f"kvmover scheduler of {self._place.grid}")
             ranks = self._place.ranks
             self._observers = Observers(self._settings, self._kv_transfer_config.engine_id, ranks, guest)
             group = AccountGroup(self._options.tenant, self._name)
@@ -187,7 +190,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             transfer = self._kv_transfer_config
             may = Role.GIVES if transfer.is_kv_producer else Role(0)
             may |= Role.TAKES if transfer.is_kv_consumer else Role(0)
-            left = max(1 if self._late else 0, engine.unread_tokens(vllm_config))
+            left = max(1 if self._late else 0, vllm_api.unread_tokens(vllm_config))
             keep_s = self._options.decoder_kv_blocks_ttl if self._options.bidirectional_kv_xfer else None
             fewest, move_s = self._options.kv_recompute_threshold, self._options.movable_s or None
             self._scheduler = ConnectorScheduler(
@@ -212,20 +215,20 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
                 "the page store takes models with one group of full attention, a row a token, on ranks that hold all"
                 ' tokens; not hybrids, compressed caches or context parallelism. "root": "none" does without'
             )
-        if (kv_cache_config.hash_block_size or block_tokens) != block_tokens:
-            raise EngineUnsupported(
-                f"hashes of {kv_cache_config.hash_block_size} tokens for blocks of {block_tokens}; they must be equal"
-            )
+        if (hashed := hashed_tokens(kv_cache_config) or block_tokens) != block_tokens:
+            raise EngineUnsupported(f"hashes of {hashed} tokens for blocks of {block_tokens}; they must be equal")
 
     @property
     def _name(self) -> str:
         return self._options.model or self._settings.exchange.model or self._config.model_config.model
 
     def _served_weights(self) -> ServedWeights:
-        """All ranks call this together: one of them looks at the files, and tells the others."""
+        """Returns the weights. All ranks call this together: one of them reads the files and broadcasts."""
 
         def compute() -> str:
-            return computed_once(lambda: digest_of_sources(engine.weight_sources(self._config)), engine.rank_groups())
+            return computed_once(
+                lambda: digest_of_sources(vllm_api.weight_sources(self._config)), vllm_api.rank_groups()
+            )
 
         return identified(self._name, self._settings.exchange, compute)
 
@@ -233,13 +236,14 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         return weights.namespace(self._groups[0].block_tokens, self._options.tenant)
 
     def updated(self, version: str | None) -> None:
-        """Other weights are served than at the start, `version` by the caller's word: what is open ends, and others are
-        met as these weights; None: nobody is, and nothing is stored. The scheduler's half keeps to that at once."""
-        if self._weights is None:  # nobody has been met yet
+        """Switch to other weights, named `version` by the caller: open transfers end, and engines and store are used as
+        these weights. With None neither is used. The scheduler's half obeys at once.
+        """
+        if self._weights is None:  # no other engine was met yet
             return
         weights = self._weights.updated(version)
         space = self._space_of(weights) if weights.is_known else None
-        if self._role is not engine.SCHEDULER:
+        if self._role is not vllm_api.SCHEDULER:
             self._rejoin(weights, space)
             return
         self._hints.pins.forget()
@@ -254,22 +258,24 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
     # The worker's half
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Make the rank's mover and store over the engine's caches, a view a layer. The memory stays vLLM's.
+        """Make the rank's mover and store over the engine's caches, one view a layer. The memory stays vLLM's.
 
-        Raises EngineUnsupported for caches whose rows are no tokens, ConfigError for weights that nobody can tell from
-        others, StoreError, or TransportUnavailable.
+        Raises EngineUnsupported for caches whose rows are not tokens, ConfigError for weights that cannot be
+        identified, StoreError, or TransportUnavailable.
         """
         place, settings = self._place, self._settings
         weights = self._weights = self._served_weights()
-        backing = engine.backing_of(kv_caches)
-        whole = engine.whole_of(self._config, kv_caches)
-        held = component_caches(self._groups, engine.layer_caches_of(kv_caches), self._blocks, whole, place)
+        backing = vllm_api.backing_of(kv_caches)
+        whole = vllm_api.whole_of(self._config, kv_caches)
+        registered = vllm_api.layer_caches_of(kv_caches)
+        vllm_api.check_places(registered, self._described)
+        held = component_caches(self._groups, registered, self._described.num_blocks, whole, place)
         if settings.exchange.model:
             held = self._exchanged(held)
         layers = {cache.component.name: cache.component.layers for cache in held}
-        stages = engine.of_all_stages(layers, place.pp_size)
+        stages = vllm_api.of_all_stages(layers, place.pp_size)
         made = of_all_stages(held, layers_of(stages, "VLLM_PP_LAYER_PARTITION"))
-        fleet = fleet_of(made, place, engine.run_tokens(self._config))
+        fleet = fleet_of(made, place, vllm_api.run_tokens(self._config))
         self._transport = partial(BackedTransport, f"vllm-{place.rank}", backing)
         mover = Mover(
             self._transport(),
@@ -278,7 +284,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             pools_of(made, backing),
             settings.mover_config(),
         )
-        guest = Guest(engine.LOG, f"kvmover rank {place.rank} of {place.grid}")
+        guest = Guest(vllm_api.LOG, f"kvmover rank {place.rank} of {place.grid}")
         self._observers = Observers(settings, self._kv_transfer_config.engine_id, place.rank, guest)
         self._observers.watch(mover)
         progress = Progress(mover, settings.progress)
@@ -300,10 +306,12 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         )
         follow_in_worker(self._kv_transfer_config.engine_id, self)
         log.info("%s", weights.told())
-        log.info("serves %d blocks of %s", self._blocks, "; ".join(cache.component.name for cache in made))
+        log.info(
+            "serves %d blocks of %s", self._described.num_blocks, "; ".join(cache.component.name for cache in made)
+        )
 
     def _rejoin(self, weights: ServedWeights, space: Namespace | None) -> None:
-        """The rank ends what is open, and joins anew, with other weights."""
+        """End open transfers of the rank, and join anew with other weights."""
         if self._worker is None or self._introduction is None:
             return
         weights.log()
@@ -312,7 +320,9 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         self._introduction = replace(self._introduction, card=card, weights=weights)
 
     def _exchanged(self, made: list[ComponentCache]) -> list[ComponentCache]:
-        """In the words of all engines, or, where they have none for these caches, in vLLM's, which only vLLM takes."""
+        """Returns the caches in the form common to all engines, or in vLLM's, which only vLLM takes, if there is
+        none.
+        """
         found = exchanged_caches(made, self._groups)
         if found is None:
             names = "; ".join(cache.component.name for cache in made)
@@ -331,70 +341,78 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         return parts, OffloadWorker(blocks, store)
 
     def get_handshake_metadata(self) -> KvmoverHandshakeMetadata | None:
-        """What vLLM carries from this rank to the scheduler; None before the caches are registered."""
+        """Returns the metadata that vLLM carries from this rank to the scheduler; None before the caches are
+        registered.
+        """
         return self._introduction
 
     def handle_preemptions(self, kv_connector_metadata: KvmoverConnectorMetadata) -> None:
-        """Return when nothing reads the pages of preempted requests, which the step to come overwrites."""
+        """Return when no read of preempted requests' pages is open; the next step overwrites them."""
         if self._worker:
             self._worker.before(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KvmoverConnectorMetadata) -> None:
-        """A step begins with this metadata: begin what does not wait for its forward pass."""
-        engine.KVConnectorBase.bind_connector_metadata(self, connector_metadata)
+        """Begin a step: start all orders that do not wait for its forward pass."""
+        vllm_api.KVConnectorBase.bind_connector_metadata(self, connector_metadata)
         if self._worker:
             self._worker.begin(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Everything is fetched between steps, and was begun when the metadata came."""
+        """Return at once: KV is fetched between steps, begun when the metadata came."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """No request is scheduled before all its layers are there."""
+        """Return at once: a request is scheduled once all its layers are loaded."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """The forward pass has come past a layer, whose KV may go once the current stream has passed."""
+        """Note that the forward pass has passed a layer, whose KV may be sent once the current stream has passed."""
         if self._worker:
             self._worker.computed(layer_name)
 
     def wait_for_save(self) -> None:
-        """The forward pass has been launched. Nothing is waited for: an event on its stream lets pages go."""
+        """Note that the forward pass was launched. Returns at once: an event on its stream allows the sends."""
         if self._worker:
             self._worker.end(self._get_connector_metadata())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Requests that have ended on this rank since the last call: sent, received, and failed ones of these."""
+        """Returns the requests that ended on this rank since the last call: sent, received, and the failed ones among
+        these.
+        """
         if self._worker:
             self._ended = self._worker.ended()
         ended = self._ended
-        return engine.TransferResults(ended.sent, ended.received, ended.failed)
+        return vllm_api.TransferResults(ended.sent, ended.received, ended.failed)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """As `get_transfer_results` for releases that ask this way: sent and received, None for none."""
+        """Returns sent and received requests of `get_transfer_results`, None for an empty set, for releases that call
+        this method.
+        """
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending or None, results.finished_recving or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Of the same step as the requests that `get_transfer_results` told."""
+        """Returns the blocks of failed loads, of the same step as the last `get_transfer_results`."""
         return self._ended.blocks
 
     def build_connector_worker_meta(self) -> KvmoverWorkerMetadata | None:
-        """What this rank tells the scheduler with a step: stored blocks and how transfers ended; None for nothing."""
+        """Returns this rank's report to the scheduler with a step: stored blocks and ended transfers; None if it is
+        empty.
+        """
         if self._worker is None:
             return None
         done = self._worker.offload.stored() if self._worker.offload else []
         ended, step = self._worker.take_endings(), self._ended
-        held = dict.fromkeys(step.held, 1) | dict.fromkeys(step.returned, -1)
+        quarantined = dict.fromkeys(step.quarantined, 1) | dict.fromkeys(step.returned, -1)
         self._ended = Ended()
         stored = dict.fromkeys(done, frozenset((self._place.rank,)))
-        return KvmoverWorkerMetadata(stored, ended, held) if done or ended or held else None
+        return KvmoverWorkerMetadata(stored, ended, quarantined) if done or ended or quarantined else None
 
     # The scheduler's half
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """Whose blocks they are: those that may still be written are kept from others."""
-        engine.KVConnectorBase.bind_kv_cache_manager(self, kv_cache_manager)
-        blocks = engine.KvBlocks(kv_cache_manager)
-        self._held = HeldBlocks(blocks)
+        """Take vLLM's block manager, in which blocks that may still be written are quarantined."""
+        vllm_api.KVConnectorBase.bind_kv_cache_manager(self, kv_cache_manager)
+        blocks = vllm_api.KvBlocks(kv_cache_manager)
+        self._quarantine = QuarantinedBlocks(blocks)
         self._hints = RequestHints(
             blocks,
             [group.block_tokens for group in self._groups],
@@ -406,13 +424,13 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         self._accounts.pins = self._hints.pins
 
     def has_pending_push_work(self) -> bool:
-        """Whether vLLM has to go on stepping without requests: ranks tell with a step that blocks are free again."""
-        return len(self._held) > 0
+        """Returns True if vLLM must step without requests: ranks report with a step that blocks are free again."""
+        return len(self._quarantine) > 0
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], KvmoverHandshakeMetadata]) -> None:
-        """All ranks are ready: others may find them, and what all of them can load is known."""
+        """Serve the cards of all ranks, which are ready, and open the look-up of blocks that all of them can load."""
         ranks = [metadata[place] for place in sorted(metadata)]
-        host = self._options.host or engine.own_address()
+        host = self._options.host or vllm_api.own_address()
         if self._server is None:
             replica = self._config.parallel_config.data_parallel_index
             port = self._options.port and self._options.port + replica
@@ -431,16 +449,20 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             self._scheduler.leading = self._lookup.leading
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KvmoverHandshakeMetadata]) -> None:
-        """As `set_xfer_handshake_metadata_pp_aware`, of a single pipeline stage."""
+        """Do `set_xfer_handshake_metadata_pp_aware` for a single pipeline stage."""
         self.set_xfer_handshake_metadata_pp_aware({(0, rank): said for rank, said in metadata.items()})
 
     def on_new_request(self, request: Any) -> None:
-        """A request arrived at the scheduler."""
+        """Take in a request that arrived at the scheduler: cut the prompt of a prefill before the tokens left to
+        decode, and carry out its hints that are due at once.
+        """
         self._scheduler.new(request)
         self._hints.came(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens beyond the computed ones that come from elsewhere, and whether any do: they come between steps."""
+        """Returns the number of tokens beyond the computed ones that can be fetched, and True if there are any, since
+        they are fetched between steps.
+        """
         found = self._scheduler.matched(request, num_computed_tokens)
         if found is None:  # vLLM asks again
             return None, False
@@ -448,27 +470,29 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         return found, found > 0
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """All groups: what is loaded is loaded of each."""
+        """Returns all groups: a load covers each of them."""
         return self._kv_cache_config.transfer_group_ids
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        """The same tokens by where they come from, for vLLM's metrics."""
+        """Returns the external tokens by their source, for vLLM's metrics."""
         if not num_external_tokens:
             return {}
         known = self._scheduler.live.get(request.request_id)
-        return {engine.P2P if known and known.fetch else engine.DISK: num_external_tokens}
+        return {vllm_api.P2P if known and known.fetch else vllm_api.DISK: num_external_tokens}
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """The request has blocks; the last `num_external_tokens` of its computed tokens are to be fetched into them."""
+        """Note the blocks of a request, into which the last `num_external_tokens` of its computed tokens will be
+        fetched.
+        """
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
         if self._scheduler.is_of_peer(request):
             external = ExternalTokens(peer=num_external_tokens)
         else:
-            external = engine.external_of(self.get_external_cache_hit_sources(request, num_external_tokens))
+            external = vllm_api.external_of(self.get_external_cache_hit_sources(request, num_external_tokens))
         self._accounts.allocated(request, external)
 
     def build_connector_meta(self, scheduler_output: Any) -> KvmoverConnectorMetadata:
-        """What the workers are to do in a step, handed out once."""
+        """Returns the workers' orders for a step, each once."""
         self._accounts.scheduled(scheduler_output)
         metadata = self._scheduler.build(scheduler_output)
         if self._tells:
@@ -477,36 +501,38 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         return metadata
 
     def _announce(self, save: SaveSpec) -> None:
-        """Tell of blocks when they are stored: their tokens are known as long as the request is."""
+        """Prepare the events of blocks to be stored: their tokens are known only while the request lives."""
         known, group = self._scheduler.live[save.request], self._groups[0]
         for number, block_hash in enumerate(save.hashes, known.saved - len(save.hashes)):
-            event = partial(engine.stored_event, known.request, number, group.block_tokens, 0, group.kind)
+            event = partial(vllm_api.stored_event, known.request, number, group.block_tokens, 0, group.kind)
             self._events.expect(block_hash, event)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Hear what all ranks told with a step, before vLLM takes the blocks of requests that failed away from them."""
+        """Take all ranks' reports of a step, before vLLM frees the blocks of failed requests."""
         self._scheduler.output(connector_output)
         told, received = connector_output.kv_connector_worker_meta, connector_output.finished_recving or ()
         if isinstance(told, KvmoverWorkerMetadata):
             self._events.heard(told.stored)
             self._tally.hear(told.ended)
-        self._held.heard(told.held if isinstance(told, KvmoverWorkerMetadata) else {}, received)
+        self._quarantine.heard(told.quarantined if isinstance(told, KvmoverWorkerMetadata) else {}, received)
 
     def take_events(self) -> Iterable[Any]:
-        """KV events of blocks that every rank has stored since the last call."""
+        """Returns the KV events of blocks that every rank has stored since the last call."""
         return self._events.take()
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the request keeps its blocks until the ranks report it, and what its other half must know."""
+        """Returns True if the request keeps its blocks until the ranks report it, and the parameters for its decode
+        half.
+        """
         self._accounts.finished(request)
-        outcome = engine.outcome_of(request)
+        outcome = vllm_api.outcome_of(request)
         self._hints.ended(request, outcome)
         return self._scheduler.finished(request, block_ids, outcome)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished_all_groups`, of a model with one group."""
+        """Do `request_finished_all_groups` for a model with one group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def reset_cache(self) -> bool | None:
@@ -520,8 +546,8 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
     # Either half
 
     def get_kv_connector_stats(self) -> KvmoverStats | None:
-        """A rank's bytes and blocks, the scheduler's requests: vLLM adds them up."""
-        if self._role is engine.SCHEDULER:
+        """Returns a rank's counts of bytes and blocks, or the scheduler's of requests; vLLM adds them up."""
+        if self._role is vllm_api.SCHEDULER:
             counts = self._tally.take() + self._scheduler.take_counts()
         else:
             counts = self._worker.take_counts() if self._worker else Counter[str]()
@@ -533,7 +559,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             self._worker.close()
             self._worker = None
             self._observers.close()
-        if self._role is engine.SCHEDULER:
+        if self._role is vllm_api.SCHEDULER:
             for held in (self._server, self._lookup):
                 if held is not None:
                     held.close()
@@ -542,22 +568,22 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Layers are told of while a graph is replayed only where it is replayed in pieces."""
+        """Returns True for layerwise sends: a graph calls `save_kv_layer` only if it is replayed in pieces."""
         return parse(extra_config)[1].mover.chunk_layers > 0
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """No: pages stay registered with the NIC."""
+        """Returns False: pages stay registered with the NIC."""
         return False
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvmoverStats:
-        """Counts as vLLM adds them up; none by default."""
+        """Returns counts as vLLM adds them up, by default empty."""
         return KvmoverStats(data=data or {})
 
     @classmethod
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> KvmoverMetrics:
-        """The counters of COUNTS in vLLM's own registry."""
+        """Returns the counters of COUNTS in vLLM's own registry."""
         return KvmoverMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

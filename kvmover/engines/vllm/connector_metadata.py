@@ -1,6 +1,6 @@
-"""Connector metadata is what the scheduler's half asks of the workers' halves in a step; a Tally counts their endings.
+"""Connector metadata carries the scheduler's orders to the workers in a step; a Tally counts how transfers ended.
 
-vLLM pickles both ways.
+vLLM pickles both.
 """
 
 from __future__ import annotations
@@ -9,20 +9,23 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvmover.engines.vllm.handshake import Remote
+from kvmover.engines.vllm.transfer_params import Remote
 from kvmover.transfer.protocol.content import Content
 from kvmover.transfer.result import Service
 
-#: Block ids of a request, one table a cache group, from the request's beginning.
+#: Block ids of a request, one table a cache group, from its first token on.
 Tables = tuple[list[int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SendSpec:
-    """Offer a request, or the beginning of one that is prefilled in chunks. `computed` positions are in its pages
-    before this step, those below `stop` after it (None: all of it); `computed` None: all of it is there. `keep_s`: for
-    how long; None: as configured. `service`: REPEATED where several may ask. `way`: "moved" of one that is decoded
-    here and may move. `content`: the prompt as a whole; `contents`: what longer beginnings are of."""
+    """An offer of a request, or of its beginning if it is prefilled in chunks.
+
+    `computed` positions are in its pages before this step (None: all), those below `stop` after it (None: all).
+    `keep_s`: seconds to keep the pages, None for the configured time. `service`: REPEATED if several engines may ask.
+    `way`: "moved" if the request is decoded here and may move. `content`: the whole prompt's; `contents`: those of
+    longer prefixes.
+    """
 
     request: str
     transfer: str
@@ -38,9 +41,9 @@ class SendSpec:
 
 @dataclass(frozen=True, slots=True)
 class GrowSpec:
-    """The next chunk of a request that was offered: block ids that come behind those named before, and below which
-    position all is in its pages after this step (None: all of it). `contents`: what each beginning that this step adds
-    is of, of a request that may move."""
+    """The next chunk of an offered request: block ids behind those named before, and the position below which its pages
+    are complete after this step (None: all). `contents`: of each prefix that this step adds to a request that may move.
+    """
 
     request: str
     tables: Tables
@@ -50,7 +53,7 @@ class GrowSpec:
 
 @dataclass(frozen=True, slots=True)
 class AttachSpec:
-    """A request that is sent has its first token: `payload` goes to whoever asks for it beside the KV."""
+    """The first token of a request that is sent: `payload` goes beside the KV."""
 
     request: str
     payload: bytes
@@ -58,7 +61,7 @@ class AttachSpec:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveSpec:
-    """Fetch positions [start, stop) of a request into its pages. `content`: what the source has to have."""
+    """An order to fetch positions [start, stop) of a request into its pages. The source must have `content`."""
 
     request: str
     remote: Remote
@@ -70,7 +73,7 @@ class ReceiveSpec:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseSpec:
-    """Decode needs none of a request's KV: the prefill engine may free its pages."""
+    """A notice that decode needs no KV of a request: the prefill engine may free its pages."""
 
     remote: Remote
     tokens: int
@@ -79,7 +82,7 @@ class ReleaseSpec:
 
 @dataclass(frozen=True, slots=True)
 class RefuseSpec:
-    """A request that will not be sent, to whoever asks for it."""
+    """A request that will not be sent, and the reason given to any engine that asks for it."""
 
     transfer: str
     reason: str
@@ -87,7 +90,7 @@ class RefuseSpec:
 
 @dataclass(frozen=True, slots=True)
 class AbortSpec:
-    """Give a transfer of a request up, in whichever direction."""
+    """An order to abort a request's transfer, in either direction."""
 
     request: str
     reason: str
@@ -95,7 +98,7 @@ class AbortSpec:
 
 @dataclass(frozen=True, slots=True)
 class SaveSpec:
-    """Store blocks that are whole once this step has been computed."""
+    """An order to store blocks that are complete once this step has been computed."""
 
     request: str
     hashes: tuple[bytes, ...]
@@ -104,7 +107,7 @@ class SaveSpec:
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """Read blocks from the store."""
+    """An order to load blocks from the store."""
 
     request: str
     hashes: tuple[bytes, ...]
@@ -113,8 +116,9 @@ class LoadSpec:
 
 @dataclass(slots=True)
 class KvmoverConnectorMetadata:
-    """A step's. `preempted` requests lose their pages in this step: nothing may read them when the forward pass begins.
-    `delayed` requests have finished and keep their pages until each rank reports them as sent."""
+    """The orders of one step. `preempted` requests lose their pages in this step: no read of them may be open when the
+    forward pass begins. `delayed` requests have finished and keep their pages until each rank reports them as sent.
+    """
 
     sends: list[SendSpec] = field(default_factory=list[SendSpec])
     growths: list[GrowSpec] = field(default_factory=list[GrowSpec])
@@ -131,8 +135,11 @@ class KvmoverConnectorMetadata:
 
 @dataclass(frozen=True, slots=True)
 class RankEnding:
-    """How one rank's part of a request ended. `way`: "sent", "received" or "moved", of one that was decoded here and
-    which another engine has taken if it landed. `microseconds`: of one that landed."""
+    """The end of one rank's part of a request.
+
+    `way` is "sent", "received", or "moved" for a request decoded here, which another engine has taken if it landed.
+    `microseconds` is the duration of a part that landed.
+    """
 
     way: str
     request: str
@@ -142,14 +149,16 @@ class RankEnding:
 
 @dataclass(slots=True)
 class Tally:
-    """Of `ranks` ranks. A request landed if its part did on each of them, and took as long as on the slowest."""
+    """The counts of requests over `ranks` ranks. A request landed if its part did on each rank, and took as long as on
+    the slowest.
+    """
 
     ranks: int
     _counts: Counter[str] = field(default_factory=Counter[str])
     _open: dict[tuple[str, str], list[RankEnding]] = field(default_factory=dict[tuple[str, str], list[RankEnding]])
 
     def hear(self, endings: Iterable[RankEnding]) -> None:
-        """Parts of requests that have ended, each from one rank and once."""
+        """Note parts of requests that have ended, each from one rank and once."""
         for ending in endings:
             key = ending.way, ending.request
             parts = self._open.setdefault(key, [])
@@ -158,7 +167,7 @@ class Tally:
                 self._count(ending.way, self._open.pop(key))
 
     def take(self) -> Counter[str]:
-        """What was counted since the last call."""
+        """Returns the counts since the last call."""
         taken, self._counts = self._counts, Counter[str]()
         return taken
 

@@ -13,12 +13,12 @@ MOST_FAMILIES = 1024
 
 _CHILD = re.compile(r"[0-9]+_(.+)", re.DOTALL)
 
-#: vLLM's name of a later prompt of a list: what is told of those nobody hears, since an answer has one word for all.
+#: vLLM's name of a later prompt in a list. Its parameters reach no client, since an answer has one set for all prompts.
 _LATER = re.compile(r"(?:[0-9]+_)?cmpl-.*-[1-9][0-9]*-[0-9a-f]{8}", re.DOTALL)
 
 
 def is_told_of(request: str) -> bool:
-    """Returns whether a client hears under which name a request is offered.
+    """Returns True if the client learns the name under which a request is offered.
 
     >>> is_told_of("cmpl-7-0-0123abcd"), is_told_of("cmpl-7-1-0123abcd")
     (True, False)
@@ -28,8 +28,10 @@ def is_told_of(request: str) -> bool:
 
 @dataclass(slots=True)
 class Family:
-    """The requests of one prompt and parent. `transfer`: the name by which the first one is offered. `readers`: how
-    many may ask for it: 1 for a request without a parent, else 2 at least, since the others come a little later."""
+    """The requests of one prompt and parent. `transfer` is the name by which the first one is offered. `readers` is the
+    number of requests that may ask for it: 1 for a request without a parent, else at least 2, since siblings come a
+    little later.
+    """
 
     first: str
     transfer: str
@@ -51,8 +53,9 @@ class Families:
     _known: OrderedDict[tuple[str, Content], Family] = field(default_factory=OrderedDict["tuple[str, Content]", Family])
 
     def of(self, request: str, transfer: str, content: Content) -> Family:
-        """Returns the family that a request belongs to, which it may be the first of. `transfer`: the name by which it
-        would be offered alone."""
+        """Returns the family of a request, which may be its first member. `transfer` is its name if it is offered
+        alone.
+        """
         child = _CHILD.fullmatch(request)
         if child is None:
             return Family(request, transfer)

@@ -1,10 +1,10 @@
 """A page store behind the host memory of vLLM's own offloading, and an account of every request.
 
-vLLM moves its caches to that memory and back, whatever model they are of; a tier sees chunks of it. A chunk is a page,
-and its row in that memory the page's place: PageTierManager translates, and a PageTier does the rest. All methods are
-for vLLM's scheduler, and wait for nothing but `drain_jobs` and `shutdown`.
+vLLM copies its caches of any model to that memory and back; a tier sees chunks of it. A chunk is a page, and its row in
+that memory the page's place: PageTierManager translates, and a PageTier does the rest. All methods are for vLLM's
+scheduler; only `drain_jobs` and `shutdown` wait.
 
-All names of vLLM's that only offloading uses are imported here, by their paths: what a new release has to be read for.
+All names of vLLM that only offloading uses are imported here, by their paths: to check against a new release.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from importlib import import_module
-from importlib.metadata import version
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,53 +22,52 @@ from kvmover.cache.ledger import AccountGroup
 from kvmover.cache.page_tiers import FinishedJob, PageJob, PageRequest, PageTier, PageVerb
 from kvmover.config import Settings, load
 from kvmover.engines.common import open_row_tier
-from kvmover.engines.vllm import engine
+from kvmover.engines.vllm import vllm_api
 from kvmover.engines.vllm.block_store import page_of
-from kvmover.engines.vllm.options import parse_tier
 from kvmover.engines.vllm.request_accounts import RequestAccounts
 from kvmover.engines.vllm.served_model import PEER_TIER, ServedModel, weights_of_tier
-from kvmover.engines.vllm.weight_updates import follow_in_scheduler
+from kvmover.engines.vllm.vllm_contract import OFFLOADING, V1, VLLM, job_result, layout_revision, make_tier
+from kvmover.engines.vllm.vllm_options import parse_tier
+from kvmover.engines.vllm.vllm_weight_updates import follow_in_scheduler
 from kvmover.observe.logs import Guest
 from kvmover.observe.observers import Observers, begin_logs
 from kvmover.transport import Memory, MemoryKind
 
-_offload: Any = import_module("vllm.v1.kv_offload.base")
-_tiers: Any = import_module("vllm.v1.kv_offload.tiering.base")
-_metrics: Any = import_module("vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics")
-_connector: Any = import_module("vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector")
-_platform: Any = import_module("vllm.platforms").current_platform
+VLLM.require(OFFLOADING)
 
-OffloadingConnector: Any = _connector.OffloadingConnector
-SecondaryTierManager: Any = _tiers.SecondaryTierManager
-JobResult: Any = _tiers.JobResult
-RequestOffloadingContext: Any = _offload.RequestOffloadingContext
-OffloadingEvent: Any = _offload.OffloadingEvent
-CounterMetadata: Any = _offload.OffloadingCounterMetadata
-TierStats: Any = _metrics.OffloadingConnectorStats
+_platform: Any = VLLM.find("vllm.platforms").current_platform
+_lookups: Any = VLLM.find("vllm.v1.kv_offload.base:LookupResult")
 
-#: What vLLM knows of a key.
-HIT, MISS, RETRY = (getattr(_offload.LookupResult, name) for name in ("HIT", "MISS", "RETRY"))
+OffloadingConnector: Any = VLLM.find(f"{V1}.offloading_connector:OffloadingConnector")
+SecondaryTierManager: Any = VLLM.find("vllm.v1.kv_offload.tiering.base:SecondaryTierManager")
+RequestOffloadingContext: Any = VLLM.find("vllm.v1.kv_offload.base:RequestOffloadingContext")
+OffloadingEvent: Any = VLLM.find("vllm.v1.kv_offload.base:OffloadingEvent")
+CounterMetadata: Any = VLLM.find("vllm.v1.kv_offload.base:OffloadingCounterMetadata")
+TierStats: Any = VLLM.find(f"{V1}.offloading.metrics:OffloadingConnectorStats")
 
-STORAGE: Any = _offload.Medium.STORAGE
-Locality: Any = _offload.Locality
+#: vLLM's answers to the look-up of a key.
+HIT, MISS, RETRY = (getattr(_lookups, name) for name in ("HIT", "MISS", "RETRY"))
+
+STORAGE: Any = VLLM.find("vllm.v1.kv_offload.base:Medium").STORAGE
+Locality: Any = VLLM.find("vllm.v1.kv_offload.base:Locality")
 
 
 def memory_of_view(view: memoryview) -> Memory:
-    """All of a view [chunk, byte], dense, of host memory. It is not held on to: vLLM releases it after the tier."""
+    """Returns the host memory of a dense view [chunk, byte]. The view is not kept: vLLM releases it after the tier."""
     return Memory(MemoryKind.HOST, np.asarray(view).ctypes.data, view.nbytes)
 
 
 def chunk_tokens(config: Any) -> int:
-    """Tokens of a chunk of the first cache group of an `OffloadingConfig`."""
+    """Returns the tokens of a chunk of the first cache group of an `OffloadingConfig`."""
     return config.groups[0].tokens_per_block * config.cache.blocks_per_chunk
 
 
 def chunk_content(offloading_spec: Any) -> str:
-    """What the bytes of a chunk are, in words: only where all of them are equal do two chunks of a key mean the same.
+    """Returns a text for the byte format of a chunk: chunks of a key are interchangeable only if these texts are equal.
 
-    The order of the bytes is vLLM's: it may change with its release, and with the attention backend, which it chooses
-    by the device. Ranks lie one after the other, each in its own order; with one rank, or one copy for all, or vLLM's
-    canonical layout, nothing of the ranks is left.
+    vLLM chooses the order of bytes: it may change with the attention backend, which depends on the device, and with a
+    release. Ranks are one after the other, each in its own order; with one rank, one copy for all,
+    or vLLM's canonical layout, the order is independent of the ranks.
     """
     config = offloading_spec.config
     parallel, cache = config.parallel, config.cache
@@ -84,7 +81,7 @@ def chunk_content(offloading_spec: Any) -> str:
     groups = repr([(group.tokens_per_block, sorted(group.layer_names)) for group in config.groups])
     return ", ".join(
         (
-            f"vLLM {version('vllm').partition('+')[0]} on {_platform.device_type} {_capability()}",
+            f"vLLM's {layout_revision()} on {_platform.device_type} {_capability()}",
             f"{cache.blocks_per_chunk} blocks of {cache.tokens_per_hash} tokens a hash",
             f"{config.model.dtype} {config.kv_cache_layout}",
             ranks,
@@ -94,14 +91,14 @@ def chunk_content(offloading_spec: Any) -> str:
 
 
 def _capability() -> str:
-    """Of the device, as far as the platform knows one."""
+    """Returns the device's compute capability, "" if the platform has none."""
     found = _platform.get_device_capability()
     return "" if found is None else found.as_version_str()
 
 
 log = logging.getLogger(__name__)
 
-#: vLLM's own counters say how many bytes and jobs there were of each tier; these say how each chunk ended.
+#: vLLM's own counters give bytes and jobs of each tier; these count chunks by outcome.
 _METRICS = {
     PageVerb.WRITE: (
         "vllm:kvmover_tier_stores",
@@ -116,10 +113,11 @@ _METRICS = {
 
 @dataclass(slots=True, eq=False)
 class Looked:
-    """The chunks that a request looked up. `found`: by key, None until it is known. `new`: keys of the next look-up, by
-    the names of their pages.
+    """The chunks that a request looked up. `found`: by key, None until known. `new`: keys of the next look-up, by page
+    name.
 
-    Of a tier that needs a request: `pages` says which, and its pages are named by `hashes` of the tokens of `request`.
+    For a tier that needs the request, `pages` identifies it, and pages are named by `hashes` of the tokens of
+    `request`.
     """
 
     pages: PageRequest | None = None
@@ -130,13 +128,13 @@ class Looked:
 
 
 class PageTierManager(SecondaryTierManager):
-    """A PageTier as vLLM's manager of tiers drives one. Every failure is a miss.
+    """A PageTier behind vLLM's interface of a secondary tier. Every failure is a miss.
 
-    A subclass opens the tier and has the methods that raise NotImplementedError here.
+    A subclass opens the tier and implements the methods that raise NotImplementedError here.
     """
 
     def serve(self, tier: PageTier, settings: Settings, logger: str) -> None:
-        """Begin: `tier` belongs to this from now on."""
+        """Begin to serve `tier`, which is owned and closed by this manager."""
         self._tier: PageTier | None = tier
         self._requests: dict[str, Looked] = {}
         self._jobs: dict[int, tuple[Any, list[bytes]]] = {}
@@ -144,16 +142,16 @@ class PageTierManager(SecondaryTierManager):
         self._serial = 0
         self._results: list[Any] = []
         self._counts: Counter[tuple[PageVerb, str]] = Counter()
-        self._end_logs = begin_logs(settings.logging, None if log.hasHandlers() else Guest(engine.LOG, logger))
+        self._end_logs = begin_logs(settings.logging, None if log.hasHandlers() else Guest(vllm_api.LOG, logger))
 
     # A subclass's own
 
     def name(self, key: bytes, looked: Looked, req_context: Any) -> bytes | None:
-        """Returns the name of a chunk's page; None where the tier has none for it."""
+        """Returns the name of a chunk's page; None if the tier has none for it."""
         raise NotImplementedError
 
     def begun(self, req_context: Any) -> Looked:
-        """Returns the state of a request that is new."""
+        """Returns the state of a new request."""
         return Looked()
 
     def counted(self, verb: PageVerb, outcome: str) -> tuple[str, tuple[str, ...]]:
@@ -161,12 +159,12 @@ class PageTierManager(SecondaryTierManager):
         raise NotImplementedError
 
     def stored(self, keys: list[bytes]) -> None:
-        """Hear of chunks that are stored now."""
+        """Take note of chunks that are stored now."""
 
     # Look-ups
 
     def on_new_request(self, req_context: Any) -> Any:
-        """Returns that chunks are stored when they are computed, by whatever request."""
+        """Returns a context that stores chunks as they are computed, for any request."""
         self._requests[req_context.req_id] = self.begun(req_context)
         return RequestOffloadingContext()
 
@@ -199,7 +197,7 @@ class PageTierManager(SecondaryTierManager):
                 looked.new = {}
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Forget the request's look-ups; the tier gives back pages that were found and not read."""
+        """Forget the request's look-ups; the tier releases pages that were found and not read."""
         looked = self._requests.pop(req_context.req_id, None)
         if self._tier and looked is not None and looked.pages is not None:
             self._tier.release(looked.pages)
@@ -207,7 +205,7 @@ class PageTierManager(SecondaryTierManager):
     # Chunks
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Write chunks, which vLLM keeps as they are until the job has ended."""
+        """Write chunks, which vLLM keeps unchanged until the job has ended."""
         assert self._tier, "vLLM submits nothing after `shutdown`"
         self._tier.write(self._job(job_metadata))
 
@@ -255,7 +253,7 @@ class PageTierManager(SecondaryTierManager):
             looked.found.update(dict.fromkeys(set(keys) - set(whole), False))
         elif whole and not loads:
             self.stored(whole)
-        return JobResult(
+        return job_result(
             job_id=job.job_id,
             success=ended.ok,
             successful_keys=whole if loads else None,
@@ -264,19 +262,19 @@ class PageTierManager(SecondaryTierManager):
         )
 
     def drain_jobs(self) -> None:
-        """Return when no row is read or written any more."""
+        """Return when no read or write of a row is open."""
         if self._tier:
             self._tier.settle()
 
     def shutdown(self) -> None:
-        """End what was submitted, and close the tier. Safe to call twice."""
+        """Finish all jobs, and close the tier. Safe to call twice."""
         tier, self._tier = self._tier, None
         if tier:
             tier.close()
             self._end_logs()
 
     def get_stats(self) -> Any:
-        """Returns chunks by how they ended since the last call; None for none."""
+        """Returns chunks by outcome since the last call; None if there are none."""
         counts, self._counts = self._counts, Counter()
         if not counts:
             return None
@@ -288,7 +286,7 @@ class PageTierManager(SecondaryTierManager):
 
 
 class KvmoverTier(PageTierManager):
-    """Chunks of vLLM's CPU tier in a page store that any number of engines share.
+    """The chunks of vLLM's CPU tier in a page store that any number of engines share.
 
     vLLM loads it by `"type": "KvmoverTier", "module_path": "kvmover.engines.vllm"` in `secondary_tiers`.
     """
@@ -303,8 +301,8 @@ class KvmoverTier(PageTierManager):
         backpressure_detector: Any = None,
         **said: Any,
     ) -> None:
-        """`primary_kv_view` [chunk, byte] stays vLLM's. Raises ConfigError or StoreError, a sentence."""
-        SecondaryTierManager.__init__(self, offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        """`primary_kv_view` [chunk, byte] stays vLLM's. Raises ConfigError or StoreError, in a sentence."""
+        make_tier(self, offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         options, settings = parse_tier(said)
         self.locality = Locality(options.locality) if options.locality else None
         self._tells = options.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
@@ -314,22 +312,24 @@ class KvmoverTier(PageTierManager):
         self._weights, self._page_tokens, self._tenant = weights, chunk_tokens(config), options.tenant
         space = weights.namespace(self._page_tokens, self._tenant)
         what, memory = chunk_content(offloading_spec), memory_of_view(primary_kv_view)
-        self._store_tier = open_row_tier(settings.store, space, what, memory, self.block_size_bytes)
+        row_bytes = memory.nbytes // len(primary_kv_view)
+        self._store_tier = open_row_tier(settings.store, space, what, memory, row_bytes)
         self.serve(self._store_tier, settings, "kvmover tier")
         log.info("%s", weights.told())
-        log.info("%d chunks of %d bytes in %s: %s", len(primary_kv_view), self.block_size_bytes, space, what)
+        log.info("%d chunks of %d bytes in %s: %s", len(primary_kv_view), row_bytes, space, what)
         follow_in_scheduler(config.engine_id, self)
 
     def updated(self, version: str | None) -> None:
-        """Other weights are served than at the start, `version` by the caller's word: go on with chunks of these; None:
-        with none. vLLM's own memory is empty when there is a version."""
+        """Switch to chunks of other weights, named `version` by the caller; to none with None. vLLM's own memory is
+        empty when there is a version.
+        """
         weights = self._weights.updated(version)
         if self._tier:
             self._store_tier.become(weights.namespace(self._page_tokens, self._tenant) if weights.is_known else None)
             weights.log()
 
     def name(self, key: bytes, looked: Looked, req_context: Any) -> bytes | None:
-        """Returns the page that vLLM's hash, and its number of the cache group, name."""
+        """Returns the page of vLLM's key, which has a hash and the number of the cache group."""
         return page_of(key)
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
@@ -338,18 +338,18 @@ class KvmoverTier(PageTierManager):
             self._tier.touch(map(page_of, tuple(keys)))
 
     def stored(self, keys: list[bytes]) -> None:
-        """Tell of stored chunks, where events are on."""
+        """Publish stored chunks, if events are on."""
         if self._tells:
             self._events.append(OffloadingEvent(keys, self.medium, False, self.locality))
 
     def take_events(self) -> Sequence[Any]:
-        """KV events of chunks that were stored since the last call."""
+        """Returns the KV events of chunks stored since the last call."""
         taken, self._events = self._events, []
         return taken
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        """Counters in vLLM's own registry."""
+        """Returns the counters for vLLM's own registry."""
         return {name: CounterMetadata(text, ("outcome",)) for name, text in _METRICS.values()}
 
     def counted(self, verb: PageVerb, outcome: str) -> tuple[str, tuple[str, ...]]:
@@ -358,17 +358,17 @@ class KvmoverTier(PageTierManager):
 
 
 class KvmoverOffloadingConnector(OffloadingConnector):
-    """Offloads as vLLM does; the scheduler's half tells a ledger what it hears. Options are vLLM's own."""
+    """vLLM's OffloadingConnector whose scheduler half also keeps the ledger. Options are vLLM's own."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        """Raises ConfigError or KvmoverError for kvmover's configuration, and what vLLM's own raises."""
+        """Raises ConfigError or KvmoverError for kvmover's configuration, and the errors of vLLM's own."""
         self._served = ServedModel(vllm_config, kv_cache_config)
         with self._served:
             OffloadingConnector.__init__(self, vllm_config, role, kv_cache_config)
-        if role is engine.SCHEDULER:
+        if role is vllm_api.SCHEDULER:
             tiers = self._kv_transfer_config.kv_connector_extra_config.get("secondary_tiers", ())
             asks_peers = any(tier.get("type") == PEER_TIER for tier in tiers)
-            self._lenders = frozenset((engine.P2P,) if asks_peers else ())
+            self._lenders = frozenset((vllm_api.P2P,) if asks_peers else ())
             ranks = vllm_config.parallel_config.world_size
             self._observers = Observers(load().settings, self._kv_transfer_config.engine_id, ranks)
             self._accounts = RequestAccounts(
@@ -377,42 +377,42 @@ class KvmoverOffloadingConnector(OffloadingConnector):
             self._observers.serve(self._accounts)
 
     def on_new_request(self, request: Any) -> None:
-        """As vLLM's."""
+        """Do as vLLM's, and note the request for tiers."""
         self._served.seen(request)
         OffloadingConnector.on_new_request(self, request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """As vLLM's."""
+        """Do as vLLM's, and account for the match."""
         found, is_async = OffloadingConnector.get_num_new_matched_tokens(self, request, num_computed_tokens)
         self._accounts.matched(request, num_computed_tokens, found)
         return found, is_async
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """As vLLM's."""
+        """Do as vLLM's, and account for the external tokens."""
         OffloadingConnector.update_state_after_alloc(self, request, blocks, num_external_tokens)
         if num_external_tokens:
             sources = self.get_external_cache_hit_sources(request, num_external_tokens)
-            self._accounts.allocated(request, engine.external_of(sources, self._lenders))
+            self._accounts.allocated(request, vllm_api.external_of(sources, self._lenders))
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """As vLLM's."""
+        """Do as vLLM's, and account for the step."""
         self._accounts.scheduled(scheduler_output)
         return OffloadingConnector.build_connector_meta(self, scheduler_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """As vLLM's."""
+        """Do as vLLM's, and close the account."""
         self._accounts.finished(request)
         return OffloadingConnector.request_finished(self, request, block_ids)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As vLLM's."""
+        """Do as vLLM's, and close the account."""
         self._accounts.finished(request)
         return OffloadingConnector.request_finished_all_groups(self, request, block_ids)
 
     def shutdown(self) -> None:
-        """As vLLM's, and the ledger's metrics and run log end. Safe to call twice."""
+        """Do as vLLM's, and end the ledger's metrics and run log. Safe to call twice."""
         OffloadingConnector.shutdown(self)
-        if self._role is engine.SCHEDULER:
+        if self._role is vllm_api.SCHEDULER:
             self._observers.close()

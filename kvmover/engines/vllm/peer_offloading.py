@@ -1,7 +1,8 @@
-"""KvmoverPeerTier stands before the page store in vLLM's own offloading: other engines' host memory, read into ours.
+"""KvmoverPeerTier stands before the page store in vLLM's own offloading: other engines' host memory, read into this
+one's.
 
-vLLM's CPU tier says when it is about to use a row for something else through its eviction policy, LendingPolicy. What
-a chunk's bytes are of the model, the connector says: neither is told to a tier. All methods are for vLLM's scheduler.
+LendingPolicy, an eviction policy of vLLM's CPU tier, reports each row before vLLM reuses it. The connector knows what
+vLLM does not give a tier: the format of a chunk's bytes. All methods are for vLLM's scheduler.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import logging
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from importlib import import_module
 from typing import Any, ClassVar
 from weakref import ReferenceType, ref
 
@@ -19,37 +19,39 @@ from kvmover.cache.page_tiers import LENT, PageRequest, PageVerb, RemoteTier
 from kvmover.cache.prefix import DEFAULT_NAMESPACE, KeyUnits, RadixKey
 from kvmover.config import ConfigError
 from kvmover.engines.common import UPDATED, EngineUnsupported, Neighbours, odd_ones, open_peer_tier
-from kvmover.engines.vllm import engine
+from kvmover.engines.vllm import vllm_api
 from kvmover.engines.vllm.offloading import (
     CounterMetadata,
     Looked,
     PageTierManager,
-    SecondaryTierManager,
     chunk_tokens,
     memory_of_view,
 )
-from kvmover.engines.vllm.options import parse_peer_tier
-from kvmover.engines.vllm.request_content import is_tokens_alone, token_hashes
 from kvmover.engines.vllm.served_model import ServedModel, weights_of_tier
-from kvmover.engines.vllm.weight_updates import follow_in_scheduler
+from kvmover.engines.vllm.vllm_content import is_tokens_alone, token_hashes
+from kvmover.engines.vllm.vllm_contract import PEER_TIER, VLLM, make_tier
+from kvmover.engines.vllm.vllm_options import parse_peer_tier
+from kvmover.engines.vllm.vllm_weight_updates import follow_in_scheduler
 from kvmover.layout import Component, Fleet, Layout, Pool, PoolSpec
 from kvmover.transport import Memory, NixlTransport
 
-_policies: Any = import_module("vllm.v1.kv_offload.cpu.policies.lru")
-LRUCachePolicy: Any = _policies.LRUCachePolicy
+VLLM.require(PEER_TIER)
+
+LRUCachePolicy: Any = VLLM.find("vllm.v1.kv_offload.cpu.policies.lru:LRUCachePolicy")
 
 log = logging.getLogger(__name__)
 
-#: vLLM's own counters say how often peers had a chunk; these, how the reads of it ended, and what there is for peers.
+#: vLLM's own counters count chunks found at peers; these count outcomes of their reads, and chunks lent to peers.
 _LOADS, _LENT = "vllm:kvmover_peer_loads", "vllm:kvmover_peer_lent"
 
 
 class LendingPolicy(LRUCachePolicy):
-    """vLLM's LRU, which says what it evicts before vLLM uses the rows. vLLM loads it by
-    `"eviction_policy": "LendingPolicy", "cache_policy_module_path": "kvmover.engines.vllm"`.
+    """vLLM's LRU policy, which reports evicted rows before vLLM reuses them.
+
+    vLLM loads it by `"eviction_policy": "LendingPolicy", "cache_policy_module_path": "kvmover.engines.vllm"`.
     """
 
-    #: The one that was made last, until a tier has it. vLLM makes a policy just before the tiers of the same engine.
+    #: The last policy made, until a tier takes it. vLLM makes a policy just before the tiers of the same engine.
     _last: ClassVar[ReferenceType[Any] | None] = None
 
     def __init__(self, cache_capacity: int) -> None:
@@ -59,7 +61,7 @@ class LendingPolicy(LRUCachePolicy):
 
     @classmethod
     def take(cls) -> LendingPolicy:
-        """The one of the tier that is being made. Raises ConfigError where vLLM has another policy."""
+        """Returns the policy of the tier being made. Raises ConfigError if vLLM has another policy."""
         last, cls._last = cls._last, None
         policy = last() if last is not None else None
         if policy is None:
@@ -70,21 +72,21 @@ class LendingPolicy(LRUCachePolicy):
         return policy
 
     def evict(self, n: int, protected: set[bytes]) -> list[tuple[bytes, Any]] | None:
-        """As vLLM's. Returns when no peer can take what it reads of these rows for right."""
+        """Evict as vLLM's. Returns when every peer's read of these rows is over or will be discarded."""
         evicted = LRUCachePolicy.evict(self, n, protected)
         if evicted and self.lender is not None:
             self.lender.freed(chunk.chunk_id for _, chunk in evicted)
         return evicted
 
     def clear(self) -> None:
-        """As vLLM's, likewise."""
+        """Clear as vLLM's, after revoking all rows like `evict`."""
         if self.lender is not None:
             self.lender.freed([chunk.chunk_id for chunk in self.chunks.values()])
         LRUCachePolicy.clear(self)
 
 
 class TokenOrder(StrEnum):
-    """Which of tokens and heads is outside in a layer's part of a chunk, by vLLM's names of layouts."""
+    """The order of axes in a layer's part of a chunk, by vLLM's name: LBNHC has tokens outermost, LBHNC heads."""
 
     TOKEN_FIRST = "LBNHC"
     HEAD_FIRST = "LBHNC"
@@ -92,7 +94,7 @@ class TokenOrder(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ChunkLayout:
-    """How a chunk lies in memory: `row_bytes` a chunk, in it layer after layer of `component`, K beside V of a head."""
+    """The layout of a chunk of `row_bytes`: layer after layer of `component`, K beside V of a head."""
 
     component: Component
     tokens: int
@@ -100,7 +102,9 @@ class ChunkLayout:
     order: TokenOrder
 
     def pool(self, memory: Memory) -> Pool:
-        """All chunks of `memory`, which stays its owner's and must outlive the pool. Raises EngineUnsupported."""
+        """Returns all chunks of `memory` as a pool. The caller owns the memory, which must outlive the pool. Raises
+        EngineUnsupported.
+        """
         import torch
 
         size, part = self.component.element_bytes, self.component
@@ -123,7 +127,7 @@ class ChunkLayout:
 
 
 def chunk_layout(config: Any, component: Component, row_bytes: int) -> ChunkLayout:
-    """Of vLLM's canonical layout. Raises EngineUnsupported for others."""
+    """Returns the layout of chunks in vLLM's canonical layout. Raises EngineUnsupported for others."""
     odd = {
         'canonical_layout is not set: `"canonical_layout": true` is what all ranks of any TP share': not (
             config.canonical_layout and config.parallel.is_parallelism_agnostic
@@ -138,13 +142,13 @@ def chunk_layout(config: Any, component: Component, row_bytes: int) -> ChunkLayo
 
 
 class KvmoverPeerTier(PageTierManager):
-    """Chunks in the host memory of other engines, of any TP, block size and make. Every failure is a miss.
+    """The chunks in the host memory of other engines, of any TP, block size and make. Every failure is a miss.
 
-    vLLM loads it by `"type": "KvmoverPeerTier", "module_path": "kvmover.engines.vllm"` in `secondary_tiers`, where it
-    goes first; the connector is KvmoverOffloadingConnector.
+    vLLM loads it by `"type": "KvmoverPeerTier", "module_path": "kvmover.engines.vllm"` in `secondary_tiers`, as the
+    first one; the connector is KvmoverOffloadingConnector.
     """
 
-    cache_hit_source: ClassVar[Any] = engine.P2P
+    cache_hit_source: ClassVar[Any] = vllm_api.P2P
 
     def __init__(
         self,
@@ -154,8 +158,8 @@ class KvmoverPeerTier(PageTierManager):
         backpressure_detector: Any = None,
         **said: Any,
     ) -> None:
-        """`primary_kv_view` [chunk, byte] stays vLLM's. Raises ConfigError or EngineUnsupported, a sentence."""
-        SecondaryTierManager.__init__(self, offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        """`primary_kv_view` [chunk, byte] stays vLLM's. Raises ConfigError or EngineUnsupported, in a sentence."""
+        make_tier(self, offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         options, settings = parse_peer_tier(said)
         served, config = ServedModel.being_made, offloading_spec.config
         if served is None:
@@ -165,8 +169,9 @@ class KvmoverPeerTier(PageTierManager):
         if settings.peers.address is None:
             raise ConfigError("KvmoverPeerTier has no address: set peers.address (KVMOVER_PEERS_ADDRESS)")
         policy = LendingPolicy.take()
-        layout = chunk_layout(config, served.component(), self.block_size_bytes)
-        pool = layout.pool(memory_of_view(primary_kv_view))
+        memory = memory_of_view(primary_kv_view)
+        layout = chunk_layout(config, served.component(), memory.nbytes // len(primary_kv_view))
+        pool = layout.pool(memory)
         model = options.model or settings.exchange.model or config.model.name
         weights = weights_of_tier(config.model.name, model, settings).of_tenant(options.tenant)
         tier = open_peer_tier(settings, weights, Fleet(page_tokens=layout.tokens), 0, [pool])
@@ -186,8 +191,9 @@ class KvmoverPeerTier(PageTierManager):
         follow_in_scheduler(config.engine_id, self)
 
     def updated(self, version: str | None) -> None:
-        """Other weights are served than at the start, `version` by the caller's word: lend and read chunks of these;
-        None: none. vLLM's own memory is empty when there is a version."""
+        """Lend and read chunks of other weights, named `version` by the caller; none with None. vLLM's own memory is
+        empty when there is a version.
+        """
         weights = self._weights.updated(version)
         if self._tier:
             weights.log()
@@ -196,7 +202,7 @@ class KvmoverPeerTier(PageTierManager):
             self._neighbours.lay_out([peers.card])
 
     def begun(self, req_context: Any) -> Looked:
-        """Returns the state of a request, without pages where other things than tokens make its KV."""
+        """Returns the state of a request, without pages if its KV depends on more than tokens."""
         request = self._served.request(req_context.req_id)
         if request is None or not is_tokens_alone(request):
             return Looked()
@@ -205,7 +211,7 @@ class KvmoverPeerTier(PageTierManager):
         return Looked(PageRequest(req_context.req_id, key), request)
 
     def name(self, key: bytes, looked: Looked, req_context: Any) -> bytes | None:
-        """Returns the hash of the tokens up to the end of the chunk; None while they are not all known."""
+        """Returns the hash of the tokens up to the end of the chunk; None while some are unknown."""
         end: int | None = req_context.get_offload_key_position(key)
         if looked.request is None or end is None:
             return None
@@ -213,13 +219,13 @@ class KvmoverPeerTier(PageTierManager):
         return hashes[page] if page < len(hashes) else None
 
     def shutdown(self) -> None:
-        """Lend nothing any more, and ask no peer. Safe to call twice."""
+        """Stop lending and asking peers, and close the tier. Safe to call twice."""
         self._policy.lender = None
         PageTierManager.shutdown(self)
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        """Counters in vLLM's own registry."""
+        """Returns the counters for vLLM's own registry."""
         return {
             _LOADS: CounterMetadata("Chunks that vLLM asked of peers, by how that ended: read, failed.", ("outcome",)),
             _LENT: CounterMetadata("Chunks of the host's memory that came to be lent to peers."),

@@ -1,5 +1,7 @@
-"""Readers are the requests of a decode engine that fetch one prompt from one place: of `n` > 1 answers to a prompt one
-fetches, and the others find its blocks."""
+"""Readers are the requests of a decode engine that fetch one prompt from one place.
+
+Of `n` > 1 answers to a prompt one fetches, and the others find its blocks.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from kvmover.engines.vllm.handshake import Remote
+from kvmover.engines.vllm.transfer_params import Remote
 from kvmover.transfer.protocol.content import Content
 
 #: Prompts that are remembered as fetched, the latest ones.
@@ -17,7 +19,7 @@ Key = tuple[Remote, Content]
 
 
 class ReaderTurn(Enum):
-    """A reader's turn: it fetches, waits for one that does, or computes what the prefix cache does not have."""
+    """A reader's turn: it fetches, waits for one that does, or computes what the prefix cache lacks."""
 
     FETCH = auto()
     WAIT = auto()
@@ -26,9 +28,11 @@ class ReaderTurn(Enum):
 
 @dataclass(slots=True)
 class _Reading:
-    """A prompt of a source that serves `readers`, of which `came` have come, and the `members` are there. `fetching`:
-    the one whose blocks nobody finds yet; `waiting`: those
-    that have not begun; `read`: one has had its turn; `released`: the source was told that nobody asks any more."""
+    """A prompt of a source that serves `readers` requests, `came` of which have come.
+
+    `members` are those present; `waiting` those that have not begun; `fetching` the one whose blocks cannot be found
+    yet. `read`: one has had its turn. `released`: the source was told that no more requests come.
+    """
 
     readers: int
     came: int = 0
@@ -41,7 +45,7 @@ class _Reading:
 
 @dataclass(slots=True)
 class Readers:
-    """The readers of an engine. `is_cached`: whether a request finds the blocks of one before it.
+    """The readers of an engine. `is_cached` is True if a request finds the blocks of one before it.
 
     >>> readers, key = Readers(), (Remote("prefill", "p", "host", 1), Content(3, b"digest"))
     >>> readers.came(key, "a"), readers.came(key, "b")
@@ -57,7 +61,7 @@ class Readers:
     _read: OrderedDict[Key, None] = field(default_factory=OrderedDict[Key, None])
 
     def came(self, key: Key, name: str, readers: int = 1) -> None:
-        """A request arrived that is to fetch a prompt. `readers`: how many requests its source serves."""
+        """Add a request that is to fetch a prompt. `readers` is the number of requests that its source serves."""
         reading = self._open.setdefault(key, _Reading(readers, read=key in self._read, released=key in self._read))
         reading.came += 1
         reading.members.add(name)
@@ -72,26 +76,26 @@ class Readers:
         return ReaderTurn.COMPUTE if reading.read and not serves_again else ReaderTurn.FETCH
 
     def begun(self, key: Key, name: str) -> None:
-        """A reader fetches: the others wait until its blocks can be found."""
+        """Note that a reader fetches: the others wait until its blocks can be found."""
         reading = self._open[key]
         reading.waiting.discard(name)
         reading.fetching = name
 
     def spared(self, key: Key, name: str) -> None:
-        """A reader has all blocks already, and its source is released."""
+        """Note that a reader has all blocks already, and that its source is released."""
         reading = self._open[key]
         reading.waiting.discard(name)
         reading.read = reading.released = True
 
     def settled(self, key: Key, name: str) -> bool:
-        """Returns whether to release the source, now that the blocks of a reader that has fetched can be found."""
+        """Note that the blocks of a reader that fetched can be found. Returns True if the source is to be released."""
         reading = self._open[key]
         if reading.fetching == name:
             reading.fetching, reading.read = None, True
         return self._is_over(reading)
 
     def gone(self, key: Key, name: str) -> bool:
-        """Returns whether to release the source, now that a reader has ended, or computes."""
+        """Note that a reader has ended, or computes. Returns True if the source is to be released."""
         reading = self._open[key]
         reading.members.discard(name)
         reading.waiting.discard(name)
@@ -105,7 +109,9 @@ class Readers:
         return over
 
     def _is_over(self, reading: _Reading) -> bool:
-        """Returns whether to tell the source that nobody asks any more: one that serves once knows when it has."""
+        """Returns True if the source must be told that no more requests come. A source that serves once knows it by
+        itself.
+        """
         more = reading.waiting or (reading.members and reading.came < reading.readers)  # the others are on their way
         waits = more and not (self.is_cached and reading.read)
         is_due = reading.readers > 1 or not reading.read

@@ -1,7 +1,6 @@
-"""RequestAccounts keeps a ledger of vLLM's requests: of each prompt token whether it was a hit, and where, or computed.
+"""RequestAccounts keeps a ledger of vLLM's requests: each prompt token was a hit, in some tier, or was computed.
 
-It is told what vLLM tells a connector in its scheduler, and says nothing that vLLM does not: what a longer memory would
-have hit is in no account.
+Its sources are the calls of vLLM's scheduler to a connector. Hits that a larger cache would have had are not counted.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ExternalTokens:
-    """Tokens that a connector brings, by where they lie. `peer`: in another engine, of an earlier turn; `elsewhere`: in
-    the engine that computed them for this request, or nobody says where.
+    """A connector's tokens by their place. `peer`: in another engine, of an earlier turn; `elsewhere`: in the engine
+    that computed them for this request, or an unknown place.
     """
 
     host: int = 0
@@ -43,15 +42,15 @@ class ExternalTokens:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Returns the sum."""
         return self.host + self.storage + self.elsewhere + self.peer
 
 
 @dataclass(slots=True)
 class Promised:
-    """What an attempt that has not begun was promised: `device` tokens of vLLM's own prefix cache, and others behind
-    them. `unread`: tokens of an earlier promise that did not come. `cached`: all that there was by the first answer to
-    vLLM.
+    """The tokens promised to an attempt that has not begun: `device` tokens in vLLM's own prefix cache, and external
+    ones behind them. `unread`: tokens of an earlier promise that did not come. `cached`: all tokens found at the first
+    answer to vLLM.
     """
 
     prompt: int
@@ -62,10 +61,10 @@ class Promised:
 
 
 class RequestAccounts:
-    """Methods are for vLLM's scheduler, `collect` for any thread. Requests are vLLM's, and are only read.
+    """The ledger's input from vLLM's scheduler. `collect` is for any thread. Requests are vLLM's, and are only read.
 
-    An attempt counts from the first step that computes a part of it: only then is what was promised there, or lost. A
-    request whose KV another engine computed is in that engine's account, and in none here: no token counts twice.
+    An attempt counts from the first step that computes a part of it: only then are promised tokens present or lost. A
+    request whose KV another engine computed is only in that engine's account, so no token counts twice.
     """
 
     def __init__(
@@ -76,12 +75,12 @@ class RequestAccounts:
         self._requests: dict[str, Any] = {}
         self._promised: dict[str, Promised] = {}
         self._lock = Lock()
-        #: What hints keep, where anything may be kept.
+        #: The pins of hints, if hints are supported.
         self.pins: PinGauges | None = None
 
     def matched(self, request: Any, device: int, external: int | None) -> None:
-        """vLLM found the first `device` tokens in its prefix cache, and the connector `external` behind them; None: it
-        has yet to look. It may ask again.
+        """Note that vLLM found the first `device` tokens in its prefix cache, and the connector `external` behind them
+        (None: not known yet). vLLM may ask again.
         """
         before = self._promised.get(request.request_id)
         unread = before.unread + before.external.total if before else 0
@@ -92,13 +91,15 @@ class RequestAccounts:
         self._promised[request.request_id] = Promised(request.num_tokens, device, unread=unread, cached=cached)
 
     def allocated(self, request: Any, external: ExternalTokens) -> None:
-        """There is room for `external` tokens behind those on the device, and they are being brought."""
+        """Note the tokens being loaded behind those on the device, for a request that was `matched`. A total of 0 and
+        an unknown request change nothing.
+        """
         known = self._promised.get(request.request_id)
         if known and external.total:
             known.external = external
 
     def scheduled(self, output: Any) -> None:
-        """A step computes tokens of requests, whose `num_computed_tokens` are still those before it."""
+        """Account for a step. `num_computed_tokens` of requests are still those before the step."""
         with self._lock:
             now = self._clock()
             for name in output.preempted_req_ids or ():
@@ -115,7 +116,7 @@ class RequestAccounts:
                     self.ledger.computed(name, max(0, min(start + count, prompt) - start))
 
     def finished(self, request: Any) -> None:
-        """A request is over: answered, if its prompt was computed, whatever ended it after that."""
+        """Close a request's account: as finished if its prompt was computed, else as aborted."""
         name = request.request_id
         self._requests.pop(name, None)
         self._promised.pop(name, None)
@@ -130,20 +131,23 @@ class RequestAccounts:
                 self.ledger.aborted(name, self._clock())
 
     def hinted(self, request: Any, kind: str, answer: HintAnswer) -> None:
-        """A hint of a request was met or refused."""
+        """Count a hint of a request that was met or refused."""
         group = self._groups.of(hints_of(request.kv_transfer_params, request.request_id).kvmover_tenant)
         with self._lock:
             self.ledger.hinted(kind, outcome_of(answer), group)
 
     def collect(self) -> Iterator[Family]:
-        """The ledger's metric families, and those of pins. For prometheus_client."""
+        """Returns the metric families of the ledger and of pins, for prometheus_client."""
         with self._lock:
             found = list(LedgerCollector(self.ledger).collect())
         return iter([*found, *(PinCollector(self.pins).collect() if self.pins is not None else ())])
 
     def _admit(self, name: str, promised: Promised, start: int, now: float) -> None:
-        """All below `start` is on the device. Of what was promised beyond, the last token of a prompt is computed for
-        its logits; the rest did not come, and vLLM does not say of which tier: of the farthest, then."""
+        """Credit the tokens below `start`, which are on the device, to their tiers.
+
+        Of promised tokens beyond, the last of a prompt is computed for its logits. The rest did not come; since vLLM
+        does not name their tier, the farthest one lost them.
+        """
         external = promised.external
         if external.elsewhere:
             return

@@ -1,8 +1,8 @@
-"""RequestHints carry out what an orchestrator says with vLLM's requests: in `kv_hints`, or as `kvmover_hints` in
-`kv_transfer_params`, which OpenAI's endpoints carry.
+"""RequestHints carry out an orchestrator's hints with vLLM's requests: `kv_hints`, or `kvmover_hints` in
+`kv_transfer_params`, which OpenAI's endpoints pass on.
 
-vLLM's prefix cache evicts by its own order, so a pin refers to a request's blocks once more, as another request would.
-What the page store does with every block anyway is met by that.
+vLLM's prefix cache evicts by its own order, so a pin references a request's blocks once more, as another request would.
+A hint asking for what the page store does with every block anyway is met.
 """
 
 from __future__ import annotations
@@ -29,44 +29,45 @@ from kvmover.cache.hints import (
 from kvmover.cache.prefix import FULL
 from kvmover.engines.common import HintedRequests
 from kvmover.engines.vllm.scheduler import BlockPool, RequestOutcome
+from kvmover.engines.vllm.vllm_contract import request_hints
 
 
 class CachedBlocks(BlockPool, Protocol):
-    """vLLM's blocks, of which some are found by their hash."""
+    """The blocks of vLLM, some of which are found by their hash."""
 
     @property
     def total(self) -> int:
-        """All that requests may have."""
+        """Returns the number of blocks that requests may have."""
         ...
 
     def cached(self, request: str) -> Sequence[Any]:
-        """Blocks of a request that others would find, of every group."""
+        """Returns a request's blocks that other requests would find, of every group."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPins:
-    """A PinnedPool: a prefix is a row of blocks, and the handle the same row."""
+    """A PinnedPool over vLLM's blocks: a prefix is a list of blocks, and so is the handle."""
 
     blocks: CachedBlocks
 
     def lock(self, prefix: Sequence[Any]) -> tuple[Any, ...]:
-        """Refer to the blocks once more."""
+        """Reference the blocks once more."""
         self.blocks.touch(prefix)
         return tuple(prefix)
 
     def unlock(self, handle: tuple[Any, ...]) -> None:
-        """Refer to them once less, the last ones first: they are evicted in that order."""
+        """Drop one reference, the last blocks first: they are evicted in that order."""
         self.blocks.free_blocks(reversed(handle))
 
     def locked_pages(self, handles: Iterable[tuple[Any, ...]]) -> dict[str, int]:
-        """Blocks of all groups together, each once."""
+        """Returns the number of distinct blocks of all groups."""
         return {FULL: len({block.block_id for handle in handles for block in handle})}
 
 
 class RequestHints:
-    """Of vLLM's scheduler. `block_tokens`: of each group. `reads`, `writes`: whether there is a store to read, or to
-    write. `told` counts answers.
+    """The hints of requests in vLLM's scheduler. `block_tokens` has the tokens of a block in each group. `reads`,
+    `writes` return True if there is a store to read or write. `told` counts answers.
     """
 
     def __init__(
@@ -83,20 +84,20 @@ class RequestHints:
         self._clock = clock
         self.pins = Pins[tuple[Any, ...]](BlockPins(blocks), {FULL: blocks.total}, limits)
         self._requests = HintedRequests[Any](self._carry_out, told)
-        #: By request that has come and not ended: blocks that it takes, with its answer.
+        #: Blocks that each open request needs, its answer included.
         self._needs: dict[str, int] = {}
 
     def came(self, request: Any) -> None:
-        """A request arrives: pins whose time is over end, and those beside which it could never run."""
+        """Read a new request's hints. Expired pins end, and so do pins that leave it too few blocks."""
         tokens = request.num_prompt_tokens + (request.max_tokens or 0)
         need = self._needs[request.request_id] = sum(-(-tokens // size) + 1 for size in self._block_tokens)
         if len(self.pins):
             self.pins.end(self.pins.over(self._clock()))
             self.pins.give_way(need)
-        self._requests.came(request.request_id, request, request.kv_hints, request.kv_transfer_params)
+        self._requests.came(request.request_id, request, request_hints(request), request.kv_transfer_params)
 
     def ended(self, request: Any, outcome: RequestOutcome) -> None:
-        """A request is over, and has its blocks still."""
+        """Carry out the remaining hints of a request that is over and still has its blocks."""
         self._needs.pop(request.request_id, None)
         if outcome is RequestOutcome.DELIVERED:
             self._requests.ended(request.request_id, request)
@@ -130,5 +131,5 @@ class RequestHints:
         return self.pins.pin(name, prefix, ttl_s, self._clock(), max(self._needs.values(), default=0))
 
     def _whole_tokens(self, request: Any) -> int:
-        """In whole blocks of the first group."""
+        """Returns the computed tokens in whole blocks of the first group."""
         return request.num_computed_tokens // self._block_tokens[0] * self._block_tokens[0]

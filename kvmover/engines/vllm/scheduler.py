@@ -1,6 +1,6 @@
 """ConnectorScheduler is the scheduler's half of the connector: requests come in, metadata for workers goes out.
 
-It touches no memory and waits for nothing. Requests and scheduler outputs are vLLM's, and are only read.
+It touches no memory and never waits. Requests and scheduler outputs are vLLM's, and are only read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from kvmover.engines.vllm.connector_metadata import (
     Tables,
 )
 from kvmover.engines.vllm.families import Families, Family, is_told_of
-from kvmover.engines.vllm.handshake import (
+from kvmover.engines.vllm.readers import Key, Readers, ReaderTurn
+from kvmover.engines.vllm.transfer_params import (
     LastTurn,
     Remote,
     RequestAsk,
@@ -38,51 +39,55 @@ from kvmover.engines.vllm.handshake import (
     answer_of_turn,
     asked,
 )
-from kvmover.engines.vllm.readers import Key, Readers, ReaderTurn
-from kvmover.engines.vllm.request_content import RequestContent
+from kvmover.engines.vllm.vllm_content import RequestContent
 from kvmover.repeats import Repeats, form_of
 from kvmover.transfer.protocol.content import Content, IdentityCheck, disagreement
 from kvmover.transfer.result import Service
 
 log = logging.getLogger(__name__)
 
-#: Blocks that stand at the beginning of some hashes in the store, on every rank.
+#: A function that returns the number of leading hashes whose blocks are in the store, on every rank.
 Leading = Callable[[Sequence[bytes]], int]
 
 
 class Finished(Protocol):
-    """Requests that all ranks have reported, as vLLM collects them."""
+    """The requests that all ranks have reported, as vLLM collects them."""
 
     finished_recving: set[str] | None
 
 
 class BlockPool(Protocol):
-    """vLLM's blocks, which are handed out while nobody refers to them."""
+    """The blocks of vLLM, which are reused once their reference count is 0."""
 
     def of(self, request: str) -> Sequence[Any]:
-        """Blocks of a request that has some."""
+        """Returns the blocks of a request."""
         ...
 
     def touch(self, blocks: Sequence[Any]) -> None:
-        """Refer to blocks once more."""
+        """Add a reference to blocks."""
         ...
 
     def free_blocks(self, blocks: Iterable[Any]) -> None:
-        """Refer to blocks once less."""
+        """Drop a reference to blocks."""
         ...
 
 
 @dataclass(slots=True)
-class HeldBlocks:
-    """Blocks of failed fetches that may still be written on some rank. vLLM gives the request others meanwhile, or
-    ends it; to these this refers until all ranks have said that nothing can write there any more."""
+class QuarantinedBlocks:
+    """The blocks of failed fetches that may still be written on some rank.
+
+    vLLM gives the request other blocks meanwhile, or ends it; these keep a reference until all ranks have reported that
+    no write can follow.
+    """
 
     pool: BlockPool
     _ranks: Counter[str] = field(default_factory=Counter[str])
     _blocks: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
 
     def heard(self, ranks: Mapping[str, int], received: Iterable[str]) -> None:
-        """By request: how many more ranks hold its blocks than before. `received` requests lose theirs in this step."""
+        """Note, by request, the change in the number of ranks that hold its blocks. `received` requests lose theirs in
+        this step.
+        """
         self._ranks.update(ranks)
         for request in received:
             if self._ranks[request] > 0:
@@ -99,7 +104,7 @@ class HeldBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """This engine as others find it, once it serves its cards."""
+    """The address of this engine for other engines, once it serves its cards."""
 
     engine: str
     host: str
@@ -107,15 +112,18 @@ class Home:
 
 
 class Role(Flag):
-    """What vLLM lets an engine do with KV: `kv_producer`, `kv_consumer`, or both. Where it says that an engine does not
-    load, it gives pages back while a step may still write them; where it does not give, a preempted request may end."""
+    """The roles that vLLM gives an engine: `kv_producer`, `kv_consumer`, or both.
+
+    An engine that does not load gets pages freed while a step may still write them; one that does not give may have
+    preempted requests end.
+    """
 
     GIVES = auto()
     TAKES = auto()
 
 
 class RequestOutcome(Enum):
-    """How a request ended: DELIVERED as it should, so that others may have its KV, or ABORTED, by whatever."""
+    """The outcome of a request: DELIVERED normally, so that other engines may have its KV, or ABORTED."""
 
     DELIVERED = "delivered"
     ABORTED = "aborted"
@@ -123,8 +131,9 @@ class RequestOutcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """The part of a request that others have: its first `stop` positions, of `content`, which `remote` has. `key`: of
-    the requests that read the same; None where each reads its own."""
+    """The part of a request that another engine has: its first `stop` positions, of `content`, at `remote`. `key`
+    identifies the requests that read the same; None if each reads its own.
+    """
 
     remote: Remote
     stop: int
@@ -134,17 +143,15 @@ class Fetch:
 
 @dataclass(slots=True)
 class Live:
-    """A request that the scheduler knows. `preemptions`: how often it had been preempted when its pages were last seen.
+    """A request that the scheduler knows. `preemptions` is its count when its pages were last seen.
 
-    `offered`: positions that its transfer was told to wait for, in `named` blocks of each group; 0 before it was
-    ordered. `begun`: its fetch was, or needs none; `settled`: others find its blocks. `fetching`: pages are being
-    written.
-    `fetch`: who has a part of it. `content`: its prompt, where others fetch or give it. `family`: the requests of one
-    client that are offered as one. `movable`: the name by which other engines may ask for what is here of it while it
-    is decoded.
-    `hashes`: of its whole blocks, as engines of any make name them. `saved`: blocks ordered to be stored. `first`: the
-    block from which on the store was asked. `looked`: after which preemption it was read, once: what could not be read
-    then is computed.
+    `offered`: positions that its transfer waits for, in `named` blocks of each group; 0 before its order. `begun`: its
+    fetch began, or needs none; `settled`: other requests find its blocks. `fetching`: its pages are being written.
+    `fetch`: the engine that has a part of it. `content`: its prompt, if engines exchange it. `family`: the requests of
+    one client that are offered as one. `movable`: the name by which other engines may ask for it while it is decoded.
+    `hashes`: of its whole blocks, common to all engines. `saved`: blocks ordered to be stored. `first`: the block from
+    which on the store was asked. `looked`: the preemption after which the store was read, once: blocks that failed then
+    are computed.
     """
 
     request: Any
@@ -166,21 +173,22 @@ class Live:
 
 
 def vllm_hashes(known: Live, _: int) -> Sequence[bytes]:
-    """vLLM's own, of all whole blocks of a request: by these vLLM alone finds pages."""
+    """Returns vLLM's own hashes of a request's whole blocks, by which only vLLM finds pages."""
     return known.request.block_hashes
 
 
 @dataclass(slots=True)
 class ConnectorScheduler:
-    """`block_tokens`: of the one group whose blocks are stored. `leading`: None without a store. `page_names`: of a
-    request's blocks, in it.
+    """The scheduler's half. `block_tokens` is that of the one group whose blocks are stored. `leading` is None without
+    a store. `page_names` returns the names of a request's blocks in it.
 
-    `late`: some pages are given back before a request ends, or hold a state of all of it, so it is offered when it has
-    ended. `left_tokens`: so many at the end of a prompt are left to the decode engine. Of a window that would otherwise
-    need one position more than a prefill keeps, and a state cannot be taken back by the token that decode computes.
-    `keep_s`: for how long a decode keeps a request for its next turn, of which `fewest` tokens are worth a fetch; None:
-    it does not. `move_s`: for how long it keeps one that may move, after its client has left; None: none may.
-    `identity`: whether a request is fetched whose prompt one half cannot name. `alone`: why nobody is met, if so.
+    `late`: some pages are freed before a request ends, or hold a state of all of it, so it is offered at its end.
+    `left_tokens`: tokens at a prompt's end that are left to the decode engine: a window would otherwise need one
+    position more than a prefill keeps, and a state cannot be rewound by the token that decode computes. `keep_s`:
+    seconds for which a decode keeps a request for its next turn, None for not at all; at least `fewest` tokens are
+    worth a fetch. `move_s`: seconds for which a request that may move is kept after its client has left; None: it may
+    not. `identity`: how to treat a request whose prompt one half cannot name. `alone`: the reason for meeting no
+    engine, "" otherwise.
     """
 
     block_tokens: int
@@ -203,7 +211,7 @@ class ConnectorScheduler:
     metadata: KvmoverConnectorMetadata = field(default_factory=KvmoverConnectorMetadata)
 
     def new(self, request: Any) -> None:
-        """A request arrived. A prefill for others stops short of what is left to them."""
+        """Note a new request. A prefill for another engine is cut before the tokens left to that engine."""
         known, left = self._live(request), self.left_tokens
         if isinstance(known.ask, Serve) and self._cuts(request):
             del request.prompt_token_ids[-left:]
@@ -213,24 +221,26 @@ class ConnectorScheduler:
 
     @property
     def may(self) -> Role:
-        """What this engine does with KV now."""
+        """Returns the roles in effect now."""
         return Role(0) if self.alone else self.role
 
     def part(self, why: str) -> None:
-        """Meet nobody until `join`, for the reason `why`: of requests that have blocks nothing is given, fetched or
-        stored any more; of others, from when they have some."""
+        """Meet no engine until `join`, for the reason `why`: requests with blocks are no longer given, fetched or
+        stored; others from when they have blocks.
+        """
         self.alone = why
         for known in self.live.values():
             if known.fetching or known.request.num_computed_tokens:
                 self._keep_here(known)
 
     def join(self) -> None:
-        """Meet others again. No request has blocks."""
+        """Meet other engines again. Call it while no request has blocks."""
         self.alone = ""
 
     def matched(self, request: Any, computed: int) -> int | None:
-        """Returns how many tokens beyond the first `computed` come from elsewhere; None while another request fetches
-        the same."""
+        """Returns the number of tokens beyond the first `computed` that can be loaded; None while another request
+        fetches the same.
+        """
         known = self._live(request)
         if self.alone:
             self._keep_here(known)
@@ -251,7 +261,7 @@ class ConnectorScheduler:
         return found * self.block_tokens
 
     def allocated(self, request: Any, tables: Tables, external: int) -> None:
-        """The request has pages, and the last `external` of its computed tokens are to come from elsewhere."""
+        """Order the load of the last `external` computed tokens of a request into its pages."""
         known = self._live(request)
         if (fetch := known.fetch) and not known.begun:
             known.begun, known.fetching = True, external > 0
@@ -272,7 +282,7 @@ class ConnectorScheduler:
             self.metadata.loads.append(LoadSpec(request.request_id, hashes, held))
 
     def build(self, output: Any) -> KvmoverConnectorMetadata:
-        """The metadata of a step, which is handed out once."""
+        """Returns the metadata of a step, once."""
         for known in self.live.values():
             if known.preemptions != known.request.num_preemptions:
                 self._preempted(known)
@@ -298,7 +308,7 @@ class ConnectorScheduler:
         return metadata
 
     def output(self, finished: Finished) -> None:
-        """Requests that every rank has received, or failed to."""
+        """Note requests that every rank has received, or failed to."""
         for name in finished.finished_recving or ():
             if name in self.live:
                 self.live[name].fetching = False
@@ -308,7 +318,9 @@ class ConnectorScheduler:
                 del self.live[name]
 
     def finished(self, request: Any, tables: Tables, outcome: RequestOutcome) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the request keeps its pages until all ranks report it, and what its other half must know."""
+        """Returns True if the request keeps its pages until all ranks report it, and the parameters for its other
+        half.
+        """
         name = request.request_id
         known = self._live(request)
         if known.preemptions != request.num_preemptions:
@@ -323,7 +335,7 @@ class ConnectorScheduler:
             keep, written = True, min(request.num_computed_tokens, request.num_tokens)
             if outcome is RequestOutcome.DELIVERED:
                 self.metadata.aborts.append(AbortSpec(name, "it was answered where it was"))
-            elif written > known.offered:  # steps that had been ordered ahead of their tokens
+            elif written > known.offered:  # steps ordered ahead of their tokens
                 assert known.content is not None
                 more, contents = tuple([] for _ in known.named), known.content.grown_to(written)
                 self.metadata.growths.append(GrowSpec(name, more, written, contents))
@@ -344,7 +356,9 @@ class ConnectorScheduler:
         return keep or kept is not None, self._answer(known) if kept is None else answer_of_turn(kept)
 
     def _kept(self, known: Live, outcome: RequestOutcome) -> LastTurn | None:
-        """What is here of a request that another engine prefilled, for its next turn: all but the last token's."""
+        """Returns the part of a request prefilled elsewhere that stays here for its next turn: all but the last token's
+        KV.
+        """
         request, has_fetched = known.request, isinstance(known.ask, Remote | Running)
         may = self.keep_s is not None and Role.GIVES in self.may and not self.late and not known.offered
         if not (may and has_fetched and self.home and outcome is RequestOutcome.DELIVERED):
@@ -361,12 +375,14 @@ class ConnectorScheduler:
         return answer(served, known.content.whole, known.family.readers)
 
     def take_counts(self) -> Counter[str]:
-        """Returns what was counted since the last call: requests that named KV of another prompt."""
+        """Returns the counts since the last call: requests that named KV of another prompt."""
         taken, self.counts = self.counts, Counter[str]()
         return taken
 
     def is_of_peer(self, request: Any) -> bool:
-        """Whether a part of a request is fetched from who answered the turn before, or from where it was decoded."""
+        """Returns True if a part of a request is fetched from the engine of the turn before, or from where it was
+        decoded.
+        """
         known = self.live.get(request.request_id)
         return known is not None and known.fetch is not None and not isinstance(known.ask, Remote)
 
@@ -385,8 +401,9 @@ class ConnectorScheduler:
         return self.live[name]
 
     def _fetch(self, known: Live, said: RequestAsk) -> Fetch | None:
-        """The part of a request that is fetched: from its prefill, from the decode of the turn before, or from where it
-        was decoded until now. None where what is there is of another prompt."""
+        """Returns the part of a request that is fetched: from its prefill, from the decode of the turn before, or from
+        where it was decoded until now. Returns None if the KV there is of another prompt.
+        """
         request, own, ask = known.request, known.content, said.whole
         tokens: int = request.num_prompt_tokens
         wanted = tokens - self.left_tokens if tokens > self.left_tokens else tokens
@@ -408,7 +425,7 @@ class ConnectorScheduler:
         return Fetch(last.remote, min(last.content.tokens, wanted) if same else 0, last.content)
 
     def _agrees(self, request: Any, said: Content, own: Content) -> bool:
-        """Returns whether the prefill's prompt is this request's. Where it is not, that is written once a minute."""
+        """Returns True if the prefill's prompt is this request's. A disagreement is logged once a minute."""
         unlike = disagreement(said, own, self.identity)
         self.counts["mistaken_requests"] += unlike is not None
         if unlike is not None:
@@ -416,7 +433,7 @@ class ConnectorScheduler:
         return unlike is None
 
     def _computed_here(self, request: Any, why: str) -> None:
-        """Write that no other engine has a part in a request, once a minute of those for a reason of one form."""
+        """Log that this engine computes a request alone, once a minute for reasons of one form."""
         if (more := self.repeats.more(form_of(why), monotonic())) is not None:
             log.warning("%s is computed here: %s%s", request.request_id, why, more)
 
@@ -439,17 +456,17 @@ class ConnectorScheduler:
         return said
 
     def _cuts(self, request: Any) -> bool:
-        """Returns whether a prefill of this engine leaves the end of a prompt to who goes on with it."""
+        """Returns True if a prefill of this engine leaves the end of a prompt to the decode engine."""
         return 0 < self.left_tokens < request.num_prompt_tokens and request.prompt_token_ids is not None
 
     def _release(self, known: Live) -> None:
-        """Nobody here needs a request's KV any more, where it is; of a copy somebody will."""
+        """Tell the source that a request's KV is not needed any more; the source of a copy still needs it."""
         fetch = known.fetch
         if fetch is not None and not (isinstance(known.ask, Running) and known.ask.goes_on):
             self.metadata.releases.append(ReleaseSpec(fetch.remote, fetch.content.tokens, fetch.content))
 
     def _leave(self, known: Live) -> None:
-        """A request computes, or finds what another one has fetched."""
+        """Let a request compute, or find blocks that another one has fetched."""
         assert known.fetch is not None
         assert known.fetch.key is not None
         if self.readers.gone(known.fetch.key, known.request.request_id):
@@ -457,13 +474,13 @@ class ConnectorScheduler:
         known.fetch = None
 
     def _keep_here(self, known: Live) -> None:
-        """What there is of a request, and what comes, is for this engine alone."""
+        """Withdraw all of a request from other engines, for its present and its later KV."""
         if known.family or known.movable or known.fetch:
             self._computed_here(known.request, self.alone)
         self._withdraw(known, self.alone)
         if self._leads(known):
             assert known.family is not None
-            known.family.first = ""  # nor does another one of it lead
+            known.family.first = ""  # and no sibling leads
         if known.fetch and not known.begun:
             if known.fetch.key:
                 self.readers.gone(known.fetch.key, known.request.request_id)
@@ -471,16 +488,16 @@ class ConnectorScheduler:
         known.family = known.movable = None
 
     def _leads(self, known: Live) -> bool:
-        """Returns whether a request is the one of its family that is offered."""
+        """Returns True if a request is the one of its family that is offered."""
         return known.family is not None and known.family.first == known.request.request_id
 
     def _offers(self, known: Live) -> bool:
-        """Whether this step computes tokens of a prompt that others fetch: a chunk of it, or the last."""
+        """Returns True if this step computes tokens of a prompt that another engine fetches."""
         is_due = self._leads(known) and not self.late
         return is_due and known.offered < known.request.num_prompt_tokens
 
     def _offer(self, known: Live, before: int, after: int, tables: Tables) -> None:
-        """Name the blocks that this step fills: the prompt's first, or what has come since the last step."""
+        """Name the blocks that this step fills: all at the prompt's first step, then the new ones."""
         assert isinstance(known.ask, Serve)
         request, stop = known.request, after if after < known.request.num_prompt_tokens else None
         if known.offered:
@@ -491,7 +508,7 @@ class ConnectorScheduler:
         known.offered, known.named = after, tuple(map(len, tables))
 
     def _send(self, known: Live, ask: Serve, tables: Tables, computed: int | None, stop: int | None = None) -> None:
-        """Offer a request, to as many as its client wants answers."""
+        """Offer a request, to as many engines as its client wants answers."""
         assert known.content is not None
         assert known.family is not None
         service = Service.ONCE if known.family.readers == 1 else Service.REPEATED
@@ -500,8 +517,9 @@ class ConnectorScheduler:
         self.metadata.sends.append(spec)
 
     def _give(self, known: Live, before: int, count: int, state: Any) -> None:
-        """Offer a request that may move, to whoever asks; a token later, what that token has added. Guessed tokens are
-        not its own, until they are found right."""
+        """Offer a request that may move, to any engine that asks; then the additions of each token. Speculated tokens
+        count once accepted.
+        """
         request = known.request
         stop = min(before + count, request.num_tokens)
         if not known.offered:
@@ -525,7 +543,7 @@ class ConnectorScheduler:
         known.offered = max(1, stop)
 
     def _saves(self, known: Live, after: int) -> range:
-        """Blocks that are whole after this step and were not ordered to be stored."""
+        """Returns the blocks that are whole after this step and not yet ordered to be stored."""
         if self.leading is None or Role.GIVES not in self.may:
             return range(0)
         named = len(self.page_names(known, self.block_tokens))
@@ -538,7 +556,7 @@ class ConnectorScheduler:
         known.saved = blocks.stop
 
     def _served(self, known: Live, ask: Serve, tables: Tables, outcome: RequestOutcome) -> bool:
-        """Whether the pages of a prefill for another engine are still needed."""
+        """Returns True if the pages of a prefill for another engine are still needed."""
         name = known.request.request_id
         if not self._leads(known):
             return False
@@ -556,12 +574,12 @@ class ConnectorScheduler:
         return True
 
     def _preempted(self, known: Live) -> None:
-        """Its pages are somebody else's. What was stored of it stays; what was offered is computed again."""
+        """Withdraw a request that lost its pages. Its stored blocks stay; offered ones are computed again."""
         self._withdraw(known, "it was preempted" if known.movable else "the prefill was preempted")
         known.preemptions = known.request.num_preemptions
 
     def _withdraw(self, known: Live, reason: str) -> None:
-        """Offer and store its pages no more: nothing reads them when the next step begins."""
+        """Stop offering and storing a request's pages: they are not read any more when the next step begins."""
         name = known.request.request_id
         if known.offered:
             self.metadata.aborts.append(AbortSpec(name, reason))
@@ -575,7 +593,8 @@ def _copied(tables: Tables) -> Tables:
 
 
 def is_asked_for_its_prompt(request: Any) -> bool:
-    """Whether log probabilities of a prompt's tokens are to be answered: vLLM counts on one for each token, and no
-    engine that is asked for them fetches any KV."""
+    """Returns True if the request wants log probabilities of its prompt: vLLM needs one for each token, and an engine
+    asked for them fetches no KV.
+    """
     sampling = getattr(request, "sampling_params", None)
     return getattr(sampling, "prompt_logprobs", None) is not None

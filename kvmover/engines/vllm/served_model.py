@@ -1,4 +1,4 @@
-"""ServedModel is what vLLM tells the connector in its scheduler, and not a tier: the caches, and requests' tokens."""
+"""ServedModel holds what vLLM gives a connector in its scheduler but not a tier: the caches, and requests' tokens."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from kvmover.engines.common import (
     identified,
     odd_ones,
 )
-from kvmover.engines.vllm import engine
+from kvmover.engines.vllm import vllm_api
 from kvmover.layout import Component
 
-#: The tier that reads from other engines, by its class.
+#: The class name of the tier that reads from other engines.
 PEER_TIER = "KvmoverPeerTier"
 
 _ALONE = f"leave out {PEER_TIER}"
 
 
 class ServedModel:
-    """What the scheduler's connector knows and a tier must: the caches, and requests by their names, while they live.
+    """The model of the scheduler's connector: its caches, and its requests by name while they live.
 
-    `being_made`: of the connector whose tiers are made at this moment.
+    `being_made` is the model of the connector whose tiers are being made.
     """
 
     being_made: ClassVar[ServedModel | None] = None
@@ -46,21 +46,23 @@ class ServedModel:
         ServedModel.being_made = None
 
     def weight_sources(self) -> list[WeightSource]:
-        """Returns the place that the weights come from."""
-        return engine.weight_sources(self._config)
+        """Returns the places of the weights."""
+        return vllm_api.weight_sources(self._config)
 
     def seen(self, request: Any) -> None:
-        """The connector is asked for a request."""
+        """Note a request that the connector was asked for."""
         self._requests[request.request_id] = request
 
     def request(self, name: str) -> Any | None:
-        """A request that was seen."""
+        """Returns a request by name, or None."""
         return self._requests.get(name)
 
     def component(self) -> Component:
-        """The one cache, as engines of any make describe it. Raises EngineUnsupported for what peers do not share."""
+        """Returns the one cache in the form common to all engines. Raises EngineUnsupported for caches that peers do
+        not share.
+        """
         (group, *others) = self._caches.kv_cache_groups
-        (known, *_) = engine.groups_of(self._caches, self._config)
+        (known, *_) = vllm_api.groups_of(self._caches, self._config)
         spec, names = group.kv_cache_spec, list(group.layer_names)
         parallel = self._config.parallel_config
         odd = {
@@ -83,10 +85,10 @@ class ServedModel:
 
 
 def weights_of_tier(model: str, called: str, settings: Settings) -> ServedWeights:
-    """Returns the weights that a tier has chunks of, where vLLM calls the model `model` and people call it `called`.
+    """Returns the weights of a tier's chunks. vLLM calls the model `model`, people call it `called`.
 
-    vLLM's own connector tells a tier no revision and no form in which weights are loaded: a folder is taken for what it
-    holds then, and of a hub's model nobody can tell. Raises ConfigError where nothing is known.
+    vLLM's own connector gives a tier neither revision nor load format: a folder is read as it is then, and a hub's
+    model cannot be identified. Raises ConfigError if there is no identity.
     """
     served = ServedModel.being_made
 
@@ -101,5 +103,5 @@ def weights_of_tier(model: str, called: str, settings: Settings) -> ServedWeight
 
 
 def layer_number(name: str) -> int:
-    """Of a layer's name in vLLM, the first number: 3 of `model.layers.3.self_attn.attn`. Without one, -1."""
+    """Returns the first number in vLLM's name of a layer, 3 of `model.layers.3.self_attn.attn`, or -1."""
     return next((int(part) for part in name.split(".") if part.isdigit()), -1)

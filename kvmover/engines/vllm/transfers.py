@@ -1,4 +1,6 @@
-"""RequestTransfers has a rank's transfers by vLLM's request ids: how each ended, and whose pages may be written."""
+"""RequestTransfers holds a rank's transfers by vLLM's request ids, their outcomes, and the pages still being
+written.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import numpy.typing as npt
 
 from kvmover.engines.common import Cards
 from kvmover.engines.vllm.connector_metadata import ReceiveSpec, ReleaseSpec, SendSpec
-from kvmover.engines.vllm.handshake import Remote
+from kvmover.engines.vllm.transfer_params import Remote
 from kvmover.errors import KvmoverError, PeerUnknown, TransportError
 from kvmover.transfer import Model, Mover, Progress, Result, Transfer
 from kvmover.transfer.arguments import page_tables
@@ -25,31 +27,31 @@ from kvmover.transport import Transport
 
 log = logging.getLogger(__name__)
 
-#: Engines that are called at the same time. Those that were met before wait for no call.
+#: The number of engines called at the same time. Engines met before need no call.
 _CALLERS = 4
 
 #: Page tables, one a component.
 Pages = Sequence[npt.ArrayLike]
 
-#: The engine's name and the cards of all its ranks, from a host and port. Raises KvmoverError.
+#: A function that returns an engine's name and cards from a host and port. Raises KvmoverError.
 Call = Callable[[str, int], Cards]
 
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """A transfer that has ended. `result` is None where it never began, for `reason`."""
+    """A transfer that has ended. `result` is None if it never began, for `reason`."""
 
     request: str
     reason: str | None
     result: Result | None = None
 
     @property
-    def is_held(self) -> bool:
-        """Whether its pages might still be touched when it ended."""
-        return self.result is not None and self.result.held
+    def is_quarantined(self) -> bool:
+        """Returns True if its pages might still be accessed when it ended."""
+        return self.result is not None and self.result.quarantined
 
     def incomplete(self, wanted: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-        """Indices into the page tables that are not whole: `wanted` where nothing began."""
+        """Returns the indices into the page tables that are not whole: `wanted` if the transfer never began."""
         if self.reason is None:
             return tuple(() for _ in wanted)
         return self.result.incomplete if self.result and self.result.incomplete else tuple(map(tuple, wanted))
@@ -57,17 +59,17 @@ class Over:
 
 @dataclass(slots=True)
 class RequestTransfers:
-    """Methods are for the one thread of the engine's worker, and wait for nothing but `settle`.
+    """The transfers of one rank. Methods are for the engine worker's thread; only `settle` and `rejoin` wait.
 
-    A send is over when it has ended and nothing reads its pages any more (`Transfer.held`). A fetch is over when it has
-    ended: until `returned` names it, pages of one that failed may still be written.
+    A send is over when it has ended and its pages are not read any more (`Transfer.quarantined`). A fetch is over when
+    it has ended: pages of a failed one may be written until `returned` names it.
     """
 
     progress: Progress
     call: Call
     _sends: dict[str, Future[Transfer]] = field(default_factory=dict[str, "Future[Transfer]"])
     _fetches: dict[str, Future[Transfer]] = field(default_factory=dict[str, "Future[Transfer]"])
-    _held: dict[str, Transfer] = field(default_factory=dict[str, Transfer])
+    _quarantined: dict[str, Transfer] = field(default_factory=dict[str, Transfer])
     _meetings: dict[str, Future[str]] = field(default_factory=dict[str, "Future[str]"])
     _lock: Lock = field(default_factory=Lock)
     _callers: ThreadPoolExecutor = field(
@@ -83,8 +85,9 @@ class RequestTransfers:
         )
 
     def produced(self, request: str, gate: Gate, pages: Pages | None, contents: Sequence[Content] = ()) -> None:
-        """One more event to wait for, and pages that come behind those named before. Nothing of a request whose
-        transfer is over while its prefill goes on."""
+        """Add an event to wait for, and pages behind those named before. Ignored if the transfer is over while its
+        prefill goes on.
+        """
         tables = None if pages is None else page_tables(pages)
 
         def produced(done: Future[Transfer]) -> None:
@@ -95,7 +98,7 @@ class RequestTransfers:
             self._sends[request].add_done_callback(produced)
 
     def attach(self, request: str, payload: bytes) -> None:
-        """What goes beside the KV of a request that is sent, to whoever asks for it."""
+        """Attach a payload to a request that is sent, which goes beside its KV."""
 
         def attach(done: Future[Transfer]) -> None:
             if done.exception() is None:
@@ -105,14 +108,14 @@ class RequestTransfers:
             self._sends[request].add_done_callback(attach)
 
     def receive(self, spec: ReceiveSpec, pages: Pages) -> None:
-        """Fetch positions of a request into its pages, a table a component; `received` tells how it ended."""
+        """Fetch positions of a request into its pages, a table a component; `received` reports the outcome."""
         tables = page_tables(pages)
         self._fetch(spec.request, spec.remote, range(spec.start, spec.stop), tables, spec.content)
 
     def release(self, spec: ReleaseSpec, entries: Sequence[int]) -> None:
-        """Ask for nothing, which a source takes for served. Nobody is told how that ends.
+        """Ask for an empty range, which a source takes for served. The outcome is ignored.
 
-        `entries`: of each component's page table for all of the request.
+        `entries` has the length of each component's page table for the whole request.
         """
         tables = [np.zeros(count, np.int64) for count in entries]
         self._fetch(
@@ -120,46 +123,48 @@ class RequestTransfers:
         )
 
     def refuse(self, transfer: str, reason: str) -> None:
-        """Whoever asks for it, or has asked, hears why; of a mover that is closed they hear that."""
+        """Refuse a transfer to any engine that has asked or will ask for it, with a reason."""
         try:
             self.progress.submit(lambda mover: mover.refuse(transfer, reason))
         except TransportError as error:
             log.warning("%s was not refused: %s", transfer, error)
 
     def never_began(self, verb: Literal["send", "receive"]) -> None:
-        """Count a request that failed before it was a transfer among the mover's; of one that is closed nobody asks."""
+        """Count a request that failed before it was a transfer in the mover's meter; a closed mover counts no more."""
         with suppress(TransportError):
             self.progress.submit(lambda mover: mover.meter.never_began(verb))
 
     def abort(self, request: str, reason: str) -> None:
-        """Give up whatever there is of a request. It is over when nothing touches its pages."""
+        """Abort all transfers of a request. Each is over when its pages are not accessed any more."""
         for begun in (self._sends.get(request), self._fetches.get(request)):
             if begun is not None:
                 self._abort(begun, reason)
 
     def is_sending(self, request: str) -> bool:
-        """Whether the request's pages may still be read."""
+        """Returns True if the request's pages may still be read."""
         return request in self._sends
 
     def sent(self) -> list[Over]:
-        """Requests of which nothing is read any more, each once."""
-        return [over for over, _ in _taken(self._sends, lambda transfer: transfer.ended and not transfer.held)]
+        """Returns the sends that are over, each once."""
+        return [over for over, _ in _taken(self._sends, lambda transfer: transfer.ended and not transfer.quarantined)]
 
     def received(self) -> list[Over]:
-        """Requests whose fetch has landed or failed, each once."""
+        """Returns the requests whose fetch has landed or failed, each once."""
         taken = _taken(self._fetches, lambda transfer: transfer.ended)
-        self._held |= {over.request: transfer for over, transfer in taken if transfer is not None and over.is_held}
+        self._quarantined |= {
+            over.request: transfer for over, transfer in taken if transfer is not None and over.is_quarantined
+        }
         return [over for over, _ in taken]
 
     def returned(self) -> list[str]:
-        """Requests that `received` told of as held and of which nothing is written any more, each once."""
-        free = [request for request, transfer in self._held.items() if not transfer.held]
+        """Returns the requests, quarantined by `received`, whose pages are not written any more, each once."""
+        free = [request for request, transfer in self._quarantined.items() if not transfer.quarantined]
         for request in free:
-            del self._held[request]
+            del self._quarantined[request]
         return free
 
     def settle(self, requests: Sequence[str]) -> list[Over]:
-        """Wait until nothing reads these requests' pages; they have been aborted, so it is not long."""
+        """Wait until these requests' pages are not read any more. They have been aborted, so it is short."""
         over: list[Over] = []
         for request in requests:
             begun = self._sends.get(request)
@@ -169,18 +174,18 @@ class RequestTransfers:
         return over
 
     def rejoin(self, make: Callable[[], Transport], model: Model, reason: str) -> None:
-        """End what is open for `reason`, and meet others anew, as `model`: see Progress.rejoin."""
+        """End open transfers for `reason`, and meet engines anew, as `model`: see Progress.rejoin."""
         with self._lock:
             self._meetings.clear()
         self.progress.rejoin(make, model, reason)
 
     def close(self) -> None:
-        """Call nobody any more, and close the mover and its thread."""
+        """Cancel calls, and close the mover and its thread."""
         self._callers.shutdown(wait=False, cancel_futures=True)
         self.progress.close()
 
     def _fetch(self, request: str, remote: Remote, positions: range, tables: Pages, content: Content | None) -> None:
-        """Ask an engine as soon as it is met; one that was restarted under its old name is met again, once."""
+        """Ask an engine once it is met; one that restarted under its old name is met again, once."""
         fetch = self._fetches[request] = Future[Transfer]()
         meetings: list[Future[str]] = []
 
@@ -208,9 +213,10 @@ class RequestTransfers:
         meet()
 
     def _meet(self, remote: Remote, before: Future[str] | None) -> Future[str]:
-        """The engine's ranks are connected when this is done, with its name: by one call, which all its requests share.
+        """Returns a future with the engine's name, done when its ranks are connected: one call, shared by all its
+        requests.
 
-        It is called anew when the last call failed, or led to who is there no more: `before`.
+        The engine is called anew if the last call failed, or led to an engine that is gone: `before`.
         """
         key = remote.engine or f"{remote.host}:{remote.port}"
         with self._lock:
@@ -236,7 +242,7 @@ class RequestTransfers:
         return found.engine
 
     def _started(self, call: Callable[[Mover], Transfer]) -> Future[Transfer]:
-        """A transfer to come, or why it does not, a mover that is closed included."""
+        """Returns a future transfer, or its error, of a closed mover too."""
         try:
             return self.progress.begin(call)
         except TransportError as error:
@@ -253,14 +259,14 @@ class RequestTransfers:
 
 
 def _error(done: Future[str]) -> BaseException | None:
-    """What a call ended with; one that `close` took back, with that."""
+    """Returns the error of a call, also of one that `close` cancelled; None if it succeeded."""
     return TransportError("this side closed") if done.cancelled() else done.exception()
 
 
 def _taken(
     begun: dict[str, Future[Transfer]], is_over: Callable[[Transfer], bool]
 ) -> list[tuple[Over, Transfer | None]]:
-    """Take out what is over, and what never began."""
+    """Remove and return the transfers that are over or never began."""
     taken: list[tuple[Over, Transfer | None]] = []
     for request, future in list(begun.items()):
         if not future.done():

@@ -1,4 +1,4 @@
-"""ConnectorWorker is the half beside the model: it does what the scheduler's half asks, and reports how that ended."""
+"""ConnectorWorker is the half beside the model: it carries out the scheduler half's orders and reports the outcomes."""
 
 from __future__ import annotations
 
@@ -28,55 +28,59 @@ log = logging.getLogger(__name__)
 
 
 class Mark(Protocol):
-    """Record an event behind all that was computed so far."""
+    """A function that records an event behind all computation so far."""
 
     def __call__(self) -> Event: ...
 
 
 class Tell(Protocol):
-    """Tell that a transfer failed, `way` "sent" or "received"."""
+    """A function that reports a failed transfer, `way` "sent" or "received"."""
 
     def __call__(self, way: str, over: Over) -> None: ...
 
 
 @dataclass(slots=True)
 class FailureLog:
-    """Writes a line for a transfer that failed, once a minute of those whose reason has one form."""
+    """A log of failed transfers, one line a minute for reasons of one form."""
 
     clock: Callable[[], float] = time.monotonic
     _repeats: Repeats = field(default_factory=Repeats)
 
     def failed(self, way: str, over: Over) -> None:
-        """Write of any that failed. What the engine itself gave up is no warning."""
+        """Log a failure; INFO if the engine itself aborted the transfer."""
         given_up = over.result is not None and over.result.cause is Cause.ABORTED
         if (more := self._repeats.more((way, given_up, form_of(str(over.reason))), self.clock())) is not None:
             level = logging.INFO if given_up else logging.WARNING
             log.log(level, "%s was not %s: %s%s", over.request, way, over.reason, more)
 
     def unbegun(self, way: str, over: Over) -> None:
-        """Write of one that never began: of the others the mover's watchers tell."""
+        """Log a transfer that never began: the mover's watchers report the others."""
         if over.result is None:
             self.failed(way, over)
 
 
 @dataclass(slots=True)
 class Ended:
-    """Requests of which nothing is read any more, whose fetch has ended, and of these the ones that failed as a whole.
-    `blocks`: those that are not whole, where a block id says whose it is. `held`: of the failed ones, those whose pages
-    may still be written; `returned`: those of earlier steps whose pages are not, any more."""
+    """The requests that ended in a step: sent ones whose pages are not read any more, received ones, and of these the
+    ones that failed as a whole.
+
+    `blocks`: incomplete blocks, where a block id identifies the request. `quarantined`: failed requests whose pages may
+    still be written; `returned`: those of earlier steps whose pages are free now.
+    """
 
     sent: set[str] = field(default_factory=set[str])
     received: set[str] = field(default_factory=set[str])
     failed: set[str] = field(default_factory=set[str])
     blocks: set[int] = field(default_factory=set[int])
-    held: set[str] = field(default_factory=set[str])
+    quarantined: set[str] = field(default_factory=set[str])
     returned: set[str] = field(default_factory=set[str])
 
 
 @dataclass(slots=True)
 class Computing:
-    """A request of which this step computes the positions below `stop`, and blocks of it that nobody was told of.
-    `contents`: what the beginnings are of that this adds, of a request that may move."""
+    """A request whose positions below `stop` are computed by this step, and its new blocks. `contents`: those of the
+    prefixes that this adds to a request that may move.
+    """
 
     request: str
     stop: int
@@ -86,9 +90,12 @@ class Computing:
 
 @dataclass(slots=True)
 class ConnectorWorker:
-    """A rank. `layers`: names of the model's layers whose caches it holds, in order, the first of which is number
-    `first_layer` of the model; None where layers of several components make no one order. `drafts`: a draft model may
-    still compute its rows of the last token when that has been told."""
+    """The worker's half on one rank.
+
+    `layers`: names of the model's layers in its caches, in order, the first of which is the model's number
+    `first_layer`; None if layers of several components have no common order. `drafts`: a draft model may still compute
+    its rows of the last token when the step reports its end.
+    """
 
     caches: Sequence[ComponentCache]
     fleet: Fleet
@@ -105,12 +112,12 @@ class ConnectorWorker:
     _computing: list[Computing] = field(default_factory=list[Computing])
     _fetching: dict[str, ReceiveSpec] = field(default_factory=dict[str, ReceiveSpec])
     _delayed: set[str] = field(default_factory=set[str])
-    _held: set[str] = field(default_factory=set[str])
+    _quarantined: set[str] = field(default_factory=set[str])
     _movable: set[str] = field(default_factory=set[str])
     _endings: list[RankEnding] = field(default_factory=list[RankEnding])
 
     def before(self, metadata: KvmoverConnectorMetadata) -> None:
-        """Before pages of preempted requests are overwritten: nothing reads them when this returns."""
+        """Return when pages of preempted requests are not read any more; the step will overwrite them."""
         self._settled = metadata
         for abort in metadata.aborts:
             if abort.request in metadata.preempted:
@@ -122,7 +129,7 @@ class ConnectorWorker:
                 self.offload.settle()
 
     def begin(self, metadata: KvmoverConnectorMetadata) -> None:
-        """A step begins: what does not wait for its forward pass."""
+        """Begin a step: all orders that do not wait for its forward pass."""
         if self._settled is not metadata:  # a model runner that does not tell of preemptions
             self.before(metadata)
         self._settled = None
@@ -150,7 +157,7 @@ class ConnectorWorker:
                 self.offload.load(load)
 
     def computed(self, layer: str) -> None:
-        """The forward pass has come past a layer."""
+        """Note that the forward pass has passed a layer."""
         if not self._computing or not self.layer_wise or self.layers is None or layer not in self.layers:
             return
         done = self.layers.index(layer) + 1
@@ -158,7 +165,7 @@ class ConnectorWorker:
             self._produced(self.first_layer + done)
 
     def end(self, metadata: KvmoverConnectorMetadata) -> None:
-        """The forward pass of a step has been launched."""
+        """Note that the forward pass of a step has been launched."""
         if self._computing:
             self._produced(ALL)
             self._computing = []
@@ -168,12 +175,12 @@ class ConnectorWorker:
                 self.offload.save(save, ready)
 
     def ended(self) -> Ended:
-        """What has ended since the last call."""
+        """Returns the requests that ended since the last call."""
         ended = Ended()
         for over in self.transfers.sent():
             self._count("sent", over)
-        ended.returned |= self._held.intersection(self.transfers.returned())
-        self._held -= ended.returned
+        ended.returned |= self._quarantined.intersection(self.transfers.returned())
+        self._quarantined -= ended.returned
         for over in self.transfers.received():
             self._received(over, ended)
         for load, done in self.offload.loaded() if self.offload else ():
@@ -186,18 +193,21 @@ class ConnectorWorker:
         return ended
 
     def take_endings(self) -> list[RankEnding]:
-        """How transfers ended on this rank since the last call, of whole requests the scheduler's to count."""
+        """Returns the endings of transfers on this rank since the last call; the scheduler counts whole requests."""
         taken, self._endings = self._endings, []
         return taken
 
     def take_counts(self) -> Counter[str]:
-        """What was counted since the last call: bytes and blocks."""
+        """Returns the counts of bytes and blocks since the last call."""
         taken, self.counts = self.counts, Counter[str]()
         return taken + self.offload.take_counts() if self.offload else taken
 
     def rejoin(self, make: Callable[[], Transport], model: Model, space: Namespace | None, reason: str) -> bytes:
-        """End what is open for `reason`, and go on as `model`, with pages of `space` in the store; None: with none.
-        Returns the card by which the rank is met then."""
+        """End open transfers for `reason`, and go on as `model`, with pages of `space` in the store, or without with
+        None.
+
+        Returns the rank's new card.
+        """
         self.transfers.rejoin(make, model, reason)
         if self.offload:
             self.offload.become(space)
@@ -219,14 +229,16 @@ class ConnectorWorker:
         self.transfers.send(send, self._pages(send.tables), gates)
 
     def _produced(self, layers: int) -> None:
-        """Once what is launched has been computed, layers below `layers` of this step's chunks are in their pages."""
+        """Report that layers below `layers` of this step's chunks are in their pages once all launched work has been
+        computed.
+        """
         event = self.mark()
         for chunk in self._computing:
             self.transfers.produced(chunk.request, Gate(event, layers, chunk.stop), chunk.pages, chunk.contents)
             chunk.pages, chunk.contents = None, ()
 
     def _pages(self, tables: Tables) -> list[list[int]]:
-        """A page table a component: pages of the kernels, of the blocks of its group."""
+        """Returns a page table a component: the kernels' pages of its group's blocks."""
         return [cache.pages(tables[cache.group]) for cache in self.caches]
 
     def _received(self, over: Over, ended: Ended) -> None:
@@ -237,9 +249,9 @@ class ConnectorWorker:
         ended.received.add(spec.request)
         if over.reason is None:
             return
-        if over.is_held:  # none of its blocks can be computed into: others have to be found for all of it
-            self._held.add(spec.request)
-            ended.held.add(spec.request)
+        if over.is_quarantined:  # it cannot be computed into these blocks: all of it needs others
+            self._quarantined.add(spec.request)
+            ended.quarantined.add(spec.request)
             ended.failed.add(spec.request)
             return
         bad: set[int] = set()
@@ -248,12 +260,13 @@ class ConnectorWorker:
         self._failed(ended, spec.request, bad)
 
     def _wanted(self, spec: ReceiveSpec) -> list[range]:
-        """Indices into each page table of all that was asked for."""
+        """Returns the indices into each page table of everything that was asked for."""
         return [cache.entries(range(spec.start, spec.stop), self.fleet) for cache in self.caches]
 
     def _failed(self, ended: Ended, request: str, blocks: set[int]) -> None:
-        """Blocks of several groups have the same numbers: then the request fails as a whole, as one does whose state is
-        not there, which nothing but all of its tokens makes again."""
+        """Note failed blocks. With several groups, whose blocks have the same numbers, the request fails as a whole; so
+        does one that lost a state, which only all of its tokens restore.
+        """
         if len({cache.group for cache in self.caches}) == 1 and not any(c.component.states for c in self.caches):
             ended.blocks |= blocks
         elif blocks:
@@ -274,7 +287,7 @@ class ConnectorWorker:
             self.counts[f"{way}_bytes"] += landed.nbytes
 
     def _given(self, over: Over) -> None:
-        """A request that might have moved. That nobody took it is no failure, and copies of it have landed."""
+        """Count a request that might have moved. Staying is no failure, and copies of it have landed."""
         self._movable.remove(over.request)
         stayed = over.result is not None and over.result.cause in (Cause.ABORTED, Cause.DEADLINE)
         if over.reason is not None and not stayed:
@@ -285,22 +298,22 @@ class ConnectorWorker:
 
 
 def _positions(stop: int | None) -> int:
-    """Below which all is computed; None stands for all of a request."""
+    """Returns the position below which all is computed; None stands for the whole request."""
     return ALL if stop is None else stop
 
 
 class _Now:
-    """The event of a device that computes at once."""
+    """The event of a device that computes synchronously."""
 
     def query(self) -> bool:
         return True
 
     def synchronize(self) -> None:
-        """Nothing is behind it."""
+        """Return at once."""
 
 
 def marks(device: torch.device) -> Mark:
-    """How an event is recorded behind what `device` computes."""
+    """Returns a function that records an event behind the work of `device`."""
     if device.type != "cuda":
         return _Now
     import torch

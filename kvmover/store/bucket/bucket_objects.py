@@ -7,7 +7,6 @@ after a full segment was sent, do they outlive the process and become visible to
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from threading import RLock
@@ -19,10 +18,10 @@ from kvmover.store.bucket.bucket_reader import BucketReader
 from kvmover.store.bucket.bucket_writer import SEGMENT_BYTES, BucketWriter, SentPayload
 from kvmover.store.bucket.service import ObjectBucket
 from kvmover.store.bucket.upkeep import BucketUpkeep
-from kvmover.store.deletion import DeletionOrder, Look, Seen, TwoLooks
-from kvmover.store.fetch import GIVEN_BACK
-from kvmover.store.files import HostMemory, reason_of
-from kvmover.store.objects import Failure, ObjectDraft, ObjectRead, Objects, Verdict, Watcher
+from kvmover.store.deletion import DeletionOrder, Permit, TwoLooks
+from kvmover.store.files import HostMemory
+from kvmover.store.judgement import JudgedObjects, judged, verified
+from kvmover.store.objects import Failure, ObjectDraft, ObjectRead, Verdict, Watcher
 from kvmover.store.part import PagePart, PartKey
 from kvmover.store.record import holds, table
 from kvmover.store.store_policy import Policy
@@ -39,7 +38,7 @@ _SLACK, _SHARE = 1 / 64, 1 / 8
 _VERIFIED_BYTES = 64 << 20
 
 
-class BucketObjects(Objects[StoredObject]):
+class BucketObjects(JudgedObjects[StoredObject]):
     """The objects of one namespace, in the bucket folder named by its digest.
 
     Locks, acquired in this order: `tidying` during flush and collect (puts do not wait for it), `writing` during a put
@@ -127,33 +126,19 @@ class BucketObjects(Objects[StoredObject]):
     def read(self, part: PagePart, reads: Sequence[ObjectRead[StoredObject]]) -> list[Failure[StoredObject]]:
         return self._reader.fetch(part, reads)
 
-    def judge(self, failure: Failure[StoredObject]) -> tuple[Verdict, str]:
-        try:
-            return self._judge(failure.read.each, failure.reason)
-        except OSError as error:
-            return Verdict.UNKNOWN, reason_of(error)
+    def look_again(self, each: StoredObject) -> tuple[Verdict, str]:
+        return self._reader.look_again(each)
 
-    def _judge(self, each: StoredObject, read: str) -> tuple[Verdict, str]:
-        """Check an object anew after a failed read (`read`: the reason), and delete it if bad. Raises OSError.
+    def permit(self, looks: TwoLooks) -> Permit | None:
+        return self.catalog.door.ask(looks, 1, self.catalog.machine.now())
 
-        Returns SPARED where the deletion budget is spent: the object is then only dropped from this index.
-        """
-        verdict, reason = self._reader.look_again(each)
-        if verdict is Verdict.WELL:
-            return verdict, reason
+    def drop(self, each: StoredObject, verdict: Verdict) -> None:
         with self.lock:
-            if verdict is Verdict.GONE or reason in GIVEN_BACK:
-                self.catalog.index.remove([each])
-                return Verdict.GONE, reason
-            looks = TwoLooks(Look(Seen.READ, read), Look(Seen.ANEW, reason), 1)
-            permit = self.catalog.door.ask(looks, 1, self.catalog.machine.now())
-            if permit is None:
-                self.catalog.index.remove([each])
-                self.counters.spared += 1
-                return Verdict.SPARED, reason
+            self.catalog.index.remove([each])
+
+    def condemn(self, each: StoredObject, permit: Permit) -> None:
+        with self.lock:
             self.catalog.delete([each], permit)
-            self.counters.poisoned[reason] += 1
-        return Verdict.BAD, reason
 
     def used(self, pages: Sequence[bytes]) -> None:
         now = self.catalog.machine.now()
@@ -287,35 +272,26 @@ class BucketObjects(Objects[StoredObject]):
         """
         with self.lock:
             names = [*self.catalog.segments, *self._writer.held]
-        count, nbytes, verdicts = 0, 0, {Verdict.BAD: Counter[str](), Verdict.SPARED: Counter[str]()}
+        try:
+            report = verified(judged(self, self._suspects(names)), progress)
+        except OSError as error:
+            raise StoreError(f"cannot verify {self._where}: {error.strerror}") from error
+        with suppress(OSError):
+            self._upkeep.tell_deaths()
+        return report
+
+    def _suspects(self, names: Sequence[str]) -> Iterator[tuple[StoredObject, bool]]:
+        """Yield each object of segments, and True if its bytes differ from its digests."""
         for name in names:
             with self.lock:
                 objects = self.catalog.index.objects(name)
             for few in _some(objects):
-                for each, (verdict, reason) in zip(few, self._verdicts(few), strict=True):
-                    if verdict in verdicts:
-                        verdicts[verdict][reason] += 1
-                    count += 1
-                    nbytes += each.nbytes
-                    if progress:
-                        progress(each.nbytes)
-        with suppress(OSError):
-            self._upkeep.tell_deaths()
-        return Verified(count, nbytes, dict(verdicts[Verdict.BAD]), dict(verdicts[Verdict.SPARED]))
-
-    def _verdicts(self, objects: Sequence[StoredObject]) -> list[tuple[Verdict, str]]:
-        """Return the verdict and reason for each object. Raises StoreError if the service does not answer."""
-        digests, payloads = self._reader.digests(objects), self._reader.payloads(objects)
-        verdicts: list[tuple[Verdict, str]] = []
-        for each, digest, payload in zip(objects, digests, payloads, strict=True):
-            if isinstance(digest, bytes) and not isinstance(payload, str) and holds(payload, each.cells, digest, 0):
-                verdicts.append((Verdict.WELL, ""))
-                continue
-            try:
-                verdicts.append(self._judge(each, "not whole"))
-            except OSError as error:
-                raise StoreError(f"cannot verify {self._where}: {error.strerror}") from error
-        return verdicts
+                digests, payloads = self._reader.digests(few), self._reader.payloads(few)
+                for each, digest, payload in zip(few, digests, payloads, strict=True):
+                    if isinstance(digest, str) or isinstance(payload, str):
+                        yield each, True
+                    else:
+                        yield each, not holds(payload, each.cells, digest, 0)
 
     def close(self) -> None:
         """Flush, log the bytes that could not be sent, and close the bucket. Idempotent; never raises StoreError."""

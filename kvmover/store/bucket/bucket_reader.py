@@ -128,7 +128,7 @@ class BucketReader:
         try:
             payload = bucket.read(catalog.path(each.segment + DATA), each.offset, each.nbytes)
         except FileNotFoundError:
-            return Verdict.BAD, MISSING
+            return Verdict.GONE, MISSING
         if len(payload) < each.nbytes:
             return Verdict.BAD, "truncated"
         return (Verdict.WELL, "") if holds(payload, each.cells, header.digests, 0) else (Verdict.BAD, DIGEST)

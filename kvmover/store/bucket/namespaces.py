@@ -12,7 +12,16 @@ from kvmover.store.bucket.bucket_objects import BucketObjects
 from kvmover.store.bucket.sealed import HEAD
 from kvmover.store.bucket.service import ObjectBucket, PutMode
 from kvmover.store.deletion import DeletionDoor, Look, Seen, TwoLooks
-from kvmover.store.manifest import MANIFEST, Found, Manifest, decode_manifest, encode_manifest, in_order, unknown
+from kvmover.store.manifest import (
+    MANIFEST,
+    Found,
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+    in_order,
+    must_stay,
+    unknown,
+)
 from kvmover.store.namespace import Namespace
 from kvmover.store.record import PREAMBLE_BYTES, Preamble
 from kvmover.store.store_policy import Policy
@@ -24,7 +33,7 @@ def open_bucket(location: str, namespace: Namespace, policy: Policy) -> BucketOb
     objects = BucketObjects(bucket, namespace.folder, namespace.digest, policy)
     try:
         path = f"{namespace.folder}/{MANIFEST}"
-        if _manifest(bucket, namespace.folder) is None:
+        if not _must_stay(bucket, namespace.folder):
             bucket.put(path, encode_manifest(namespace), PutMode.OVERWRITE)
     except OSError as error:
         objects.lag(error)  # manifests serve people and tools, and credentials may be read-only
@@ -77,6 +86,13 @@ def empty_unused(location: str, names: Sequence[str], unused_s: float, spare: st
         return emptied
     finally:
         bucket.close()
+
+
+def _must_stay(bucket: ObjectBucket, folder: str) -> bool:
+    try:
+        return must_stay(bucket.get(f"{folder}/{MANIFEST}"), folder)
+    except FileNotFoundError:
+        return False
 
 
 def _manifest(bucket: ObjectBucket, folder: str) -> Manifest | None:

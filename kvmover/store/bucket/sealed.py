@@ -132,7 +132,7 @@ def read_head(name: str, data: bytes, namespace: bytes) -> SealedSegment | str:
     """Decode the head of segment `name`. Returns the segment, or the reason to refuse it."""
     found = Preamble.decode(data)
     if found is None:
-        return "damaged header"
+        return "another format" if Preamble.is_of_another_format(data) else "damaged header"
     if found.namespace != namespace:
         return "foreign namespace"
     table = decode_table(data[PREAMBLE_BYTES:], PREAMBLE_BYTES)

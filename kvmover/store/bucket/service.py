@@ -123,7 +123,8 @@ class ObjectBucket:
         except ImportError as error:
             raise StoreError(f"{location} needs obstore: {how_to_install('s3')}") from error
         try:
-            store = from_url(location, client_options=_client_options(), retry_config=_retry_config())
+            retries: Any = {"max_retries": _RETRIES, "retry_timeout": timedelta(seconds=_ATTEMPTS_S)}
+            store = from_url(location, client_options=_client_options(), retry_config=retries)
         except Exception as error:  # obstore's errors for a bad location have a base class of their own
             raise StoreError(f"cannot use {location}: {_first_line(error)}") from error
         return cls(location.rstrip("/"), cast(ObstoreClient, obstore), store)
@@ -227,10 +228,6 @@ def _client_options() -> Any:
     if os.environ.get(_PLAIN_HTTP, "").lower() in ("1", "true"):
         options["allow_http"] = True
     return options
-
-
-def _retry_config() -> Any:
-    return {"max_retries": _RETRIES, "retry_timeout": timedelta(seconds=_ATTEMPTS_S)}
 
 
 def _entry(found: Mapping[str, Any]) -> BucketEntry:

@@ -8,7 +8,7 @@ All little endian, each entry a multiple of 8 bytes:
     12  u32  stamp      second of the change
     16  u64  slab       its number, or 0
     24  u32  rows       in the payload
-    28  u32  0
+    28  u32  version    of the format: 1
     32  u64  check      XXH3 of the payload, seeded with the XXH3 of bytes 0 to 32, seeded with the entry's place
     40  ADDED: a row of 128 bytes per object, then the digests of all; REMOVED: places of rows, u64 each; USED: page
         hashes
@@ -45,6 +45,9 @@ from kvmover.store.record import DIGEST_BYTES, LIVE, RecordTable, decode_part, e
 _HEAD = struct.Struct("<4sIIIQII")
 _MAGIC = b"KVKJ"
 ENTRY_BYTES = _HEAD.size + 8
+
+#: The version of entries that this release writes and reads.
+JOURNAL = 1
 
 _ROW = np.dtype(
     [
@@ -102,7 +105,7 @@ def encode_entry(
     change: JournalChange, at: int, stamp: int, slab: int = 0, payload: bytes = b"", rows: int = 0
 ) -> bytes:
     """Encode an entry to be written at place `at`."""
-    head = _HEAD.pack(_MAGIC, change, len(payload), stamp, slab, rows, 0)
+    head = _HEAD.pack(_MAGIC, change, len(payload), stamp, slab, rows, JOURNAL)
     return head + _check(head, payload, at).to_bytes(8, "little") + payload
 
 
@@ -134,11 +137,11 @@ def places_of(at: int, count: int) -> npt.NDArray[np.int64]:
 def decode_entries(data: bytes, at: int) -> Iterator[JournalEntry]:
     """Yield the complete entries of `data`, which begins at place `at`; stop at an incomplete one.
 
-    Raises ValueError for a foreign or damaged entry.
+    Raises ValueError for a foreign or damaged entry, or one of another version.
     """
     start, view = 0, memoryview(data)
     while start + ENTRY_BYTES <= len(data):
-        magic, change, nbytes, stamp, slab, rows, _ = _HEAD.unpack_from(data, start)
+        magic, change, nbytes, stamp, slab, rows, version = _HEAD.unpack_from(data, start)
         if magic != _MAGIC or nbytes % 8:
             raise ValueError(f"no entry of a journal at {at + start}")
         body = start + ENTRY_BYTES
@@ -149,6 +152,8 @@ def decode_entries(data: bytes, at: int) -> Iterator[JournalEntry]:
         fits = rows * ROW_BYTES <= nbytes and bool(rows) == (change == JournalChange.ADDED)
         if not fits or check != _check(view[start : start + _HEAD.size], payload, at + start):
             raise ValueError(f"a damaged entry of a journal at {at + start}")
+        if version != JOURNAL:
+            raise ValueError(f"an entry of version {version} at {at + start} of a journal; this side reads {JOURNAL}")
         yield JournalEntry(JournalChange(change), at + body, stamp, slab, rows, payload)
         start = body + nbytes
 

@@ -18,7 +18,6 @@ from weakref import WeakSet
 
 import numpy as np
 
-from kvmover.store.fetch import MISSING
 from kvmover.store.files import OpenFile, PlainFiles, reason_of
 from kvmover.store.guard_lock import GuardLock
 from kvmover.store.index import Index
@@ -274,7 +273,7 @@ class KeeperCatalog:
         if got < each.nbytes:
             with self.lock:
                 self.refresh()
-            return (Verdict.GONE, "evicted") if self._said(each) is None else (Verdict.BAD, MISSING)
+            return (Verdict.GONE, "evicted") if self._said(each) is None else (Verdict.BAD, "truncated")
         return (Verdict.WELL, "") if holds(memoryview(payload), each.cells, digests, 0) else (Verdict.BAD, DIGEST)
 
     def _said(self, each: StoredObject) -> tuple[bytes, bytes] | None:

@@ -14,9 +14,11 @@ from itertools import accumulate, islice, takewhile
 
 import numpy as np
 
+from kvmover.fields import common_version
 from kvmover.store.eviction import EvictionCandidate, carried, victim
 from kvmover.store.index import Index
 from kvmover.store.keeper.journal import (
+    JOURNAL,
     ROW_BYTES,
     AddedObject,
     JournalChange,
@@ -28,7 +30,7 @@ from kvmover.store.keeper.journal import (
 )
 from kvmover.store.keeper.messages import (
     LISTED,
-    VERSION,
+    SPEAKS,
     Agreed,
     AllocateSlab,
     Attach,
@@ -186,9 +188,14 @@ def _refuse_fenced(session: KeeperSession, newest: int) -> Actions:
 
 def _attach(state: KeeperState, session: KeeperSession, asked: Attach, now: int) -> Actions:
     """Attach a client to its namespace, and fence older generations of its fleet."""
-    if asked.version != VERSION or session.namespace is not None or (asked.generation and not asked.fleet):
-        words = f"version {asked.version} beside {VERSION}, attached already, or a generation of no fleet"
-        return _refuse(session, KeeperRefusal.INVALID, words)
+    version = common_version(SPEAKS, asked.speaks)
+    if version is None:
+        theirs, own = (f"versions {least} to {most}" for least, most in (asked.speaks, SPEAKS))
+        return _refuse(session, KeeperRefusal.INVALID, f"the client speaks {theirs}, this keeper {own}")
+    if session.namespace is not None:
+        return _refuse(session, KeeperRefusal.INVALID, "attached already")
+    if asked.generation and not asked.fleet:
+        return _refuse(session, KeeperRefusal.INVALID, f"generation {asked.generation} of no fleet")
     known_fleet = asked.fleet in state.generations or not asked.fleet
     if (asked.namespace not in state.namespaces and len(state.namespaces) >= NAMESPACES) or (
         not known_fleet and len(state.generations) >= FLEETS
@@ -212,7 +219,7 @@ def _attach(state: KeeperState, session: KeeperSession, asked: Attach, now: int)
     session.namespace = asked.namespace
     kept = state.namespaces.setdefault(asked.namespace, KeptNamespace(asked.manifest))
     kept.manifest = kept.manifest or asked.manifest
-    welcome = Welcome(kept.base, state.slab_bytes)
+    welcome = Welcome(kept.base, state.slab_bytes, version, JOURNAL)
     return [*actions, Reply(session.number, welcome, JournalGrant(asked.namespace))]
 
 

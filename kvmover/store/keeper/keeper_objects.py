@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,16 +18,17 @@ from threading import RLock
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvmover.errors import StoreError
-from kvmover.store.deletion import DeletionDoor, Look, Permit, Seen, TwoLooks
+from kvmover.store.deletion import DeletionDoor, Permit, TwoLooks
 from kvmover.store.fetch import SegmentFailure, SegmentRead, fetch, suspects
 from kvmover.store.files import FileRun, OpenFile, reason_of
+from kvmover.store.judgement import JudgedObjects, judged, verified
 from kvmover.store.keeper.journal import slab_name, slab_number
 from kvmover.store.keeper.keeper_catalog import KeeperCatalog
 from kvmover.store.keeper.link import KeeperLink, KeeperRefused, StoreFenced
 from kvmover.store.keeper.messages import (
     LISTED,
     PACKET_BYTES,
-    VERSION,
+    SPEAKS,
     Agreed,
     AllocateSlab,
     Attach,
@@ -47,7 +48,7 @@ from kvmover.store.keeper.messages import (
 )
 from kvmover.store.manifest import Found, Manifest, decode_manifest, encode_manifest, in_order
 from kvmover.store.namespace import Namespace
-from kvmover.store.objects import ObjectDraft, Objects, Plan, Verdict, Watcher
+from kvmover.store.objects import ObjectDraft, Plan, Verdict, Watcher
 from kvmover.store.part import PagePart, PartKey
 from kvmover.store.record import DIGEST_BYTES, FIXED_BYTES, encode_part, table
 from kvmover.store.store_policy import Policy
@@ -151,7 +152,7 @@ class SlabWriter:
                 end += padded(size)
             for reason in files.write(runs):
                 if reason:
-                    raise OSError(errno.EPERM, reason)
+                    raise OSError(_number_of(reason), reason)
         self._catalog.link.ask(CommitObjects(slab.number, objects), Agreed)
         slab.end = end
 
@@ -165,6 +166,11 @@ class SlabWriter:
         self._let_go()
 
 
+def _number_of(reason: str) -> int:
+    """Return the errno of a failed write's reason if it says that the slab is sealed, else EIO."""
+    return next((number for number in _SEALED if reason == os.strerror(number)), errno.EIO)
+
+
 def _is_fenced(error: Exception) -> bool:
     return isinstance(error, StoreFenced) or (
         isinstance(error, KeeperRefused) and error.refusal is KeeperRefusal.FENCED
@@ -175,7 +181,7 @@ def _is_fenced(error: Exception) -> bool:
 _TOLD = 1024
 
 
-class KeeperObjects(Objects[StoredObject]):
+class KeeperObjects(JudgedObjects[StoredObject]):
     """The objects of one namespace. `writing` is held during a put or trim, and acquired before the catalog's lock."""
 
     def __init__(self, link: KeeperLink, policy: Policy) -> None:
@@ -257,40 +263,19 @@ class KeeperObjects(Objects[StoredObject]):
     def read(self, part: PagePart, reads: Sequence[SegmentRead]) -> list[SegmentFailure]:
         return fetch(self.catalog, part, reads)
 
-    def judge(self, failure: SegmentFailure) -> tuple[Verdict, str]:
-        try:
-            return self._judge(failure.read.each, failure.reason)
-        except StoreFenced as error:
-            return Verdict.UNKNOWN, str(error)
-        except OSError as error:
-            return Verdict.UNKNOWN, reason_of(error)
+    def look_again(self, each: StoredObject) -> tuple[Verdict, str]:
+        return self.catalog.look_again(each)
 
-    def _judge(self, each: StoredObject, read: str) -> tuple[Verdict, str]:
-        """Check an object anew after a failed read (`read`: the reason), and delete it if bad. Raises OSError.
+    def permit(self, looks: TwoLooks) -> Permit | None:
+        return self._door.ask(looks, 1, self._now())
 
-        Returns SPARED if the deletion budget is spent: the object is only dropped from this index.
-        """
-        verdict, reason = self.catalog.look_again(each)
-        if verdict is Verdict.GONE:
-            with self.lock:
-                self.catalog.index.remove([each])
-        if verdict is not Verdict.BAD:
-            return verdict, reason
-        looks = TwoLooks(Look(Seen.READ, read), Look(Seen.ANEW, reason), 1)
-        permit = self._door.ask(looks, 1, self._now())
-        if permit is None:
-            with self.lock:
-                self.catalog.index.remove([each])
-            self.counters.spared += 1
-            return Verdict.SPARED, reason
-        self._condemn(each, permit)
-        return Verdict.BAD, reason
-
-    def _condemn(self, each: StoredObject, permit: Permit) -> None:
-        """Drop a bad object from this index and request its removal; a failed request counts in `lagged`."""
+    def drop(self, each: StoredObject, verdict: Verdict) -> None:
         with self.lock:
             self.catalog.index.remove([each])
-        self.counters.poisoned[permit.grounds.reason] += 1
+
+    def condemn(self, each: StoredObject, permit: Permit) -> None:
+        """Drop a bad object from this index and request its removal; a failed request counts in `lagged`."""
+        self.drop(each, Verdict.BAD)
         try:
             self.catalog.link.ask(RemoveObjects(slab_number(each.segment), [each.record]), Agreed)
         except (OSError, StoreFenced) as error:
@@ -410,17 +395,8 @@ class KeeperObjects(Objects[StoredObject]):
         self.catalog.sync()
         with self.lock:
             by_slab = {name: self.catalog.index.objects(name) for name in sorted(self.catalog.slabs)}
-        count, nbytes, verdicts = 0, 0, {Verdict.BAD: Counter[str](), Verdict.SPARED: Counter[str]()}
-        for name, objects in by_slab.items():
-            for each, is_suspect in suspects(self.catalog, name, objects):
-                verdict, reason = self._judge(each, "not whole") if is_suspect else (Verdict.WELL, "")
-                if verdict in verdicts:
-                    verdicts[verdict][reason] += 1
-                count += 1
-                nbytes += each.nbytes
-                if progress:
-                    progress(each.nbytes)
-        return Verified(count, nbytes, dict(verdicts[Verdict.BAD]), dict(verdicts[Verdict.SPARED]))
+        found = (one for name, objects in by_slab.items() for one in suspects(self.catalog, name, objects))
+        return verified(judged(self, found), progress)
 
     def close(self) -> None:
         """Send uses if possible, then close slab and connection. Idempotent."""
@@ -468,7 +444,7 @@ def keeper_of_namespace(found: Found, policy: Policy) -> KeeperObjects:
 
 def _open(location: str, namespace: bytes, manifest: bytes, policy: Policy) -> KeeperObjects:
     at = KeeperLocation.parse(location)
-    link = KeeperLink(at.path, Attach(VERSION, namespace, manifest, at.fleet, at.generation))
+    link = KeeperLink(at.path, Attach(SPEAKS, namespace, manifest, at.fleet, at.generation))
     try:
         return KeeperObjects(link, policy)
     except OSError as error:

@@ -17,6 +17,7 @@ from threading import RLock
 from typing import TypeVar
 
 from kvmover.errors import StoreError
+from kvmover.store.keeper.journal import JOURNAL
 from kvmover.store.keeper.messages import (
     GRANTS,
     OPENED,
@@ -115,7 +116,11 @@ class KeeperLink:
                 self.fenced = error
                 raise StoreFenced(f"{self.path}: {error.strerror}") from error
             raise
-        self.slab_bytes, self.journal = welcome.slab_bytes, FollowedJournal(fds[0], welcome.base)
+        journal = FollowedJournal(fds[0], welcome.base)
+        if welcome.journal != JOURNAL:
+            words = f"the keeper's journal is of version {welcome.journal}; this side reads {JOURNAL}"
+            raise KeeperRefused(Refused(KeeperRefusal.INVALID, words))
+        self.slab_bytes, self.journal = welcome.slab_bytes, journal
 
     def is_over(self) -> bool:
         """Return True if unconnected or the keeper has hung up. Sends no request and takes no lock."""

@@ -14,8 +14,8 @@ from msgspec import Meta
 
 from kvmover.store.namespace import HASH_BYTES
 
-#: Raised with every change of the protocol; a keeper refuses clients of another version.
-VERSION = 2
+#: The least and the most version of packets that this release speaks; a trailing field needs no version.
+SPEAKS = (1, 1)
 
 #: Upper limit of a packet, which fits the default send buffer of a unix socket on Linux.
 PACKET_BYTES = 128 << 10
@@ -44,18 +44,18 @@ class KeeperRefusal(StrEnum):
     INVALID = "invalid"
 
 
-class KeeperPacket(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
-    """The base of all requests and answers."""
+class KeeperPacket(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """The base of all requests and answers. Trailing fields that a later release adds are ignored."""
 
 
 class Attach(KeeperPacket, frozen=True, tag="Attach"):
     """A request to attach to a namespace, required before all others but ListNamespaces.
 
-    `manifest`: the namespace's description, or b"". `fleet`, `generation`: the owner, which fences older generations
-    of its fleet; "" and 0 fence no client and are never fenced.
+    `speaks`: the least and the most version of the client. `manifest`: the namespace's description, or b"". `fleet`,
+    `generation`: the owner, which fences older generations of its fleet; "" and 0 fence no client and are never fenced.
     """
 
-    version: int
+    speaks: tuple[Number, Number]
     namespace: PageHash
     manifest: Annotated[bytes, Meta(max_length=4096)]
     fleet: Annotated[str, Meta(max_length=128)] = ""
@@ -137,10 +137,15 @@ class ListNamespaces(KeeperPacket, frozen=True, tag="ListNamespaces"):
 
 
 class Welcome(KeeperPacket, frozen=True, tag="Welcome"):
-    """The answer to Attach, with the journal. `base`: place of its first byte. `slab_bytes`: the keeper's slab size."""
+    """The answer to Attach, with the journal. `base`: place of its first byte. `slab_bytes`: the keeper's slab size.
+
+    `version`: of packets, the highest that both sides speak. `journal`: of the journal's entries.
+    """
 
     base: Number
     slab_bytes: Bytes
+    version: Number
+    journal: Number
 
 
 class SlabToFill(KeeperPacket, frozen=True, tag="SlabToFill"):

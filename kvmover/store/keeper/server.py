@@ -277,8 +277,8 @@ class KeeperServer:
         if near is None:
             return
         self._selector.unregister(near)
-        near.close()
         self._step(SessionOver(number))
+        near.close()  # last: a client that sees the end finds its session forgotten
 
     # Actions of the state machine
 

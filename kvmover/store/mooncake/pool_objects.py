@@ -22,9 +22,10 @@ from weakref import WeakSet
 import msgspec
 
 from kvmover.errors import StoreError
-from kvmover.store.deletion import DeletionDoor, DeletionOrder, Look, Seen, TwoLooks
+from kvmover.store.deletion import DeletionDoor, DeletionOrder, Permit, TwoLooks
 from kvmover.store.fetch import scatter
 from kvmover.store.files import SHORT, HostMemory, reason_of
+from kvmover.store.judgement import JudgedObjects
 from kvmover.store.manifest import Found, decode_manifest, encode_manifest, in_order
 from kvmover.store.mooncake.client import NO_OBJECT, STAGING_BYTES, Asker, ObjectRanges, PoolClient
 from kvmover.store.mooncake.format import (
@@ -39,7 +40,7 @@ from kvmover.store.mooncake.format import (
     object_key,
 )
 from kvmover.store.namespace import Namespace
-from kvmover.store.objects import DIGEST, Failure, Fault, ObjectDraft, ObjectRead, Objects, Verdict, Watcher
+from kvmover.store.objects import DIGEST, Failure, Fault, ObjectDraft, ObjectRead, Verdict, Watcher
 from kvmover.store.part import PageBox, PagePart, PartKey
 from kvmover.store.record import holds, table
 from kvmover.store.store_policy import Policy
@@ -152,7 +153,7 @@ class PoolObject(msgspec.Struct, frozen=True, gc=False):
 
 
 class PoolPage(msgspec.Struct, frozen=True, gc=False):
-    """A page that existed at the time of the lookup."""
+    """A page that existed at the lookup: `objects` of it that may be read, and the part of each, in order."""
 
     objects: tuple[PoolObject, ...]
     parts: tuple[PartKey, ...]
@@ -162,7 +163,7 @@ PoolRead: TypeAlias = ObjectRead[PoolObject]
 PoolFailure: TypeAlias = Failure[PoolObject]
 
 
-class MooncakeObjects(Objects[PoolObject]):
+class MooncakeObjects(JudgedObjects[PoolObject]):
     """The objects of one namespace, whose keys begin with `folder`.
 
     All members find a put at once. It lives until its donor leaves or the master evicts it.
@@ -343,35 +344,26 @@ class MooncakeObjects(Objects[PoolObject]):
                 return DIGEST
         return ""
 
-    def judge(self, failure: PoolFailure) -> tuple[Verdict, str]:
-        each = failure.read.each
-        key = object_key(self._folder, each.page, each.part)
-        try:
-            reason = self._flaw(key, each)
-            if not reason:
-                return Verdict.WELL, ""
-            if reason == NO_OBJECT:
-                return Verdict.GONE, reason
-            looks = TwoLooks(Look(Seen.READ, failure.reason), Look(Seen.ANEW, reason), 1)
-            if permit := self._door.ask(looks, 1, time.time()):
-                self._pool.remove(key, permit)
-        except OSError as error:
-            return Verdict.UNKNOWN, reason_of(error)
-        if permit is None:
-            self._spare(each)
-            return Verdict.SPARED, reason
-        self.counters.poisoned[reason] += 1
-        return Verdict.BAD, reason
+    def look_again(self, each: PoolObject) -> tuple[Verdict, str]:
+        reason = self._flaw(each)
+        return {"": Verdict.WELL, NO_OBJECT: Verdict.GONE}.get(reason, Verdict.BAD), reason
 
-    def _spare(self, each: PoolObject) -> None:
-        """Hide a bad object from this process's lookups, without deleting it."""
-        self.counters.spared += 1
-        if len(self._spared) >= _SPARED:
-            self._spared.clear()
-        self._spared.add((each.page, each.part))
+    def permit(self, looks: TwoLooks) -> Permit | None:
+        return self._door.ask(looks, 1, time.time())
 
-    def _flaw(self, key: str, each: PoolObject) -> str:
+    def drop(self, each: PoolObject, verdict: Verdict) -> None:
+        """Hide a bad object from this process's lookups, without deleting it; the master has no other index."""
+        if verdict is Verdict.SPARED:
+            if len(self._spared) >= _SPARED:
+                self._spared.clear()
+            self._spared.add((each.page, each.part))
+
+    def condemn(self, each: PoolObject, permit: Permit) -> None:
+        self._pool.remove(object_key(self._folder, each.page, each.part), permit)
+
+    def _flaw(self, each: PoolObject) -> str:
         """Read an object whole. Returns "" if sound, NO_OBJECT if absent, or its flaw. Raises OSError."""
+        key = object_key(self._folder, each.page, each.part)
         try:
             nbytes = self._pool.size(key)
         except FileNotFoundError:

@@ -28,7 +28,11 @@ class PrefixRouter:
         self._tokens = [0] * engines
 
     def choose(self, blocks: tuple[int, ...], tokens: int) -> int:
-        """Returns the engine, from 0, for a prompt of `tokens` tokens in these blocks; of equals the least loaded."""
+        """Choose the engine for a prompt of `tokens` tokens, and count them as its load. Returns its number, from 0.
+
+        Of the engines within the load bound it is the one that was sent most leading `blocks`, of equals the least
+        loaded.
+        """
         limit = _BOUND * (sum(self._tokens) + tokens) / len(self._tokens)
         able = [n for n, load in enumerate(self._tokens) if load + tokens <= limit] or range(len(self._tokens))
         chosen = max(able, key=lambda n: (self._leading(n, blocks), -self._tokens[n]))

@@ -89,7 +89,9 @@ class RequestReport:
 
 @dataclass(frozen=True, slots=True)
 class ScenarioReport:
-    """All requests of a scenario."""
+    """The report of a scenario: its requests, in order. `lossy`: largest relative error that its conversion of numbers
+    may make, 0 if every byte is moved unchanged.
+    """
 
     name: str
     title: str

@@ -19,13 +19,13 @@ class PageClaims:
     """One flag a page of each pool, and each receive's pages. Claiming 2,048 pages takes 10 us, releasing them 3 us.
 
     Pages before the wanted positions are not claimed: tables may hold any id there. Pages of a failed transfer stay
-    claimed while it is `held`.
+    claimed while it is `quarantined`.
     """
 
     pools: Sequence[PoolSpec]
     _taken: list[npt.NDArray[np.bool_]] = field(init=False)
     _of: dict[Transfer, list[Pages]] = field(default_factory=dict[Transfer, "list[Pages]"])
-    _held: list[Transfer] = field(default_factory=list[Transfer])
+    _quarantined: list[Transfer] = field(default_factory=list[Transfer])
 
     def __post_init__(self) -> None:
         self._taken = [np.zeros(pool.pages, np.bool_) for pool in self.pools]
@@ -43,19 +43,19 @@ class PageClaims:
         self._of.setdefault(transfer, []).append(pages)
 
     def give(self, transfer: Transfer) -> None:
-        """Release the pages of an ended transfer, at once or when it stops being `held`."""
-        if transfer.held:
-            self._held.append(transfer)
+        """Release the pages of an ended transfer, at once or when it stops being `quarantined`."""
+        if transfer.quarantined:
+            self._quarantined.append(transfer)
             return
         for pages in self._of.pop(transfer, ()):
             for taken, ids in zip(self._taken, pages, strict=True):
                 taken[ids] = False
 
     def sweep(self) -> None:
-        """Release pages of transfers that are not `held` any more."""
-        over = [transfer for transfer in self._held if not transfer.held]
+        """Release pages of transfers that are not `quarantined` any more."""
+        over = [transfer for transfer in self._quarantined if not transfer.quarantined]
         if over:
-            self._held = [transfer for transfer in self._held if transfer.held]
+            self._quarantined = [transfer for transfer in self._quarantined if transfer.quarantined]
             for transfer in over:
                 self.give(transfer)
 

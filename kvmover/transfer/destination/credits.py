@@ -1,7 +1,7 @@
 """The credits of an arena: they decide which chunk gets the next region. Integers only.
 
 Requests take turns, and sources within a request, so that a long request does not delay a short one. A chunk that
-doesn't fit lets others pass up to PATIENCE times; then leasing stops until it fits.
+doesn't fit lets others pass up to PATIENCE times; then reserving stops until it fits.
 
 A source may hold at most as many bytes as stay free (dynamic thresholds, Choudhury and Hahne 1998): half of the arena
 if it is alone, an eighth each of seven. One that dies with its full share leaves half of the rest to the next. A source
@@ -32,48 +32,48 @@ def within_share(arena: Arena, source: str, nbytes: int) -> bool:
 
     Of an arena of 8 chunks it may have 4; with 4 of them quarantined another source may have 2.
     """
-    held, size = arena.leased_by(source), region_bytes(nbytes)
-    return not held or held + size <= arena.free_bytes - size
+    reserved, size = arena.reserved_by(source), region_bytes(nbytes)
+    return not reserved or reserved + size <= arena.free_bytes - size
 
 
 @dataclass(slots=True)
 class EagerGrants:
-    """The regions leased eagerly, sent with Wants of one chunk before the source offers it, until they are freed.
+    """The regions reserved eagerly, sent with Wants of one chunk before the source offers it, until they are freed.
 
     The chunks may take long to compute, so all of these regions together take at most an eighth of the arena, and a
     source holds at most as much as stays left of that, or one region. Of an arena of 64 MiB one source may have 4 MiB.
     """
 
     _regions: dict[int, tuple[str, int]] = field(default_factory=dict[int, "tuple[str, int]"])
-    _held: Counter[str] = field(default_factory=Counter[str])
+    _reserved: Counter[str] = field(default_factory=Counter[str])
 
-    def lease(self, arena: Arena, source: str, nbytes: int) -> int | None:
+    def reserve(self, arena: Arena, source: str, nbytes: int) -> int | None:
         """Returns the offset of a region for a source's chunk, or None: the source then offers it first."""
-        size, own = region_bytes(nbytes), self._held.get(source, 0)
+        size, own = region_bytes(nbytes), self._reserved.get(source, 0)
         left = arena.nbytes // EAGER_PART - self.nbytes - size
         if left < 0 or (own and own + size > left) or not within_share(arena, source, nbytes):
             return None
-        offset = arena.lease(nbytes, source)
+        offset = arena.reserve(nbytes, source)
         if offset is not None and arena.registration_of(offset):  # a Want carries no registration, as Granted does
             arena.release(offset)
             return None
         if offset is not None:
             self._regions[offset] = source, size
-            self._held[source] += size
+            self._reserved[source] += size
         return offset
 
     def freed(self, offset: int) -> None:
-        """Forget a freed region. Regions that were not leased eagerly are ignored."""
+        """Forget a freed region. Regions that were not reserved eagerly are ignored."""
         source, size = self._regions.pop(offset, ("", 0))
         if size:
-            self._held[source] -= size
-            if not self._held[source]:
-                del self._held[source]
+            self._reserved[source] -= size
+            if not self._reserved[source]:
+                del self._reserved[source]
 
     @property
     def nbytes(self) -> int:
         """The bytes of all eager regions."""
-        return self._held.total()
+        return self._reserved.total()
 
 
 @dataclass(slots=True)
@@ -105,14 +105,16 @@ class Credits(Generic[Request, Chunk]):
         """True if no chunk is queued."""
         return not self._lines
 
-    def lease(self, arena: Arena) -> tuple[Request, Chunk, int] | None:
-        """Lease a region for the next chunk. Returns (request, chunk, offset), or None if no chunk may have one now."""
+    def reserve(self, arena: Arena) -> tuple[Request, Chunk, int] | None:
+        """Reserve a region for the next chunk. Returns (request, chunk, offset), or None if no chunk may have a region
+        now.
+        """
         for request, line in self._lines.items():
             source = next((s for s, waiting in line.sources.items() if within_share(arena, s, waiting[0][1])), None)
             if source is None:
                 continue
             chunk, nbytes = line.sources[source][0]
-            offset = arena.lease(nbytes, source)
+            offset = arena.reserve(nbytes, source)
             if offset is None:
                 if line.passed >= PATIENCE:
                     return None

@@ -54,13 +54,15 @@ class WriteLeases:
         lent = self._lent.setdefault(peer, _Lent(self.term, 0, now))
         if stamp_us > lent.stamp_us:
             lent.stamp_us, lent.heard = stamp_us, now
+        assert lent.stamp_us >= stamp_us, f"an older stamp of {peer} replaced {stamp_us}"
 
     def renewed(self, peer: str) -> WriteLease:
         """Returns the lease to send to a source, with a grant or a ping."""
         lent = self._lent.get(peer)
         if lent is None:
             return WriteLease(self.term)
-        lent.over = max(lent.over, lent.heard + self.lease_s * CLOCK_DRIFT)
+        before, lent.over = lent.over, max(lent.over, lent.heard + self.lease_s * CLOCK_DRIFT)
+        assert lent.over >= max(before, lent.heard + self.lease_s), f"the lease of {peer} ends before {before}"
         return WriteLease(lent.term, lent.stamp_us, int(self.lease_s * 1e6))
 
     def retire(self, peer: str) -> float:
@@ -69,6 +71,7 @@ class WriteLeases:
         lent = self._lent.get(peer)
         if lent is None:
             return 0.0
+        assert lent.term < self.term, f"{peer} keeps term {lent.term}, in which it may write"
         lent.term = self.term
         return lent.over + self.linger_s
 
@@ -83,7 +86,8 @@ class WriteLeases:
             if now >= max(lent.heard + self.lease_s * CLOCK_DRIFT, lent.over) + self.linger_s
         ]
         for peer in past:
-            del self._lent[peer]
+            over = self._lent.pop(peer).over
+            assert now >= over + self.linger_s, f"{peer} is forgotten at {now} s, and its lease was over at {over} s"
         self.term += bool(past)
 
     def __len__(self) -> int:
@@ -124,27 +128,28 @@ class Isolated:
 class Quarantine:
     """The isolated memory, by (peer, request, generation)."""
 
-    _held: dict[Key, Isolated] = field(default_factory=dict[Key, Isolated])
+    _isolated: dict[Key, Isolated] = field(default_factory=dict[Key, Isolated])
     _next: float = 0.0
 
     def hold(self, key: Key, isolated: Isolated) -> None:
         """Quarantine memory that a peer may still write, or that a read may."""
-        self._held[key] = isolated
+        assert key not in self._isolated, f"{key} is isolated already: its regions would never be free"
+        self._isolated[key] = isolated
 
     def get(self, key: Key) -> Isolated | None:
-        """Returns the memory held for an attempt, or None."""
-        return self._held.get(key)
+        """Returns the memory isolated for an attempt, or None."""
+        return self._isolated.get(key)
 
     def drained(self, key: Key) -> list[int]:
         """Release a drained peer's memory, unless reads are under way. Returns arena offsets to release."""
-        isolated = self._held.get(key)
+        isolated = self._isolated.get(key)
         if isolated is None or isolated.reads:
             return []
         return self._release(key)
 
     def settled(self, key: Key, chunk: int) -> list[int]:
         """Note the end of a read. Returns arena offsets to release."""
-        isolated = self._held.get(key)
+        isolated = self._isolated.get(key)
         if isolated is None or chunk not in isolated.reads:
             return []
         isolated.reads.discard(chunk)
@@ -152,63 +157,68 @@ class Quarantine:
 
     def forget(self, seat: tuple[str, int]) -> list[int]:
         """Release the memory of a dead rank, unless reads are under way. Returns arena offsets to release."""
-        keys = [key for key, isolated in self._held.items() if isolated.seat == seat and not isolated.reads]
+        keys = [key for key, isolated in self._isolated.items() if isolated.seat == seat and not isolated.reads]
         return [offset for key in keys for offset in self._release(key)]
 
     def offsets(self, lost: Callable[[str], bool]) -> frozenset[int]:
         """Returns the offsets of regions that only `lost` peers may write."""
-        held = (isolated for key, isolated in self._held.items() if not isolated.reads and lost(key[0]))
-        return frozenset(offset for isolated in held for offset in isolated.offsets)
+        lost_ones = (isolated for key, isolated in self._isolated.items() if not isolated.reads and lost(key[0]))
+        return frozenset(offset for isolated in lost_ones for offset in isolated.offsets)
 
     def revoked(self, offsets: Collection[int]) -> None:
-        """Drop regions that a new registration made unreachable: the caller releases them. Pages stay held."""
-        for key, isolated in list(self._held.items()):
+        """Drop regions that a new registration made unreachable: the caller releases them. Pages stay isolated."""
+        for key, isolated in list(self._isolated.items()):
             isolated.offsets = [offset for offset in isolated.offsets if offset not in offsets]
             if not isolated.offsets and not isolated.reads and isolated.transfer is None:
-                del self._held[key]
+                del self._isolated[key]
+        assert not self.offsets(lambda _: True) & set(offsets), f"regions of {sorted(offsets)} would be freed twice"
 
     def poll(self, now: float) -> tuple[list[Key], list[int]]:
         """Returns (attempts whose peers are to be asked again, arena offsets to release)."""
-        over = [key for key, isolated in self._held.items() if isolated.is_over(now)]
+        over = [key for key, isolated in self._isolated.items() if isolated.is_over(now) and not isolated.reads]
         freed = [offset for key in over for offset in self._release(key)]
         if now < self._next:
             return [], freed
         self._next = now + ASK_S
-        return [key for key, isolated in self._held.items() if not isolated.reads], freed
+        return [key for key, isolated in self._isolated.items() if not isolated.reads], freed
 
     def next_due(self) -> float:
-        """Returns the next time at which `poll` has work. O(attempts held)."""
+        """Returns the next time at which `poll` has work. O(attempts isolated)."""
         due = math.inf
-        for isolated in self._held.values():
+        for isolated in self._isolated.values():
             due = min(due, isolated.until, math.inf if isolated.reads else self._next)
         return due
 
     def reason(self, key: Key) -> str:
-        """Returns why the attempt failed. Raises KeyError for one without held memory."""
-        return self._held[key].reason
+        """Returns why the attempt failed. Raises KeyError for one without isolated memory."""
+        return self._isolated[key].reason
 
     def outlive(self) -> list[int]:
         """Release memory under reads, which end with the closed transport. Returns arena offsets to release. Memory
         that peers may write stays.
         """
-        over = [key for key, isolated in self._held.items() if isolated.reads]
+        over = [key for key, isolated in self._isolated.items() if isolated.reads]
+        for key in over:
+            self._isolated[key].reads.clear()
         return [offset for key in over for offset in self._release(key)]
 
     def clear(self) -> None:
         """Release all memory: the transport is closed for good."""
-        for key in list(self._held):
+        for key, isolated in list(self._isolated.items()):
+            isolated.reads.clear()
             self._release(key)
 
     def _release(self, key: Key) -> list[int]:
-        isolated = self._held.pop(key)
+        isolated = self._isolated.pop(key)
+        assert not isolated.reads, f"reads of chunks {sorted(isolated.reads)} may still land in the memory of {key}"
         if isolated.transfer is not None and all(
-            other.transfer is not isolated.transfer for other in self._held.values()
+            other.transfer is not isolated.transfer for other in self._isolated.values()
         ):
-            isolated.transfer.held = False
+            isolated.transfer.quarantined = False
         return isolated.offsets
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._isolated)
 
 
 @dataclass(slots=True, eq=False)

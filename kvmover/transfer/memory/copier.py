@@ -59,7 +59,7 @@ class Work:
     programs: Programs | None = None
 
     def using(self, programs: Programs | None) -> Work:
-        """Returns the same work with compiled kernels."""
+        """Returns a copy of the work with these kernels; None are chosen by the regions, and compiled if new."""
         return replace(self, programs=programs)
 
     @property

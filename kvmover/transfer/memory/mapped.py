@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvmover.regions import BoundMemory
 from kvmover.shared_memory import Maker, MapMode, NotShared, SharedRange, machine, map_file, shares_of
-from kvmover.transfer.peers.table import Peer
+from kvmover.transfer.peers.peer_table import Peer
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transport.base import Memory, MemoryKind
 

@@ -230,7 +230,9 @@ class Compiler:
         return programs
 
     def is_ready(self, peer: str, *ways: Way) -> bool:
-        """Returns True if copies for a peer in all these directions have their programs compiled."""
+        """Returns True if no compilation for a peer is under way in these directions. It may have failed: then
+        `programs` raises.
+        """
         return all(begun.done() for way in ways if (begun := self._begun.get((peer, way))) is not None)
 
     def programs(self, peer: str, way: Way) -> Programs | None:

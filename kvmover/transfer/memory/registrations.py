@@ -34,7 +34,7 @@ class Renewals:
 
     def renew(self) -> list[int]:
         """Register anew all slabs that only lost peers may write. Returns the freed offsets. Of slabs still in use by
-        others, one takes no leases until it can be renewed.
+        others, one takes no reservations until it can be renewed.
         """
         core, arena = self.core, self.core.incoming.arena
         if core.revocation is Revocation.UNPROVEN:
@@ -80,6 +80,7 @@ class Renewals:
         if needed > self._known.get(source, 0):
             self._known[source] = arena.registration
             self.core.say(source, wire.Registered(self.core.card.transport, arena.registration))
+        assert needed <= self._known.get(source, 0), f"{source} is granted memory of registration {needed} without keys"
         return replace(granted, registration=needed)
 
 
@@ -112,6 +113,8 @@ class Registrations:
         if message.registration > max(self.known(peer), waiting.registration if waiting is not None else 0):
             self._waiting[peer] = message
             self._load(peer)
+        left = self._waiting.get(peer)
+        assert left is None or left.registration > self.known(peer), f"{peer} waits for keys that are loaded already"
 
     def _load(self, peer: str) -> None:
         message = self._waiting[peer]
@@ -121,6 +124,7 @@ class Registrations:
                 raise PeerRefused(f"{peer} sent the registrations of {name}")
             self.core.transport.connect(message.transport)
             self._loaded[peer] = message.registration
+            assert self.known(peer) >= message.registration, f"{message.registration} of {peer} is loaded over a newer"
         except (PeerRefused, PeerLost) as error:
             self.core.meter.add(Count.MALFORMED_MESSAGES)
             log.warning("dropped a Registered from %s: %s", peer, error)

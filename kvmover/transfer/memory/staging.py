@@ -44,7 +44,7 @@ class Staging:
         return cls(tensor, memory_of(tensor), Arena(nbytes, slab_bytes))
 
     def emptied(self) -> Staging:
-        """Returns the same memory without leases, for an owner whose operations have ended."""
+        """Returns the same memory without reservations, for an owner whose operations have ended."""
         return Staging(self.tensor, self.memory, Arena(self.arena.nbytes, self.arena.slab_bytes))
 
     def slab(self, number: int) -> Memory:

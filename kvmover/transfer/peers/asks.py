@@ -17,7 +17,7 @@ from kvmover.errors import PlanError
 from kvmover.layout.fleet import Fleet
 from kvmover.transfer.core import Core, TimerKind
 from kvmover.transfer.meter import Count
-from kvmover.transfer.peers.table import Peer
+from kvmover.transfer.peers.peer_table import Peer
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.chunks import related
 from kvmover.transfer.protocol.handshake import Place

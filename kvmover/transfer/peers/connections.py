@@ -19,9 +19,17 @@ from kvmover.transfer.events import Tick
 from kvmover.transfer.meter import Count
 from kvmover.transfer.peers.listeners import TcpProbe
 from kvmover.transfer.peers.liveness import Duty
-from kvmover.transfer.peers.table import Peer
+from kvmover.transfer.peers.peer_table import Peer
 from kvmover.transfer.protocol import wire
-from kvmover.transfer.protocol.handshake import Model, Rank, check_forms, check_generation, read_card, write_card
+from kvmover.transfer.protocol.handshake import (
+    Model,
+    Rank,
+    agreed_version,
+    check_forms,
+    check_generation,
+    read_card,
+    write_card,
+)
 
 log = logging.getLogger(__name__)
 
@@ -223,7 +231,7 @@ class Connections:
     @property
     def card(self) -> bytes:
         """The card for greetings, up to date with registrations."""
-        return write_card(self.model, self.core.card)
+        return write_card(self.model, self.core.card, self.core.dialect)
 
     def connect(self, card: bytes) -> str:
         """Connect the peer behind a `card`, once it is verified, and send Hello. Returns its name."""
@@ -244,7 +252,7 @@ class Connections:
         """Connect the peer behind `card`. Raises PeerRefused or PeerReplaced, before any change, for a process that has
         ended, or whose rank id another one holds.
         """
-        rank = read_card(self.model, card)
+        rank = read_card(self.model, card, self.core.dialect)
         name = self.core.transport.identify(rank.transport)
         if self._has_ended(rank):  # loading it would leak a socket
             raise PeerRefused(f"{name} has ended")
@@ -284,7 +292,7 @@ class Connections:
         self._told.discard(name)
         self.reconnector.seated(rank.place.seat, name)
         self._end_probes()
-        peer = Peer(name, rank, card)
+        peer = Peer(name, rank, card, agreed_version(card, core.dialect))
         over = core.seat(peer)
         core.links.connected(peer, core.clock())
         for before in over:
@@ -300,7 +308,7 @@ class Connections:
         """Handle a peer's Hello: connect it and answer, or send the refusal."""
         core = self.core
         try:
-            rank = read_card(self.model, hello.card)
+            rank = read_card(self.model, hello.card, core.dialect)
             if (of := core.transport.identify(rank.transport)) != name:
                 raise PeerRefused(f"{name} sent the card of {of}")
             try:
@@ -347,13 +355,10 @@ class Connections:
         if name in self.reconnector:  # a lost peer speaks again
             if self.reconnector.heard(name, self.core.clock()):
                 self.core.meter.add(Count.RECONNECTS)
-                self._is_back(name)
+                if self.core.peers.get(name) is not None:
+                    self.core.peers.is_back(name)
                 self._end_probes()
             self.core.timers.sooner((TimerKind.DIAL, None), self.core.clock())
-
-    def _is_back(self, name: str) -> None:
-        if self.core.peers.get(name) is not None:
-            self.core.peers.is_back(name)
 
     def living(self) -> int:
         """Returns the number of connected peers, without those being dialled."""
@@ -381,7 +386,7 @@ class Connections:
         for name in silent:
             core.lost.append((name, f"{name} does not answer"))
         for name, card in dial:
-            rank = read_card(self.model, card)
+            rank = read_card(self.model, card, self.core.dialect)
             if self._has_ended(rank):
                 self.reconnector.retired(name)
                 log.warning("%s has ended; it is dialled no more", name)
@@ -444,6 +449,6 @@ class Connections:
 def check_own_card(model: Model, core: Core) -> None:
     """Raise LayoutError for a model or card that peers would refuse."""
     try:
-        read_card(model, write_card(model, core.card))
+        read_card(model, write_card(model, core.card, core.dialect), core.dialect)
     except PeerRefused as error:
         raise LayoutError(str(error)) from error

@@ -16,7 +16,7 @@ from kvmover.errors import TransportError
 from kvmover.plan.calibration import LEAST_REGION_BYTES, Calibration, Measurements, Probe, Sample, probes
 from kvmover.plan.cost import Costs
 from kvmover.transfer.memory.descriptors import InFlight
-from kvmover.transfer.peers.table import Peer
+from kvmover.transfer.peers.peer_table import Peer
 from kvmover.transport.base import Completed, Descriptors, Failed, Memory, Transport
 
 #: Least seconds between fits, which take 1 to 5 ms; only new measurements cause one.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections.abc import Hashable
@@ -14,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from kvmover.errors import LayoutError, OtherWeights, PeerAhead, PeerRefused
-from kvmover.fields import whole
+from kvmover.fields import common_version, whole
 from kvmover.kernels.cuda_exports import Export
 from kvmover.kernels.cuda_virtual import HANDLE_BYTES
 from kvmover.layout.codec import cut_block
@@ -23,7 +22,7 @@ from kvmover.layout.fleet import Fleet
 from kvmover.layout.pool import PoolSpec
 from kvmover.plan.recode import error_between, form_text
 from kvmover.shared_memory import HostProcess, SharedRange
-from kvmover.transfer.protocol.wire import MAX_COMPONENTS, MAX_RANKS, MOST, VERSION, Natural
+from kvmover.transfer.protocol.wire import CURRENT, MAX_COMPONENTS, MAX_RANKS, MOST, Dialect, Natural
 from kvmover.transport.base import Memory
 
 Value = TypeVar("Value", bound=Hashable)
@@ -47,11 +46,24 @@ MAX_ALLOCATIONS = 4096
 MAX_LISTENERS = 16
 MAX_ADDRESS_CHARACTERS = 45
 
+#: Fields of a model on a card: ten a component.
+MAX_FIELDS = 10 * MAX_COMPONENTS + 2
+
 #: Least staging memory: one region. With less, chunks could be cut for ever to fit it.
 LEAST_STAGING_BYTES = 256
 
 #: Most seconds that a generation may be ahead of this clock. Clocks that differ by hours are waited for.
 MAX_AHEAD_S = 86400
+
+#: Fields of a component that every card names, and those named unless they have these values.
+_MEANT = ("layers", "kv", "heads", "dim", "dtype")
+_DEFAULTS = {"window": None, "states": 0, "row_tokens": 1}
+
+#: Names of a card's fields that a refusal lists.
+_LISTED_FIELDS = 4
+
+FieldName = Annotated[str, msgspec.Meta(max_length=MAX_WEIGHTS_CHARACTERS)]
+ModelText = Annotated[str, msgspec.Meta(max_length=MAX_MODEL_CHARACTERS)]
 
 _DIGEST = re.compile(r"\b[0-9a-f]{64}\b")
 
@@ -94,26 +106,26 @@ class Model(msgspec.Struct, frozen=True):
             raise LayoutError(f"model {self.name} has {names.count(twice)} components of the name {twice}")
         msgspec.structs.force_setattr(self, "components", tuple(self.components))
 
-    def digest(self) -> bytes:
-        """Returns the SHA-256 over protocol version and model. TP, PP, CP, page size and order, and the stored form of
-        numbers may differ, and stay out; so does `name` if `weights` are given.
+    def fields(self) -> dict[str, str]:
+        """Returns the values that both sides must hold alike, by name: `{"attention.heads": "8", ...}`.
+
+        A field at its default is absent, so that one which a later release adds changes no card. TP, PP, CP, page size
+        and order, and the stored form of numbers may differ, and stay out; so does `name` if `weights` are given.
         """
-        meant = msgspec.structs.replace(
-            self,
-            name="" if self.weights else self.name,
-            components=tuple(component.meant for component in self.components),
-        )
-        plain = msgspec.to_builtins(meant, order="deterministic")
-        for component in plain["components"]:
-            del component["codec"]
-        return hashlib.sha256(msgspec.msgpack.encode((VERSION, plain))).digest()
+        found = {"weights": self.weights} if self.weights else {"name": self.name}
+        found["components"] = ", ".join(component.name for component in self.components)
+        for meant in (component.meant for component in self.components):
+            values = {name: getattr(meant, name) for name in (*_MEANT, *_DEFAULTS)}
+            given = {name: value for name, value in values.items() if name in _MEANT or value != _DEFAULTS[name]}
+            found |= {f"{meant.name}.{name}": str(value) for name, value in given.items()}
+        return found
 
     def text(self) -> str:
-        """Returns weights, name, components and protocol version for PeerRefused. Digests are cut short."""
+        """Returns weights, name and components for PeerRefused. Digests are cut short."""
         meant = [component.meant for component in self.components]
         parts = [f"{c.name} {c.layers}x{c.kv}x{c.heads}x{c.dim} {c.dtype}{_reach(c)}" for c in meant]
         weights = f"weights {_DIGEST.sub(lambda found: found[0][:12], self.weights)} of " if self.weights else ""
-        return f"{weights}{self.name} ({', '.join(parts)}), protocol {VERSION}"
+        return f"{weights}{self.name} ({', '.join(parts)})"
 
 
 def _reach(component: Component) -> str:
@@ -234,36 +246,58 @@ class Rank(msgspec.Struct, frozen=True):
 
 
 class Card(msgspec.Struct, frozen=True):
-    """The handshake: `body` is a Rank, decoded only if `digest` agrees. `weights` are the model's."""
+    """The handshake: `body` is a Rank, decoded only if versions and `fields` (`Model.fields`) agree.
 
-    digest: Annotated[bytes, msgspec.Meta(max_length=32)]
-    model: Annotated[str, msgspec.Meta(max_length=MAX_MODEL_CHARACTERS)]
+    `model`: the fields in words. `speaks`: the least and the most protocol version.
+    """
+
+    speaks: tuple[Natural, Natural]
+    fields: Annotated[dict[FieldName, ModelText], msgspec.Meta(max_length=MAX_FIELDS)]
+    model: ModelText
     body: bytes
-    weights: Annotated[str, msgspec.Meta(max_length=MAX_WEIGHTS_CHARACTERS)] = ""
 
 
-def write_card(model: Model, rank: Rank) -> bytes:
+def write_card(model: Model, rank: Rank, dialect: Dialect = CURRENT) -> bytes:
     """Returns the card of a rank."""
-    return msgspec.msgpack.encode(Card(model.digest(), model.text(), msgspec.msgpack.encode(rank), model.weights))
+    return msgspec.msgpack.encode(Card(dialect.speaks, model.fields(), model.text(), msgspec.msgpack.encode(rank)))
 
 
-def read_card(model: Model, card: bytes) -> Rank:
-    """Returns the rank described by `card`. Raises OtherWeights or PeerRefused with both models' text if digests
-    differ, and PeerRefused for malformed bytes.
+def read_card(model: Model, card: bytes, dialect: Dialect = CURRENT) -> Rank:
+    """Returns the rank described by `card`. Raises PeerRefused for malformed bytes or without a common protocol
+    version, OtherWeights or PeerRefused with both models' text and the names of the fields that differ.
     """
     if len(card) > MAX_CARD_BYTES:
         raise PeerRefused(f"card of {len(card)} bytes is over the limit of {MAX_CARD_BYTES}")
     try:
         envelope = msgspec.msgpack.decode(card, type=Card)
-        if envelope.digest != model.digest():
-            unlike = OtherWeights if envelope.weights != model.weights else PeerRefused
-            raise unlike(f"peer holds {envelope.model}; this side holds {model.text()}")
+        if common_version(dialect.speaks, envelope.speaks) is None:
+            (least, most), (own_least, own_most) = envelope.speaks, dialect.speaks
+            theirs = f"peer speaks protocol versions {least} to {most}"
+            raise PeerRefused(f"{theirs}; this side speaks {own_least} to {own_most}")
+        _check_fields(model, envelope)
         rank = msgspec.msgpack.decode(envelope.body, type=Rank)
         _check(model, rank)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise PeerRefused(f"card cannot be read: {error}") from error
     place = msgspec.structs.replace(rank.place, fleet=interned(rank.place.fleet))
     return msgspec.structs.replace(rank, place=place, pools=tuple(map(interned_pool, rank.pools)))
+
+
+def agreed_version(card: bytes, dialect: Dialect = CURRENT) -> int:
+    """Returns the protocol version to speak with the peer of a `card` that `read_card` has accepted."""
+    version = common_version(dialect.speaks, msgspec.msgpack.decode(card, type=Card).speaks)
+    assert version is not None, "a card without a common version was accepted"
+    return version
+
+
+def _check_fields(model: Model, card: Card) -> None:
+    own, theirs = model.fields(), card.fields
+    unlike = [name for name in (own | theirs) if own.get(name) != theirs.get(name)]
+    if unlike:
+        refused = OtherWeights if "weights" in unlike else PeerRefused
+        rest = f" and {len(unlike) - _LISTED_FIELDS} more" if len(unlike) > _LISTED_FIELDS else ""
+        differ = f"{', '.join(unlike[:_LISTED_FIELDS])}{rest}"
+        raise refused(f"peer holds {card.model}; this side holds {model.text()}; they differ in {differ}")
 
 
 def check_generation(place: Place, wall_ns: int) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated
 
@@ -15,8 +16,8 @@ from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
 from kvmover.transfer.protocol.content import Content
 
-VERSION = 5
-_HEAD = b"kvm" + bytes([VERSION])
+#: The first bytes of a note, in every protocol version: the framing never changes.
+_HEAD = b"kvm\x01"
 
 #: First bytes of a sealed message (see `auth`), and the most bytes that a seal adds.
 SEALED = b"kvs\x01"
@@ -296,6 +297,26 @@ ToSource = Want | Granted | Taken | Done
 ToDestination = Noted | Offered | Chunk | Staged | Aux | Kept | Drained
 AnyMessage = Hello | Ping | Pong | NoSeat | Registered | Query | Holding | ToSource | ToDestination | Abort
 
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """The protocol versions that a side `speaks`, [least, most], and what each has brought.
+
+    `since`: the version that brought a message, for all later than version 1. A field with a default needs no version:
+    peers that lack it ignore it.
+    """
+
+    speaks: tuple[int, int] = (1, 1)
+    since: Mapping[type, int] = field(default_factory=dict[type, int])
+
+    def knows(self, version: int, message: AnyMessage) -> bool:
+        """Returns True if a peer that speaks `version` knows the message."""
+        return self.since.get(type(message), 1) <= version
+
+
+#: The protocol versions of this release.
+CURRENT = Dialect()
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 _splitter = msgspec.msgpack.Decoder(list[msgspec.Raw])
@@ -360,7 +381,7 @@ def decode(payload: bytes) -> AnyMessage:
     if payload[:3] != _HEAD[:3]:
         raise ProtocolError(f"not a kvmover message: starts with {payload[:4]!r}")
     if payload[3:4] != _HEAD[3:]:
-        raise ProtocolError(f"message version {payload[3:4].hex() or 'missing'}, this side speaks {VERSION}")
+        raise ProtocolError(f"message framing {payload[3:4].hex() or 'missing'}, this side reads 01")
     try:
         return _decoder.decode(payload[len(_HEAD) :])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

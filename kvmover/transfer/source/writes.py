@@ -33,11 +33,11 @@ from kvmover.transfer.memory.mapped import Mapped
 from kvmover.transfer.memory.programs import Way
 from kvmover.transfer.memory.registrations import Registrations
 from kvmover.transfer.meter import Count, Gauge, Spent, Stage
-from kvmover.transfer.peers.table import Peer
+from kvmover.transfer.peers.peer_table import Peer
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.chunks import Lane
 from kvmover.transfer.protocol.wire import Verb
-from kvmover.transfer.source.machine import (
+from kvmover.transfer.source.source_machine import (
     Event,
     Faulted,
     Gathered,
@@ -102,7 +102,9 @@ class Job:
 
     @property
     def named(self) -> tuple[int, ...]:
-        """The known number of pages in each of the destination's tables."""
+        """Returns the number of page ids named so far in each table of the destination; () if chunks go through an
+        arena.
+        """
         return tuple(map(len, self.target or ()))
 
     def note(self, part_: Part) -> bytes:
@@ -138,7 +140,7 @@ class Writes:
     WriteFailed, then Settled; or Lapsed. `_leases` [peer]: until when this rank may write there.
 
     Destinations take turns. Each may hold as many bytes of staging memory as it leaves free for others, or one chunk,
-    so a stopped or slow reader stalls no other. `_held` [destination]: its bytes.
+    so a stopped or slow reader stalls no other. `_reserved` [destination]: its bytes.
     """
 
     core: Core
@@ -147,7 +149,7 @@ class Writes:
     registrations: Registrations
     _leases: dict[str, wire.WriteLease] = field(default_factory=dict[str, wire.WriteLease])
     _queue: OrderedDict[str, deque[Part]] = field(default_factory=OrderedDict[str, "deque[Part]"])
-    _held: Counter[str] = field(default_factory=Counter[str])
+    _reserved: Counter[str] = field(default_factory=Counter[str])
     _staged: dict[tuple[Job, int], Part] = field(default_factory=dict["tuple[Job, int]", Part])
 
     def check(self, job: Job) -> None:
@@ -171,6 +173,8 @@ class Writes:
         known = self._leases.get(peer)
         if known is None or (lease.term, lease.until_us) > (known.term, known.until_us):
             self._leases[peer] = lease
+        kept = self._leases[peer]
+        assert (kept.term, kept.until_us) >= (lease.term, lease.until_us), f"{peer} granted {lease}, and {kept} is kept"
 
     def lost(self, peer: str) -> None:
         """Drop a lost destination's lease and registrations."""
@@ -223,7 +227,7 @@ class Writes:
             Gauge.CHUNKS_WAITING_TO_BE_READ: len(self._staged),
             Gauge.WRITES_UNDER_WAY: len(self.flights),
             Gauge.OUTGOING_ARENA_BYTES: self.core.outgoing.arena.nbytes,
-            Gauge.OUTGOING_LEASED_BYTES: self.core.outgoing.arena.leased_bytes,
+            Gauge.OUTGOING_RESERVED_BYTES: self.core.outgoing.arena.reserved_bytes,
         }
 
     def poll(self) -> None:
@@ -278,6 +282,7 @@ class Writes:
     def _start(self, entry: Part) -> bool:
         """Begin a chunk. Returns False while it has to wait for registration, kernels or staging memory."""
         job, core = entry.job, self.core
+        assert entry.staged is None, f"chunk {entry.chunk} is begun twice: it is packed at {entry.staged} already"
         if job.want.verb is Verb.PUSH and core.clock() >= self._until(entry):  # checked before packing
             self._lapse(entry)
             return True
@@ -287,7 +292,7 @@ class Writes:
             self._lapse(entry)
             return True
         if job.want.route is Route.PACKED:
-            entry.staged = self._lease(job.peer.name, job.lane.chunks[entry.chunk].span_bytes)
+            entry.staged = self._reserve(job.peer.name, job.lane.chunks[entry.chunk].span_bytes)
             if entry.staged is None:
                 return False
         core.meter.took(Stage.STAGING_WAIT, core.clock() - entry.since, job.spent_s)
@@ -296,14 +301,17 @@ class Writes:
         self._do(entry, self._begin)
         return True
 
-    def _lease(self, peer: str, span_bytes: int) -> int | None:
+    def _reserve(self, peer: str, span_bytes: int) -> int | None:
         """Returns the offset of a region for a destination's chunk, or None while its share or the arena is full."""
-        arena, held = self.core.outgoing.arena, self._held.get(peer, 0)
-        if held and held + span_bytes > arena.nbytes - arena.leased_bytes:
+        arena, reserved = self.core.outgoing.arena, self._reserved.get(peer, 0)
+        if reserved and reserved + span_bytes > arena.nbytes - arena.reserved_bytes:
             return None
-        offset = arena.lease(span_bytes)
+        offset = arena.reserve(span_bytes)
         if offset is not None:
-            self._held[peer] += span_bytes
+            self._reserved[peer] += span_bytes
+        assert self._reserved.total() <= arena.reserved_bytes, (
+            f"{self._reserved} are counted of {arena.reserved_bytes} bytes"
+        )
         return offset
 
     def _begin(self, entry: Part) -> None:
@@ -350,6 +358,8 @@ class Writes:
     def _gathered(self, entry: Part, digest: int | None) -> None:
         """Write a gathered chunk, or stage it to be read."""
         job, entry.digest = entry.job, digest
+        is_packed = job.want.route is Route.PACKED
+        assert is_packed == (entry.staged is not None), f"chunk {entry.chunk} of a {job.want.route} transfer is staged"
         if job.want.verb is Verb.PULL:
             self._staged[job, entry.chunk] = entry
             self.tell(job, Gathered(entry.chunk, entry.staged or 0, digest))
@@ -413,6 +423,7 @@ class Writes:
             self.core.outgoing.arena.release(entry.staged)
             entry.staged = None
             peer, span_bytes = entry.job.peer.name, entry.job.lane.chunks[entry.chunk].span_bytes
-            self._held[peer] -= span_bytes
-            if not self._held[peer]:
-                del self._held[peer]
+            assert self._reserved[peer] >= span_bytes, f"{peer} releases {span_bytes} bytes of {self._reserved[peer]}"
+            self._reserved[peer] -= span_bytes
+            if not self._reserved[peer]:
+                del self._reserved[peer]

@@ -304,16 +304,18 @@ class Progress:
         """Close the mover, and complete all futures and calls."""
         with self._gate:
             self._over = f"{self._name} is closed: {reason}"
-        held = False
+        quarantined = False
         try:
             self._mover.close(reason)
         except Exception:
             log.exception("%s cannot be closed", self._name)
-            held = True
+            quarantined = True
         for transfer in self._open:
             if not transfer.ended:
-                transfer.held = held
-                transfer.result = Result(reason, time.monotonic() - transfer.started, held=held, cause=Cause.FAULT)
+                transfer.quarantined = quarantined
+                transfer.result = Result(
+                    reason, time.monotonic() - transfer.started, quarantined=quarantined, cause=Cause.FAULT
+                )
         self._announce()
         while not self._calls.empty():
             self._calls.get()()

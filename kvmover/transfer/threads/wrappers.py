@@ -115,8 +115,8 @@ class SharedMover:
     ) -> Transfer:
         """See Mover.send: offer a request whose KV is in `pages`, one page table [page] of integers a component.
 
-        Returns once the offer is made. The pages belong to the transfer until it has ended and is not held. Raises
-        PlanError for page tables that do not fit.
+        Returns once the offer is made. The pages belong to the transfer until it has ended and is not quarantined.
+        Raises PlanError for page tables that do not fit.
         """
         given = SendArguments.of(request, pages, gates, aux, deadline_s, service, content)
         return self._progress.begin(lambda mover: mover.send(*given)).result()
@@ -144,7 +144,9 @@ class SharedMover:
         self._progress.submit(lambda mover: mover.refuse(request, reason)).result()
 
     def reopen(self, request: str) -> None:
-        """Let a request of this name be sent again; see Mover.reopen."""
+        """Let destinations that ask for `request` wait: it will be sent again after it ended or was refused. Raises
+        TransportError once closed.
+        """
         self._progress.submit(lambda mover: mover.reopen(request)).result()
 
     def waiting(self, request: str) -> list[tuple[Place, range, Content | None]]:
@@ -190,7 +192,9 @@ class SharedMover:
         self._progress.poll()
 
     def ended(self, transfer: Transfer) -> futures.Future[Result]:
-        """Returns a future of the Result. `ended(t).add_done_callback(call)` has the progress thread call back."""
+        """Returns a future of the Result, also of a failed transfer. Its callbacks run in the progress thread, or at
+        once if the transfer has ended. Raises PlanError for a transfer of another mover.
+        """
         return self._progress.ended(transfer)
 
     def wait(self, transfers: Sequence[Transfer], timeout_s: float | None = None) -> None:
@@ -228,8 +232,8 @@ class AsyncTransfer:
     """A requested transfer. `await` it, in one task or in several, for its Result.
 
     Arguments that could be read but do not fit raise there. A cancelled task aborts the transfer, for all tasks that
-    wait, and ends after the transfer: then `transfer` says whether it landed after all, and whether pages are held. A
-    task cancelled before its first step has not awaited the transfer, which goes on.
+    wait, and ends after the transfer: then `transfer` says whether it landed after all, and whether pages are
+    quarantined. A task cancelled before its first step has not awaited the transfer, which goes on.
     """
 
     def __init__(self, progress: Progress, begun: Future[Transfer]) -> None:
@@ -336,7 +340,7 @@ class AsyncMover:
         """See Mover.send: offer a request whose KV is in `pages`, one page table [page] of integers a component.
 
         Returns at once, before the offer is made: `await` gives the Result, and raises for arguments that do not fit.
-        The pages belong to the transfer until it has ended and is not held.
+        The pages belong to the transfer until it has ended and is not quarantined.
         """
         given = SendArguments.of(request, pages, gates, aux, deadline_s, service, content)
         return AsyncTransfer(self._progress, self._progress.begin(lambda mover: mover.send(*given)))

@@ -28,7 +28,7 @@ from kvmover.cache.ledger import (
     Totals,
     read_accounts,
 )
-from kvmover.cache.ledger.export import STAY_BOUNDS_S
+from kvmover.cache.ledger.ledger_collector import STAY_BOUNDS_S
 from kvmover.errors import KvmoverError
 from tests.test_imports import modules_after
 

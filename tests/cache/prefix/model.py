@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from kvmover.cache.prefix import FULL, PrefixTree, SlidingWindow, State, Tier, WriteBack
-from kvmover.cache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Medium
 from kvmover.cache.prefix.hashes import as_int64, chain
+from kvmover.cache.prefix.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Medium
 
 Prefix = tuple[int, ...]
 MEDIA = {Medium.GPU: Tier.DEVICE, Medium.CPU_PINNED: Tier.HOST}

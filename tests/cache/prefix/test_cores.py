@@ -31,8 +31,8 @@ from kvmover.cache.prefix import (
     hashes,
     keys,
 )
+from kvmover.cache.prefix.eviction_policy import Order, Recency
 from kvmover.cache.prefix.node import Node
-from kvmover.cache.prefix.policy import Order, Recency
 from tests.sanitised import told
 
 #: `KVMOVER_HISTORIES=50` runs fifty times as many.

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmover.cache.prefix import PrefixTree
-from kvmover.cache.prefix.events import (
+from kvmover.cache.prefix.kv_events import (
     END_OF_REPLAY,
     AllBlocksCleared,
     BlockRemoved,
@@ -357,7 +357,7 @@ def test_a_late_subscriber_knows_what_one_that_missed_nothing_does(publisher: Ev
 
 
 def test_a_snapshot_has_as_many_batches_as_there_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvmover.cache.prefix.events._SNAPSHOT_BATCH_BYTES", 1)
+    monkeypatch.setattr("kvmover.cache.prefix.kv_events._SNAPSHOT_BATCH_BYTES", 1)
     with EventPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", keep_batches=2) as running:
         router = Router(running)
         for name in range(6):

@@ -16,8 +16,8 @@ from kvmover.cache.prefix import (
     WriteBack,
     WriteThrough,
 )
-from kvmover.cache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Medium
 from kvmover.cache.prefix.hashes import as_int64, chain, chain_bigrams
+from kvmover.cache.prefix.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Medium
 
 
 def watched(page_tokens: int = 2, **more) -> tuple[Engine, list[KVEvent]]:

@@ -17,7 +17,7 @@ from kvmover.cache.prefix import (
     PrefixTree,
     WriteThrough,
 )
-from kvmover.cache.prefix.config import Tiers
+from kvmover.cache.prefix.tree_config import Tiers
 
 TEXT = st.text(max_size=3)
 NAMESPACES = st.builds(PrefixNamespace, TEXT, TEXT, TEXT, st.lists(TEXT, max_size=3).map(tuple))

@@ -207,3 +207,14 @@ def test_both_definitions_of_pages_in_use_answer_alike(seed: int) -> None:
         assert all(each == told[0] for each in told)
         assert all(len(each) == len(made[0]) for each in made)
         assert all(all((page in each) == (page in made[0]) for page in range(70)) for each in made)
+
+
+@pytest.mark.parametrize("ids", [(1, 9), (1, 1), (2, 1 << 31)])
+def test_of_ids_that_cannot_be_released_together_none_is(ids: tuple[int, ...]) -> None:
+    for made in (PagesInUse(), *((forest.C_CORE.PagesInUse(),) if forest.C_CORE is not None else ())):
+        assert made.claim(np.array([1, 2, 3], "<u4").tobytes()) == -1
+        with pytest.raises(ValueError, match=f"page {ids[1]} is not in use"):
+            made.release(np.array(ids, "<u4").tobytes())
+        assert (len(made), 1 in made, 2 in made, 3 in made) == (3, True, True, True)
+        made.release(np.array([3, 1], "<u4").tobytes())
+        assert (len(made), 2 in made) == (1, True)

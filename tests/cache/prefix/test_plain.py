@@ -23,7 +23,7 @@ from kvmover.cache.prefix import (
     PrefixTree,
     State,
 )
-from kvmover.cache.prefix.policy import Recency
+from kvmover.cache.prefix.eviction_policy import Recency
 
 PAGE = 2
 #: `KVMOVER_HISTORIES=50` runs fifty times as many.

@@ -20,8 +20,8 @@ from kvmover.cache.prefix import (
     EvictionPolicy,
     PrefixTree,
 )
+from kvmover.cache.prefix.eviction_policy import Ranked
 from kvmover.cache.prefix.node import Node
-from kvmover.cache.prefix.policy import Ranked
 
 
 def engine(policy: EvictionPolicy, **more) -> Engine:

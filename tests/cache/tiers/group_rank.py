@@ -17,7 +17,7 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 
 from kvmover.cache.tiers import ControllerConfig, Grouped
 from kvmover.layout import Fleet
-from tests.store.segments import LOOKS, segments_of
+from tests.store.segments import condemn, segments_of
 
 PROMPT = list(range(33))
 
@@ -33,14 +33,14 @@ def main(rank: int, size: int, folder: Path) -> None:
     mine.forget()
     mine.poison_free()
     if rank == 1:  # its part of one page is bad, and no other rank knows
-        storage = mine.controller._backups.storage
+        storage = mine.controller._backups.parts.storage
         assert storage is not None
         view = storage.stored_pools[0].view
         entry = segments_of(mine.store).catalog.index.get(mine.hashes(PROMPT)[3])
         assert entry is not None
         plan = view._plan(entry.parts)
         assert plan is not None
-        segments_of(mine.store).poison(entry.objects[plan[0].number], LOOKS)
+        condemn(mine.store, entry.objects[plan[0].number])
     restore = mine.serve(PROMPT)
     mine.controller.wait()
     mine.conserved()

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
-from kvmover.cache.tiers.agreement import CollectiveOp, CollectiveOps
-from kvmover.cache.tiers.pipelined import Pipelined
+from kvmover.cache.tiers.agreement import CollectiveOp, CollectiveOps, Pipelined
 
 STEPS, STAGE_RANKS = 60, 2
 

@@ -84,7 +84,7 @@ def done(jobs: list[tuple]) -> None:
 
 
 def storage_of(rank: Rank) -> Storage:
-    storage = rank.controller._restores.storage
+    storage = rank.controller._restores.parts.storage
     assert storage is not None
     return storage
 
@@ -125,9 +125,9 @@ def no_room_on_the_device(folder: Path, patch: pytest.MonkeyPatch) -> Scene:
 
 
 def it_takes_too_long(folder: Path, patch: pytest.MonkeyPatch) -> Scene:
-    from kvmover.cache.tiers import storage
+    from kvmover.cache.tiers import tier_storage
 
-    patch.setattr(storage, "BATCH_PAGES", 3)
+    patch.setattr(tier_storage, "BATCH_PAGES", 3)
     ranks = stored(folder, TierPolicy(prefetch=Timeout(0.0, 0.0), least_tokens=1, least_load_tokens=1))
     jobs = step_by_step(ranks[0])
     restore = ranks[0].controller.restore(PROMPT)

@@ -9,7 +9,7 @@ from rig import HYBRID, LATENT, PLAIN, SPARSE, Rank
 
 from kvmover.cache.ledger import Loss
 from kvmover.cache.prefix import FULL, Tier
-from kvmover.cache.tiers.storage import PageRef, StorageRead, StorageWrite
+from kvmover.cache.tiers.tier_storage import PageRef, StorageRead, StorageWrite
 
 PROMPT = list(range(33))
 
@@ -47,7 +47,7 @@ def test_a_store_that_becomes_another_namespace_has_nothing_of_the_one_before_an
     rank.serve(PROMPT)
     rank.controller.wait()
     rank.forget()
-    storage = rank.controller._backups.storage
+    storage = rank.controller._backups.parts.storage
     refs = [(pool, PageRef(0, rank.hashes(PROMPT)[0], 0)) for pool in storage.stored_pools]
     read, write = StorageRead(storage, refs, 1, lambda: False), StorageWrite(storage, refs)
     other = replace(rank.space, weights="rev-2")

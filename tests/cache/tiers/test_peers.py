@@ -205,7 +205,7 @@ def test_a_peer_that_hangs_costs_a_miss_and_what_it_may_still_write_is_nobody_el
     until(second.ranks, lambda: all(restore.done for restore in restores))
     for rank, restore in zip(second.ranks, restores, strict=True):
         assert (restore.tokens, restore.lost) == (0, {Loss.READ_FAILED: 64})
-        assert rank.controller._restores.held
+        assert rank.controller._restores.quarantined
         assert len(rank.allocator.host[FULL]) == 40 - 16, "no rank has them back"
         rank.compute(PROMPT, restore)
     until(second.ranks, lambda: all(rank.tree.sizes(FULL, Tier.HOST).protected == 16 for rank in second.ranks))

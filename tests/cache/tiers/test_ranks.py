@@ -13,7 +13,7 @@ from kvmover.cache.tiers.restore_driver import Restores
 from kvmover.layout import Fleet
 from kvmover.layout.fleet import CpOrder
 from kvmover.store import Got, GotResult
-from tests.store.segments import LOOKS, segments_of
+from tests.store.segments import condemn, segments_of
 
 PROMPT = list(range(33))
 
@@ -126,10 +126,9 @@ def test_ranks_that_do_different_things_are_found_out():
 
 def lose_page(rank, page_hash):
     """One object of a page is found to be bad, and deleted."""
-    segments = segments_of(rank.store)
-    found = segments.catalog.index.get(page_hash)
+    found = segments_of(rank.store).catalog.index.get(page_hash)
     assert found is not None
-    segments.poison(found.objects[0], LOOKS)
+    condemn(rank.store, found.objects[0])
 
 
 def test_a_page_that_one_rank_lacks_is_lost_to_all_and_the_ledger_says_so(tmp_path):
@@ -172,7 +171,7 @@ def test_a_rank_whose_storage_fails_answers_as_often_as_the_others(tmp_path, bro
     def fail(*arguments):
         raise OSError(5, "Input/output error")
 
-    storage = ranks[1].controller._backups.storage
+    storage = ranks[1].controller._backups.parts.storage
     assert storage is not None
     view = storage.stored_pools[0].view
     if broken == "write":
@@ -205,7 +204,7 @@ def test_a_read_that_one_rank_did_in_part_is_kept_in_part_only_where_parts_are_o
     serve(ranks)
     for rank in ranks:
         rank.forget()
-    storage = ranks[1].controller._backups.storage
+    storage = ranks[1].controller._backups.parts.storage
     assert storage is not None
     (view,) = [each.view for each in storage.stored_pools if each.tiered_pool.name == FULL]
     bad, get = ranks[1].hashes(PROMPT)[2], view.get

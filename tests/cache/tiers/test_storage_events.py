@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from rig import HYBRID, PLAIN, Rank
 
-from kvmover.cache.prefix.events import BlockRemoved, BlockStored
 from kvmover.cache.prefix.hashes import as_int64s
+from kvmover.cache.prefix.kv_events import BlockRemoved, BlockStored
 from kvmover.store import PageStore
 from kvmover.store.deletion import DeletionOrder
 from tests.store.segments import segments_of

@@ -14,8 +14,8 @@ from rig import EAGER, HYBRID, Rank
 
 from kvmover.cache.prefix import FULL, Tier, WriteBack, WriteThrough
 from kvmover.cache.tiers import ControllerConfig, Inclusion, RestorePhase, Store
-from kvmover.cache.tiers.policy import TierPolicy, Wait
-from tests.store.segments import LOOKS, segments_of
+from kvmover.cache.tiers.tier_policy import TierPolicy, Wait
+from tests.store.segments import condemn, segments_of
 
 MORE = int(os.environ.get("KVMOVER_HISTORIES", "1"))
 TEXTS = [[0] * 33, [0] * 12 + [1] * 21, [0] * 12 + [1] * 8 + [0] * 13, [1] * 33]
@@ -111,7 +111,7 @@ class Machine(RuleBasedStateMachine):
         for page_hash in self.mine.hashes(prompt)[-1:] if store else ():
             entry = segments_of(store).catalog.index.get(page_hash)
             if entry:
-                segments_of(store).poison(entry.objects[0], LOOKS)
+                condemn(store, entry.objects[0])
 
     @rule()
     def clear(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, generate_latest
 from rig import Rank
 
-from kvmover.cache.tiers.metrics import METRICS, TierCollector, TierCount, TierGauge, TierStage
+from kvmover.cache.tiers.tier_metrics import METRICS, TierCollector, TierCount, TierGauge, TierStage
 
 PROMPT = list(range(33))
 

@@ -12,7 +12,7 @@ from kvmover.cache.prefix import Tier
 from kvmover.cache.tiers.agreement import CollectiveOp, CollectiveOps, PartialWork, agreed_count, counted
 from kvmover.cache.tiers.allocator import PageAllocator
 from kvmover.cache.tiers.layerwise_copier import LayerwiseCopier
-from kvmover.cache.tiers.storage import StoredPool
+from kvmover.cache.tiers.tier_storage import StoredPool
 from kvmover.errors import KvmoverError
 from kvmover.layout import Fleet
 

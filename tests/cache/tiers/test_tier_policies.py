@@ -21,7 +21,7 @@ from kvmover.cache.tiers import (
     worth,
 )
 from kvmover.cache.tiers.agreement import CollectiveOps
-from kvmover.cache.tiers.policy import ThroughputEstimator, patience_s, pays
+from kvmover.cache.tiers.tier_policy import ThroughputEstimator, patience_s, pays
 
 PROMPT = list(range(33))
 LINK = Speed(0.0, 20e9)
@@ -91,7 +91,7 @@ def test_fewer_tokens_than_the_threshold_are_not_looked_for(tmp_path):
 
 def test_a_read_that_does_not_pay_is_not_begun_and_the_ledger_says_why(tmp_path):
     rank = serve_stored(tmp_path, TierPolicy(prefetch=CostAware(1e12), least_tokens=1))
-    storage = rank.controller._restores.storage
+    storage = rank.controller._restores.parts.storage
     assert storage is not None
     storage.reads.add(1 << 20, 1.0)
     restore = rank.serve(PROMPT)
@@ -104,9 +104,9 @@ def test_a_read_that_does_not_pay_is_not_begun_and_the_ledger_says_why(tmp_path)
 
 @pytest.mark.parametrize("policy", [Timeout(0.5, 0.0), BestEffort()])
 def test_a_read_ends_when_its_time_is_over_and_what_was_not_read_is_late(tmp_path, policy, monkeypatch):
-    from kvmover.cache.tiers import storage
+    from kvmover.cache.tiers import tier_storage
 
-    monkeypatch.setattr(storage, "BATCH_PAGES", 2)
+    monkeypatch.setattr(tier_storage, "BATCH_PAGES", 2)
     now = [0.0]
     rank = serve_stored(tmp_path, TierPolicy(prefetch=policy, least_tokens=1, least_load_tokens=1), lambda: now[0])
     begin, held = rank.controller.worker.begin, []
@@ -136,12 +136,12 @@ def test_a_read_ends_when_its_time_is_over_and_what_was_not_read_is_late(tmp_pat
 
 @pytest.mark.parametrize(("nbytes", "pages"), [(1 << 30, 256), (80 << 10, 10), (1, 4)])
 def test_a_batch_is_what_a_disk_moves_in_some_milliseconds(tmp_path, monkeypatch, nbytes, pages):
-    from kvmover.cache.tiers import storage
+    from kvmover.cache.tiers import tier_storage
 
-    monkeypatch.setattr(storage, "_BATCH_BYTES", nbytes)
+    monkeypatch.setattr(tier_storage, "_BATCH_BYTES", nbytes)
     rank = Rank(tmp_path)
     assert rank.tiered_pools[0].part.nbytes == 8 << 10
-    made = rank.controller._restores.storage
+    made = rank.controller._restores.parts.storage
     assert made is not None
     assert made.batch_pages == pages
     rank.close()

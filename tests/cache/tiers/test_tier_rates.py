@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from rig import Rank
 
 from kvmover.cache.tiers import ControllerConfig, Rate, Speed, TierError, TierPolicy, Wait
-from kvmover.cache.tiers.policy import Bucket
-from kvmover.cache.tiers.storage import StorageWorker, Urgency
+from kvmover.cache.tiers.tier_policy import Bucket
+from kvmover.cache.tiers.tier_storage import StorageWorker, Urgency
 
 PROMPT = list(range(33))
 #: A byte every three hours: whatever has been moved is not repaid within a test.

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.machinery import ModuleSpec
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,7 @@ PAGE = 4
 
 def _without_torchvision() -> None:
     """Package indexes serve torchvision for CUDA only; nothing of it is needed but names, while SGLang is imported."""
-    import_module("transformers.utils.import_utils")
+    transformers: Any = import_module("transformers.utils.import_utils")
 
     class StandIn(types.ModuleType):
         BICUBIC, BILINEAR, __version__ = 3, 2, "0.0"
@@ -52,6 +53,9 @@ def _without_torchvision() -> None:
         module.__spec__ = ModuleSpec(name, None, is_package=True)
         module.__path__ = []
         sys.modules[name] = module
+    # Of SGLang 0.5.21 and before, transformers refuses to register its processors of images without torchvision.
+    transformers.DummyObject.__getattribute__ = type.__getattribute__
+    transformers.DummyObject.register = lambda *_, **__: None
 
 
 _without_torchvision()
@@ -65,6 +69,11 @@ with warnings.catch_warnings():
     hosts: Any = import_module("sglang.srt.mem_cache.pool_host")
     context: Any = import_module("sglang.srt.runtime_context")
     arguments: Any = import_module("sglang.srt.server_args")
+
+_utils: Any = import_module("sglang.srt.mem_cache.utils")
+
+#: SGLang's function of the hashes of a prompt's pages, which has another name in 0.5.19 and before.
+hash_pages: Any = getattr(_utils, "get_storage_hash_str", None) or _utils.get_hash_str
 
 # Pinning needs a GPU; the memory is the same.
 import_module("sglang.srt.mem_cache.pool_host.common")._cuda_host_register = lambda *_, **__: None
@@ -116,7 +125,10 @@ class Rank:
         return pools.MHATokenToKVPool(64, PAGE, torch.bfloat16, heads, 16, layers, "cpu", False, **span)
 
     def host_pool(self, device_pool: Any) -> Any:
-        host = assembler.build_kv_host_pool(kv_pool=device_pool, page_size=PAGE)
+        asked = {"server_args": context.get_context().server_args, "use_mla": self.shape.kind == "mla"}  # until 0.5.21
+        known = signature(assembler.build_kv_host_pool).parameters
+        older = {name: value for name, value in asked.items() if name in known}
+        host = assembler.build_kv_host_pool(kv_pool=device_pool, page_size=PAGE, **older)
         host.pin_memory = False  # torch pins by itself what the older interface passes around
         return host
 
@@ -206,11 +218,23 @@ def _rank(
                 skip_tokenizer_init=True,
                 **more,
             )
-            context.publish(args, role="scheduler", ranks=context.SpawnRanks(world_rank=number))
+            publish(args, shape, number)
             rank = Rank(shape, number, root, torch.distributed.group.WORLD)
             answers.put((number, pickle.dumps(body(rank, *given)), ""))
     except BaseException:
         answers.put((number, None, traceback.format_exc()))
+
+
+def publish(args: Any, shape: Shape, number: int) -> None:
+    """Tell SGLang the settings of this process and its place, which 0.5.20 and before read from their groups."""
+    if hasattr(context, "SpawnRanks"):
+        context.publish(args, role="scheduler", ranks=context.SpawnRanks(world_rank=number))
+        return
+    context.publish(args, role="scheduler")
+    pp, tp = divmod(number, shape.tp)
+    place = {"tp_rank": tp, "tp_size": shape.tp, "pp_rank": pp, "pp_size": shape.pp}
+    alone = {"attn_cp_rank": 0, "attn_cp_size": 1, "attn_tp_rank": tp, "attn_tp_size": shape.tp, "attn_dp_rank": 0}
+    context.get_parallel()._overrides.update(place | alone)
 
 
 def content(host: Any, seed: int) -> torch.Tensor:
@@ -240,7 +264,7 @@ def load(controller: Any, tokens: list[int]) -> tuple[int, torch.Tensor]:
 
 
 def keys_of(tokens: list[int]) -> list[str]:
-    return controllers.get_storage_hash_str(tokens, None, page_size=PAGE)
+    return hash_pages(tokens, None, page_size=PAGE)
 
 
 def logical(host: Any, page: int) -> torch.Tensor:

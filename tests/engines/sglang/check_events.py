@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from scheduling import Server, parameters, publish, unified
 
-from kvmover.cache.prefix.events import END_OF_REPLAY
+from kvmover.cache.prefix.kv_events import END_OF_REPLAY
 from kvmover.engines.common import EngineUnsupported
-from kvmover.engines.sglang import plugin
+from kvmover.engines.sglang import sglang_plugin
 from kvmover.engines.sglang.radix_cache import KvmoverRadixCache
 
 zmq: Any = import_module("zmq")
@@ -28,8 +28,8 @@ KEPT = 40
 @pytest.fixture(scope="module", autouse=True)
 def settings(tmp_path_factory: pytest.TempPathFactory) -> None:
     publish(tmp_path_factory.mktemp("serving"))
-    plugin.register_event_publisher()
-    plugin.register_event_publisher()
+    sglang_plugin.register_event_publisher()
+    sglang_plugin.register_event_publisher()
 
 
 class Events:

@@ -31,7 +31,7 @@ from states import CHUNK, SNAPSHOTS, StateServer, number, state_rows
 from kvmover.cache.prefix import Tier
 from kvmover.cache.tiers import TierCount
 from kvmover.engines.common import EngineUnsupported
-from kvmover.engines.sglang import engine_radix, plugin
+from kvmover.engines.sglang import engine_radix, sglang_plugin
 from kvmover.engines.sglang.radix_tiers import TieredRadixCache
 from kvmover.engines.sglang.tier_pools import open_tiers
 
@@ -323,10 +323,10 @@ def test_windows_and_states_that_are_written_back_are_refused(tmp_path: Path) ->
     publish(tmp_path, hicache_write_policy="write_back", **SNAPSHOTS)
     asked = context_of(params=parameters(4, 64, window=WINDOW_TOKENS), is_hybrid_swa=True)
     with pytest.raises(EngineUnsupported, match="not windows or states written back"):
-        plugin.radix_cache(asked)
+        sglang_plugin.radix_cache(asked)
     publish(tmp_path, **SNAPSHOTS)
     context.get_server_args()._mamba_cache_chunk_size = CHUNK
-    assert plugin.radix_cache(asked).supports_swa()
+    assert sglang_plugin.radix_cache(asked).supports_swa()
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,14 @@ import pytest
 import torch
 from bench import PAGE, Rank, Running, Shape, finish, pools, start
 
-from kvmover.engines.sglang import plugin
+from kvmover.engines.sglang import sglang_plugin
 from kvmover.engines.sglang.pd import ROOM_TAKEN
 from kvmover.engines.sglang.pd_driver import TransferDriver
 from kvmover.errors import PeerRefused
 from kvmover.transfer import Pace
 
 plugins: Any = import_module("sglang.srt.plugins.hook_registry")
-plugin.register()
+sglang_plugin.register()
 plugins.HookRegistry.apply_hooks()
 utils: Any = import_module("sglang.srt.disaggregation.utils")
 KVPoll: Any = import_module("sglang.srt.disaggregation.base.conn").KVPoll
@@ -329,6 +329,8 @@ def sender_of(side: Side, port: int, req: Any) -> Any:
     """The sender that SGLang's queue makes for a request."""
     queue = object.__new__(senders.PrefillBootstrapQueue)
     queue.kv_manager, queue.bootstrap_port, queue.max_input_len = side.manager, port, 4096
+    queue.max_total_num_tokens = 4096  # of 0.5.22 and before, as the next two of 0.5.21
+    queue.tp_rank, queue.pp_rank = 0, 0
     queue.transfer_backend = utils.TransferBackend("kvmover")
     assert queue.create_sender(req, 4)
     return req.disagg_kv_sender
@@ -425,7 +427,15 @@ def _given_back(side: Side, receiver: Any) -> str:
     queue.enable_host_receive = queue.enable_staging = False
     queue.gloo_group = torch.distributed.group.WORLD
     queue.scheduler = SimpleNamespace(metrics_reporter=SimpleNamespace(enable_metrics=False))
-    queue.metadata_buffers = SimpleNamespace(clear_slot=lambda row: released.append(side.manager.is_moving(ROOM)))
+
+    class Rooms:
+        """The row of the metadata is cleared by its room in 0.5.22 and before."""
+
+        def __setitem__(self, row: int, room: int) -> None:
+            released.append(side.manager.is_moving(ROOM))
+
+    cleared = Rooms()
+    queue.metadata_buffers = SimpleNamespace(clear_slot=lambda row: cleared.__setitem__(row, 0), bootstrap_room=cleared)
     queue.req_to_metadata_buffer_idx_allocator = SimpleNamespace(free=lambda row: None)
     queue._release_request = lambda request: released.append(side.manager.is_moving(ROOM))
     reason = _failed(receiver)
@@ -611,7 +621,7 @@ def test_a_request_that_failed_on_another_rank_is_given_up_and_its_pages_are_hel
     """SGLang fails it on every rank, also where its pages are still being fetched."""
     sent, received = pair(tmp_path, Shape(), Shape(), ending="another rank of decode fails")
     assert sent == ["decode aborted the request"]
-    assert received == ["Failed due to an unknown reason from another rank"]
+    assert received == ["the request failed on another rank"]
 
 
 def test_a_decode_that_may_not_hold_pages_is_refused_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

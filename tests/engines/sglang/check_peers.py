@@ -17,8 +17,8 @@ from check_tiers import run as run_request
 from scheduling import publish
 
 from kvmover.engines.common import NO_VERSION, EngineUnsupported
-from kvmover.engines.sglang import engine_radix, plugin
-from kvmover.engines.sglang.weight_updates import UPDATES
+from kvmover.engines.sglang import engine_radix, sglang_plugin
+from kvmover.engines.sglang.sglang_weight_updates import UPDATES
 
 #: Instead of the root of a page store.
 NO_STORE = Path("none")
@@ -227,4 +227,4 @@ def test_what_peers_do_not_share_is_refused_in_a_sentence(
     context = SimpleNamespace(disable_radix_cache=False, enable_hierarchical_cache=False)
     monkeypatch.setattr(engine_radix, "refuse", lambda context: None)
     with pytest.raises(EngineUnsupported, match="no --enable-hierarchical-cache: peers share"):
-        plugin.radix_cache(context)
+        sglang_plugin.radix_cache(context)

@@ -14,9 +14,9 @@ from bench import context  # what SGLang imports is stood in for there
 
 from kvmover.cache.prefix import PrefixTree
 from kvmover.engines.common import content_of
-from kvmover.engines.sglang import engine_pd, plugin
+from kvmover.engines.sglang import engine_pd, sglang_plugin
 from kvmover.engines.sglang.radix_keys import RadixKeys
-from kvmover.engines.sglang.request_content import LoadedAdapters, RequestReader
+from kvmover.engines.sglang.sglang_content import LoadedAdapters, RequestReader
 from kvmover.transfer import Content
 from tests.safetensors_files import tiny, write_file
 
@@ -177,7 +177,7 @@ def test_kv_of_an_adapter_is_not_found_once_its_files_are_others(tmp_path: Path)
     """In a tree or a store that outlives the server: they go by the extra key, in which SGLang has the adapter's id."""
     own = loras.LoRARef.__dict__["deterministic_id"].__func__
     own = getattr(own, "__wrapped__", own)
-    plugin.register()
+    sglang_plugin.register()
     engine_pd._hooks.HookRegistry.apply_hooks()
     folder, ids = adapter(tmp_path / "one", 1), list[str]()
     for seed in (1, 2, 1):
@@ -193,7 +193,7 @@ def test_kv_of_an_adapter_is_not_found_once_its_files_are_others(tmp_path: Path)
 
 
 def test_adapters_are_read_as_sglang_loads_them(tmp_path: Path) -> None:
-    plugin.register()
+    sglang_plugin.register()
     engine_pd._hooks.HookRegistry.apply_hooks()
     assert context is not None
     name = "sglang.srt.lora.lora_manager.LoRAManager.load_lora_adapter"

@@ -17,13 +17,13 @@ import torch
 from rich.console import Console
 from scheduling import Server, base, parameters, publish, radix, unified
 
-from kvmover.cache.ledger import AccountGroup, Loss, PredictionTotals, Predictor
+from kvmover.cache.ledger import AccountGroup, Credit, Loss, PredictionTotals, Predictor
 from kvmover.cache.prefix import StaleHandle
 from kvmover.config import Settings
 from kvmover.config.settings import RecordSettings
 from kvmover.engines.common import EngineUnsupported, ParallelRank
-from kvmover.engines.sglang import plugin
-from kvmover.engines.sglang.radix_accounts import RadixAccounts
+from kvmover.engines.sglang import sglang_plugin
+from kvmover.engines.sglang.radix_accounts import Lookup, RadixAccounts
 from kvmover.engines.sglang.radix_cache import KvmoverRadixCache
 from kvmover.tools.report.run_summary import report_run
 from kvmover.tools.top import show
@@ -490,6 +490,18 @@ def test_what_a_router_predicted_stands_beside_what_was_found() -> None:
     assert accounts.ledger.total(AccountGroup("gold", "m")).first.prompt_tokens == 33
 
 
+def test_tokens_that_a_peer_did_not_bring_and_another_request_computed_meanwhile_are_lost_once() -> None:
+    """The peer died as it lent 320 tokens; a request with the same prefix kept them before this one did."""
+    accounts = RadixAccounts("m", Settings(), ParallelRank(0, 1))
+    accounts.matched("r", Lookup(343, left={Loss.READ_FAILED: 320}))
+    accounts.admitted("r", Credit())
+    accounts.concurrent("r", 320)
+    accounts.answered("r")
+    assert (accounts.ledger.faults, accounts.ledger.last_fault) == (0, None)
+    totals = accounts.ledger.total().first
+    assert (totals.prompt_tokens, totals.computed_tokens, totals.lost) == (343, 343, {Loss.READ_FAILED: 320})
+
+
 def test_top_and_the_report_show_the_ledger_of_the_cache(tmp_path: Path) -> None:
     log = tmp_path / "run.jsonl"
     accounts = RadixAccounts("m", Settings(record=RecordSettings(run_log=log)), ParallelRank(0, 1))
@@ -556,8 +568,8 @@ def context_of(**more: Any) -> Any:
 
 def test_the_plug_in_registers_a_factory_that_makes_the_cache() -> None:
     registry: Any = import_module("sglang.srt.mem_cache.registry")
-    plugin.register_radix_cache()
-    plugin.register_radix_cache()
+    sglang_plugin.register_radix_cache()
+    sglang_plugin.register_radix_cache()
     assert type(registry.get_radix_cache_factory("kvmover")(context_of())) is KvmoverRadixCache
 
 
@@ -576,4 +588,4 @@ def test_the_plug_in_registers_a_factory_that_makes_the_cache() -> None:
 )
 def test_what_needs_sglangs_own_cache_is_refused_in_a_sentence(asked: dict[str, Any], word: str) -> None:
     with pytest.raises(EngineUnsupported, match=word):
-        plugin.radix_cache(context_of(**asked))
+        sglang_plugin.radix_cache(context_of(**asked))

@@ -16,7 +16,7 @@ from scheduling import base, context, kinds, parameters, publish, unified
 from states import CHUNK, SNAPSHOTS, StateServer, state_rows
 
 from kvmover.engines.common import EngineUnsupported
-from kvmover.engines.sglang import plugin
+from kvmover.engines.sglang import sglang_plugin
 from kvmover.engines.sglang.radix_cache import KvmoverRadixCache
 
 #: How SGLang keeps states, and in pages of how many tokens.
@@ -265,7 +265,7 @@ def context_of(rows: Any, **more: Any) -> Any:
 
 
 def test_the_factory_makes_a_cache_with_states() -> None:
-    cache = plugin.radix_cache(context_of(state_rows(8, "none")))
+    cache = sglang_plugin.radix_cache(context_of(state_rows(8, "none")))
     assert (cache.supports_mamba(), cache.supports_swa()) == (True, False)
     assert kinds.ComponentType.MAMBA
 
@@ -277,8 +277,8 @@ def test_states_that_are_kept_otherwise_are_refused_in_a_sentence() -> None:
     rows = state_rows(8, "none")
     rows.__class__ = OtherRows
     with pytest.raises(EngineUnsupported, match="not in OtherRows"):
-        plugin.radix_cache(context_of(rows))
+        sglang_plugin.radix_cache(context_of(rows))
     rows = state_rows(8, "none")
     rows.mamba_ckpt_pool = object()
     with pytest.raises(EngineUnsupported, match="in eight bits"):
-        plugin.radix_cache(context_of(rows))
+        sglang_plugin.radix_cache(context_of(rows))

@@ -14,7 +14,9 @@ import pytest
 import torch
 from bench import PAGE, Rank, Shape, content, keys_of, load, logical, ranks, save, storage
 
-from kvmover.engines.sglang.weight_updates import UPDATES
+from kvmover.engines.common import is_of
+from kvmover.engines.sglang.sglang_contract import SGLANG
+from kvmover.engines.sglang.sglang_weight_updates import UPDATES
 from kvmover.store.deletion import DeletionOrder
 from tests.safetensors_files import tiny, write_checkpoint
 from tests.store.segments import segments_of
@@ -306,8 +308,11 @@ def compared(rank: Rank) -> None:
                 hicache.PoolTransfer(name=name, keys=keys[-count:], hit_policy=policy) for name, policy, count in asked
             ]
             ours, expected = (each.batch_exists_v2(keys, transfers) for each in (backend, theirs))
-            assert ours.kv_hit_pages == expected.kv_hit_pages
-            assert ours.restorable_prefix_pages == expected.restorable_prefix_pages
+            if is_of(SGLANG.installed(), ("0.5.20", "0.5.21", "0.5.22")):  # their own backend asks less of states
+                assert ours.kv_hit_pages <= expected.kv_hit_pages
+            else:
+                assert ours.kv_hit_pages == expected.kv_hit_pages
+                assert ours.restorable_prefix_pages == expected.restorable_prefix_pages
             assert expected.extra_pool_hit_pages.items() <= ours.extra_pool_hit_pages.items()
             lengths.add(tuple(ours.restorable_prefix_pages))
     finally:
@@ -453,17 +458,6 @@ def test_what_makes_no_sense_fails_the_attach_with_a_sentence(
 def refused(rank: Rank, options: dict[str, Any], reason: str) -> None:
     with pytest.raises(Exception, match=reason):
         rank.controller(**options)
-
-
-def test_another_release_of_the_engine_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    ranks(Shape(), tmp_path, wrong_version)
-
-
-def wrong_version(rank: Rank) -> None:
-    """The adapter's own look at it, which may be imported long before."""
-    import_module("kvmover.engines.common.release").version = lambda _package: "0.5.99"
-    with pytest.raises(Exception, match=r"tested with sglang 0\.5\.23, not with 0\.5\.99"):
-        rank.controller()
 
 
 def test_pools_cut_over_context_parallel_ranks_are_refused(tmp_path: Path) -> None:

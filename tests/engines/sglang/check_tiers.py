@@ -19,10 +19,10 @@ from kvmover.cache.ledger import Loss
 from kvmover.cache.tiers import TierCount
 from kvmover.config import Settings
 from kvmover.engines.common import EngineUnsupported, ParallelRank
-from kvmover.engines.sglang import engine_radix, plugin
-from kvmover.engines.sglang.options import StorageFlags, TierFlags
+from kvmover.engines.sglang import engine_radix, sglang_plugin
 from kvmover.engines.sglang.radix_accounts import RadixAccounts
 from kvmover.engines.sglang.radix_tiers import DecodeRadixCache, TieredRadixCache
+from kvmover.engines.sglang.sglang_options import StorageFlags, TierFlags
 from kvmover.engines.sglang.tier_pools import open_tiers
 
 #: Two groups of layers: a pass that reads the first does not wait for the second.
@@ -713,7 +713,7 @@ def context_of(**more: Any) -> Any:
 
 def test_the_plug_in_makes_the_cache_with_tiers_where_sglang_is_asked_for_them() -> None:
     context = context_of()
-    cache = plugin.radix_cache(context)
+    cache = sglang_plugin.radix_cache(context)
     assert type(cache) is TieredRadixCache
     assert context.tp_worker.registered == [cache.gates]
     assert cache.token_to_kv_pool_allocator.get_kvcache().layer_transfer_counter is cache.gates
@@ -735,11 +735,11 @@ def of_stages(**more: Any) -> Any:
 )
 def test_what_the_tiers_would_not_bring_back_whole_is_refused(context: Any, word: str) -> None:
     with pytest.raises(EngineUnsupported, match=word):
-        plugin.radix_cache(context())
+        sglang_plugin.radix_cache(context())
 
 
 def test_a_decode_server_with_stages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's loop for it asks no hierarchical cache to go on."""
     monkeypatch.setattr(engine_radix, "is_decode", lambda: True)
     with pytest.raises(EngineUnsupported, match="not pipeline stages of a decode server"):
-        plugin.radix_cache(of_stages(pp_size=2))
+        sglang_plugin.radix_cache(of_stages(pp_size=2))

@@ -101,7 +101,8 @@ class Server:
     def __post_init__(self) -> None:
         self.allocator = self.cache.token_to_kv_pool_allocator
         self.rows = self.cache.req_to_token_pool
-        self.window = self.cache.swa_retain_window if self.cache.supports_swa() else None
+        window = getattr(self.cache, "swa_retain_window", None) or getattr(self.cache, "sliding_window_size", None)
+        self.window = window if self.cache.supports_swa() else None
         self.size = self.allocator.size_full
         self.content = torch.full((self.size + self.cache.page_size,), NOTHING)
         if self.window is not None:

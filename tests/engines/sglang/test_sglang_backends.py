@@ -23,8 +23,8 @@ from kvmover.engines.common import (
     Upkeep,
     page_ids,
 )
-from kvmover.engines.sglang.options import ModelFacts, StoreOptions
 from kvmover.engines.sglang.page_parts import TpPlacement
+from kvmover.engines.sglang.sglang_options import ModelFacts, StoreOptions
 from kvmover.engines.sglang.store_adapter import MAIN, Batches, ServedRank, StoreAdapter
 from kvmover.errors import StoreError
 from kvmover.layout import Component
@@ -34,6 +34,10 @@ PAGE, PAGES, LAYERS, HEADS, DIM = 4, 7, 3, 2, 8
 HASHES = [bytes([number]) * 32 for number in range(16)]
 POISON = 0xEE
 COMPONENT = Component.attention(2, 2, 8, "bfloat16")
+
+
+def _undescribed(_: torch.Tensor) -> Any:
+    raise NotImplementedError
 
 
 def host_pool(kind: str, layout: str, **more: Any) -> Any:
@@ -49,6 +53,7 @@ def host_pool(kind: str, layout: str, **more: Any) -> Any:
     }[kind, layout]
     buffer = torch.randint(-1000, 1000, dims).to(torch.bfloat16)
     facts = {"layout": layout, "page_size": PAGE, "kv_buffer": buffer, "size_per_token": 1, "layer_num": LAYERS}
+    more = {"get_page_buffer_meta": _undescribed, **more}
     pool: Any = type(kind, (SimpleNamespace,), {})(**facts, start_layer=0, end_layer=LAYERS, **more)
     if kind.startswith("MHA"):
         pool.head_dim = pool.v_head_dim = DIM
@@ -233,3 +238,19 @@ def test_figures_of_batches_are_taken_once() -> None:
     assert pages == [128]
     assert gb_s == [pytest.approx(2.147483648)]
     assert batches.take() == ([], [])
+
+
+def test_a_page_that_sglang_finds_elsewhere_in_its_own_pool_is_refused_with_both_places(tmp_path: Path) -> None:
+    pool, opened = host_pool("MLATokenToKVPoolHost", "page_first"), adapter(tmp_path)
+    first, nbytes = pool.kv_buffer.data_ptr(), LAYERS * DIM * 2 * PAGE
+    with opened.store:
+        for found, wrong in (([nbytes], False), ([0], True), ([nbytes + 2], True)):
+            pool.get_page_buffer_meta = lambda _, found=found: ([first + at for at in found], [nbytes] * len(found))
+            if wrong:
+                expected = (
+                    rf"the cache of kv as \[\({first + nbytes}, {nbytes}\)\].* describes it as \[\({first + found[0]},"
+                )
+                with pytest.raises(EngineUnsupported, match=expected):
+                    opened.backend(pool, MAIN)
+            else:
+                opened.backend(pool, MAIN)

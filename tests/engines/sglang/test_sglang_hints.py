@@ -38,7 +38,7 @@ class Slow:
 class Place:
     def __init__(self, terms: HintTerms | None = None) -> None:
         self.tree, self.told, self.now_s, self.next = PrefixTree(4), Told(), 100.0, 0
-        keys = RadixKeys(self.tree, {})
+        keys = RadixKeys(self.tree, None)
         made = terms or HintTerms()
         self.hints = RadixHints(self.tree, keys, {FULL: 64}, made, self.told, lambda: self.now_s)  # type: ignore[arg-type]
 

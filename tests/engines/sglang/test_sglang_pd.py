@@ -17,7 +17,6 @@ import zmq
 
 from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.sglang.devicepool import placement_of, strands_of
-from kvmover.engines.sglang.options import ModelFacts
 from kvmover.engines.sglang.page_parts import TpPlacement, part_of_rows
 from kvmover.engines.sglang.pd_aux import AuxRows
 from kvmover.engines.sglang.pd_cache import (
@@ -41,6 +40,7 @@ from kvmover.engines.sglang.pd_driver import (
     frames,
     read,
 )
+from kvmover.engines.sglang.sglang_options import ModelFacts
 from kvmover.errors import PeerUnknown, PlanError
 from kvmover.transfer import Content, Gate, Pace
 from kvmover.transfer.meter import UNBEGUN, Meter
@@ -387,7 +387,7 @@ class Stub:
         self.said: list[str] = []
         self.moves = False
         self.meter = Meter()
-        self.transfer = SimpleNamespace(ended=False, held=False, result=None)
+        self.transfer = SimpleNamespace(ended=False, quarantined=False, result=None)
         self.connected = frozenset[int]()
 
     def ranks(self, engine: str) -> frozenset[int]:
@@ -515,14 +515,14 @@ def test_a_failure_is_told_when_it_happens_and_its_pages_are_held_for_as_long_as
     driver.receive(7, Wanted(lambda: "p", range(8), [torch.arange(2).numpy()], 0, 10.0))
     driver.turn()
     driver.abort(7, "enough")
-    stub.transfer.ended = stub.transfer.held = True
+    stub.transfer.ended = stub.transfer.quarantined = True
     stub.transfer.result = SimpleNamespace(reason="enough", aux={})
     driver.turn()
     assert (over, driver.has(7)) == ([(7, "enough")], True)
     driver.abort(7, "again")
     driver.turn()
     assert (over, driver.has(7)) == ([(7, "enough")], True)
-    stub.transfer.held = False
+    stub.transfer.quarantined = False
     driver.turn()
     assert (over, driver.has(7)) == ([(7, "enough")], False)
     assert stub.said == ["receive 7 of p", "abort: enough"]
@@ -533,11 +533,11 @@ def test_a_request_that_is_sent_has_failed_when_nothing_reads_its_pages() -> Non
     stub = Stub()
     driver, over = driven(stub, [0.0])
     driver.send(7, [torch.arange(2).numpy()], [], None)
-    stub.transfer.ended = stub.transfer.held = True
+    stub.transfer.ended = stub.transfer.quarantined = True
     stub.transfer.result = SimpleNamespace(reason="lost", aux={})
     driver.turn()
     assert (over, driver.has(7)) == ([], True)
-    stub.transfer.held = False
+    stub.transfer.quarantined = False
     driver.turn()
     assert (over, driver.has(7)) == ([(7, "lost")], False)
 

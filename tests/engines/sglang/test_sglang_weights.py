@@ -15,7 +15,7 @@ from test_sglang_backends import HASHES, PAGE, adapter, host_pool, raw, tokens_o
 from kvmover.engines.common import NO_VERSION, UPDATED, ServedWeights
 from kvmover.engines.sglang.page_parts import MAIN
 from kvmover.engines.sglang.pd_driver import TransferDriver, Wanted
-from kvmover.engines.sglang.weight_updates import BEING_UPDATED, UNFLUSHED, UPDATES, UpdateHooks, WeightUpdates
+from kvmover.engines.sglang.sglang_weight_updates import BEING_UPDATED, UNFLUSHED, UPDATES, UpdateHooks, WeightUpdates
 from kvmover.errors import StoreError
 from kvmover.transfer import Gate, Pace
 from kvmover.transfer.protocol.handshake import Model
@@ -28,10 +28,11 @@ PACE = Pace(share=0.5, shortest_s=0.001, open_s=0.001, idle_s=0.001)
 class Engine:
     """SGLang's scheduler and its updater, as far as the hooks see them: its methods call each other through these."""
 
-    def __init__(self) -> None:
+    def __init__(self, *lacking: str) -> None:
+        """`lacking`: methods that this release has not."""
         self.updates, self.heard = WeightUpdates(), list[ServedWeights]()
         self.updates.follow(self)
-        around = UpdateHooks(self.updates).around()
+        around = UpdateHooks.of(self.updates, lambda name: not name.endswith(lacking))
         self.hooks = {name.rpartition(".")[2]: hook for name, hook in around.items()}
         self.is_idle, self.fails, self._session, self.draft_worker = True, False, None, None
 
@@ -45,7 +46,8 @@ class Engine:
         return self.call("flush_cache", lambda *_, **__: self.is_idle, empty_cache=True)
 
     def name(self, version: str | None) -> None:
-        self.call("record_weight_version_change", lambda *_, **__: None, new_version=version)
+        if "record_weight_version_change" in self.hooks:
+            self.call("record_weight_version_change", lambda *_, **__: None, new_version=version)
 
     def update(self, kind: str, version: str | None = None, flushes: bool = True) -> bool:
         """As `update_weights_from_...`: the version is recorded where it succeeds, and the cache is flushed then."""
@@ -80,6 +82,14 @@ def test_an_update_with_a_version_is_told_once_and_one_without_is_nobodys(kind: 
     assert engine.told == ["ab, version 8"]
     assert engine.update(kind, "8")
     assert engine.told == ["ab, version 8"], "what was open ends, also where the caller says nothing new"
+
+
+@pytest.mark.parametrize("kind", ["disk", "ipc", "tensor"])
+def test_an_update_is_nobodys_in_a_release_that_records_no_version(kind: str) -> None:
+    engine = Engine("record_weight_version_change", "begin_weight_update", "end_weight_update")
+    assert {name for name in engine.hooks if name.endswith("_weight_update")} == set()
+    assert engine.update(kind, "7")
+    assert engine.told == [NO_VERSION]
 
 
 @pytest.mark.parametrize(("is_idle", "flushes"), [(False, True), (True, False)])

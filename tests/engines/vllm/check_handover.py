@@ -18,7 +18,7 @@ from bench import Engine, Rank, RequestStatus, Shape, caches_of, caching, config
 from prometheus_client import REGISTRY
 
 from kvmover.engines.vllm import KvmoverConnector
-from kvmover.engines.vllm import engine as names
+from kvmover.engines.vllm import vllm_api as names
 from kvmover.errors import KvmoverError
 
 backends: Any = import_module("vllm.v1.attention.backends.registry")

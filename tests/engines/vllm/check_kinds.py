@@ -22,8 +22,9 @@ from bench import KV_HEADS, POISON, Factory, Role, Shape, allocate, caching, con
 
 from kvmover.engines.common import CardServer
 from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, ReceiveSpec, SendSpec
-from kvmover.engines.vllm.handshake import Remote
+from kvmover.engines.vllm.transfer_params import Remote
 from kvmover.errors import KvmoverError
+from tests.safetensors_files import tiny, write_checkpoint
 
 triton: Any = import_module("triton")
 units: Any = import_module("vllm.triton_utils")
@@ -557,6 +558,7 @@ def mamba2_of(folder: Path, groups: int) -> Any:
     }
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
+    write_checkpoint(folder, tiny())  # tensors that nobody computes with
     model = configs.ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float32", seed=0)
     model.get_total_num_kv_heads = lambda: KV_HEADS  # it has none of its own
     return model

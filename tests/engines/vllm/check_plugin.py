@@ -2,23 +2,51 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib import import_module, metadata
 from typing import Any
 
-from kvmover.engines.vllm import KvmoverConnector, plugin
+import pytest
+
+from kvmover.engines.vllm import KvmoverConnector, vllm_plugin
+from kvmover.engines.vllm.vllm_contract import PEER_TIER, VLLM
 
 factory: Any = import_module("vllm.distributed.kv_transfer.kv_connector.factory").KVConnectorFactory
 
 
 def test_vllm_finds_the_plug_in_where_kvmover_is_installed() -> None:
     (found,) = metadata.entry_points(group="vllm.general_plugins", name="kvmover")
-    assert found.load() is plugin.register
+    assert found.load() is vllm_plugin.register
 
 
 def test_a_connector_is_found_by_its_name_and_registering_twice_changes_nothing() -> None:
-    plugin.register()
+    vllm_plugin.register()
     known = dict(factory._registry)
-    plugin.register()
+    vllm_plugin.register()
     assert known == factory._registry
-    assert set(plugin.CONNECTORS) <= set(known)
+    assert set(vllm_plugin.CONNECTORS) <= set(known)
     assert factory.get_connector_class_by_name("KvmoverConnector") is KvmoverConnector
+
+
+@pytest.mark.parametrize(
+    ("strict", "code", "said"),
+    [("strict", 1, "not with 0.99.0"), ("", 0, "not with 0.99.0; it has all names that are used, and is tried")],
+)
+@pytest.mark.parametrize("module", ["connector", "offloading", "peer_offloading"])
+def test_an_untested_release_is_tried_unless_the_operator_is_strict(
+    module: str, strict: str, code: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for a class that is loaded by its own module, as `kv_connector_module_path` may name it."""
+    if module == "peer_offloading" and (lacking := VLLM.lacking(PEER_TIER)):
+        pytest.skip(f"this release has no peer tier: it lacks {', '.join(lacking)}")
+    monkeypatch.setenv("KVMOVER_ENGINE", strict)
+    script = (
+        "from kvmover.engines.common import contract\n"
+        "contract.version = lambda package: '0.99.0'\n"
+        f"import kvmover.engines.vllm.{module}"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert "for vLLM was tested with vllm 0.3" in done.stderr.splitlines()[-1]
+    assert done.stderr.splitlines()[-1].endswith(said)

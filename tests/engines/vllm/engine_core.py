@@ -44,6 +44,16 @@ class Sender:
         return lambda *_: None
 
 
+def flushed(manager: Any) -> None:
+    """Tell an offloading manager that its reset is over, which 0.32 and before take for granted."""
+    getattr(manager, "on_reset_flushed", lambda: None)()
+
+
+def has_sources(manager: Any) -> bool:
+    """Returns True if a manager says where each hit came from, as since 0.32."""
+    return hasattr(manager, "get_load_source")
+
+
 def worker_of(config: Any) -> Any:
     """vLLM's own, as it is once it has loaded a model."""
     worker = Worker.__new__(Worker)
@@ -88,7 +98,7 @@ def core_of_manager(engine_id: str, manager: Any) -> Any:
 
     def reset(reset_connector: object) -> None:
         manager.reset_cache()
-        manager.on_reset_flushed()
+        flushed(manager)
 
     pool = SimpleNamespace(num_gpu_blocks=1, get_num_free_blocks=lambda: 0)
     scheduler = SimpleNamespace(

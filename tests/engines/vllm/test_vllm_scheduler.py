@@ -22,8 +22,8 @@ from kvmover.engines.vllm.connector_metadata import (
     SaveSpec,
     SendSpec,
 )
-from kvmover.engines.vllm.handshake import Remote, answer
-from kvmover.engines.vllm.scheduler import ConnectorScheduler, HeldBlocks, Home, RequestOutcome, Role
+from kvmover.engines.vllm.scheduler import ConnectorScheduler, Home, QuarantinedBlocks, RequestOutcome, Role
+from kvmover.engines.vllm.transfer_params import Remote, answer
 from kvmover.transfer import Content
 from kvmover.transfer.result import Service
 
@@ -520,7 +520,7 @@ class Pool:
 def test_blocks_that_may_be_written_are_referred_to_until_the_last_rank_lets_go_of_them() -> None:
     """Of two ranks one fails at first, while the other goes on: vLLM takes the blocks when both have ended."""
     pool = Pool(a="xy", b="z")
-    held = HeldBlocks(pool)
+    held = QuarantinedBlocks(pool)
     held.heard({"a": 1}, [])
     assert (len(held), pool.references) == (0, {"x": 1, "y": 1, "z": 1})
     held.heard({"a": 1}, ["a", "b"])
@@ -533,7 +533,7 @@ def test_blocks_that_may_be_written_are_referred_to_until_the_last_rank_lets_go_
 
 def test_blocks_that_nobody_may_write_by_the_time_vllm_takes_them_are_left_alone() -> None:
     pool = Pool(a="x")
-    held = HeldBlocks(pool)
+    held = QuarantinedBlocks(pool)
     held.heard({"a": 1}, [])
     held.heard({"a": -1}, [])
     held.heard({}, ["a"])

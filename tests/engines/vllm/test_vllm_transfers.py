@@ -10,7 +10,7 @@ import numpy as np
 
 from kvmover.engines.common import Cards
 from kvmover.engines.vllm.connector_metadata import ReceiveSpec, SendSpec
-from kvmover.engines.vllm.handshake import Remote
+from kvmover.engines.vllm.transfer_params import Remote
 from kvmover.engines.vllm.transfers import RequestTransfers
 from kvmover.transfer import Gate, Mover, Progress
 from tests.transfer.mover_fleets import Pair

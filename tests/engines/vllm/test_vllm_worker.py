@@ -25,7 +25,7 @@ from kvmover.engines.vllm.connector_metadata import (
     Tables,
     Tally,
 )
-from kvmover.engines.vllm.handshake import Remote
+from kvmover.engines.vllm.transfer_params import Remote
 from kvmover.engines.vllm.transfers import Over, RequestTransfers
 from kvmover.engines.vllm.worker import ConnectorWorker, Ended, FailureLog
 from kvmover.errors import TransportError
@@ -83,7 +83,7 @@ class Engine:
             self.worker.computed(layer)
         self.worker.end(metadata)
         ended = self.worker.ended()
-        for name in ("sent", "received", "failed", "blocks", "held", "returned"):
+        for name in ("sent", "received", "failed", "blocks", "quarantined", "returned"):
             before, new = getattr(self.told, name), getattr(ended, name)
             assert not before & new, f"{new} {name} again"
             before |= new
@@ -457,7 +457,7 @@ def test_a_failure_is_told_while_pages_may_be_written_and_so_is_that_they_are_no
     silent = src.worker.transfers.progress.submit(lambda _: asleep.set() or answers.wait(30))
     assert asleep.wait(30), "its thread would still answer"
     dst.step(KvmoverConnectorMetadata(aborts=[AbortSpec("d", "enough")]))
-    assert dst.take() == Ended(received={"d"}, failed={"d"}, held={"d"})
+    assert dst.take() == Ended(received={"d"}, failed={"d"}, quarantined={"d"})
     assert [end.landed for end in dst.worker.take_endings()] == [False]
     for _ in range(20):
         dst.step()

@@ -29,7 +29,7 @@ def test_vllm_computes_what_sglang_of_another_model_would_prefill(
         got = many(lambda prompt: ask(router, prompt), prompts)
     slowest = f"slowest {max(answer.seconds for answer in got):.1f} s"
     assert not results.add("sglang-vllm", "decode of another model", wanted, got, slowest).failed
-    assert re.search(f"peer holds weights [0-9a-f]{{12}} {re.escape(_FOUR)}, protocol", second.log())
+    assert re.search(f"peer holds weights [0-9a-f]{{12}} {re.escape(_FOUR)};", second.log())
     assert re.search(f"this side holds weights [0-9a-f]{{12}} {re.escape(_SIX)}", second.log())
 
 

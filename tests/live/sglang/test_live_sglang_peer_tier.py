@@ -102,6 +102,7 @@ class Sharing:
         found = {source: tokens - before[source] for source, tokens in hits(server).items()}
         said = ", ".join(f"{tokens:,.0f} {source}" for source, tokens in found.items() if tokens)
         assert not self.results.add("sglang", title, wanted, got, said).failed
+        assert not counted(server, "kvmover_ledger_faults_total")
         assert sum(found.values()) == sum(map(len, prompts))
         assert not found["storage"]  # there is none
         assert usage(server) == 0

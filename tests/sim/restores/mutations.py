@@ -11,11 +11,11 @@ from msgspec.structs import replace
 from kvmover.cache.ledger import Loss
 from kvmover.cache.tiers import restore_machine
 from kvmover.cache.tiers.agreement import CollectiveOps, PartialWork
-from kvmover.cache.tiers.allocator import PageAllocator
+from kvmover.cache.tiers.allocator import PageAllocator, PageListeners
 from kvmover.cache.tiers.controller import Controller
 from kvmover.cache.tiers.restore_driver import Restore, Restores
 from kvmover.cache.tiers.restore_machine import EndCopy, RestoreStep, Restoring, Vote
-from kvmover.cache.tiers.storage import StorageRead
+from kvmover.cache.tiers.tier_storage import StorageRead
 from tests.sim.mutations import around
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
@@ -179,8 +179,8 @@ def what_is_ready_is_not_locked(patch: pytest.MonkeyPatch) -> None:
         event = honest(self, restore)
         handle = restore.handle
         if handle is not None:
-            self.allocator.tree.unlock(handle)
-            restore.handle = self.allocator.tree.lock(0)
+            self.parts.allocator.tree.unlock(handle)
+            restore.handle = self.parts.allocator.tree.lock(0)
         return event
 
     around(patch, Restores, "_secure", secure)
@@ -203,7 +203,7 @@ def pages_of_a_read_that_hangs_come_back_at_once(patch: pytest.MonkeyPatch) -> N
 
     def abandon(self: Restores, restore: Restore, op: int) -> None:
         restore.borrow = None
-        self.collectives.begin(lambda agreed: self._abandoned(op)).done(1)
+        self.parts.collectives.begin(lambda agreed: self._abandoned(op)).done(1)
 
     patch.setattr(Restores, "_abandon", abandon)
 
@@ -223,7 +223,7 @@ def nobody_hears_of_a_page_that_leaves_the_host(patch: pytest.MonkeyPatch) -> No
 
     def init(self: Controller, *given: Any, **named: Any) -> None:
         honest(self, *given, **named)
-        self.allocator.host_freed = lambda ids: None
+        self.allocator.listeners = PageListeners(self.allocator.listeners.copied_out)
 
     patch.setattr(Controller, "__init__", init)
 

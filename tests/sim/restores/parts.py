@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ from kvmover.cache.prefix.columns import ID_BYTES
 from kvmover.cache.tiers import Controller, ControllerConfig, FreeList, LocalConsensus, Rule, Speed
 from kvmover.cache.tiers.host_memory import SOLE
 from kvmover.cache.tiers.layerwise_copier import Batch
-from kvmover.cache.tiers.storage import Ended, PageRef, StorageJob, StorageLookup, StorageRead, Urgency
+from kvmover.cache.tiers.tier_storage import Ended, PageRef, StorageJob, StorageLookup, StorageRead, Urgency
 from kvmover.store import Got, GotResult
 from tests.sim.network import SimNetwork
 from tests.sim.restores.scenario import PAGE, Disk, Scenario
@@ -247,15 +247,15 @@ class SimPeers:
         pages = range(positions.start // PAGE, positions.stop // PAGE)
         ids, hashes = [tables[0][page] for page in pages], self.offers[request]
         fails = self._count in lender.fails[self._number]
-        read.transfer = SimpleNamespace(ended=False, held=False)  # type: ignore[assignment]
+        read.transfer = SimpleNamespace(ended=False, quarantined=False)  # type: ignore[assignment]
 
         def land() -> None:
             good = not (fails or read.stopping())
             self.failed |= fails
             for page, page_id in zip(pages, ids, strict=True):
                 self._host[page_id] = hashes[page] if good else GARBAGE
-            read.transfer.ended, read.transfer.held = True, not good and lender.late_s > 0  # type: ignore[union-attr]
-            if read.transfer.held:  # type: ignore[union-attr]
+            read.transfer.ended, read.transfer.quarantined = True, not good and lender.late_s > 0  # type: ignore[union-attr]
+            if read.transfer.quarantined:  # type: ignore[union-attr]
                 self._network.after(self._random.uniform(0, lender.late_s), late)
             outcome = PAGE * len(pages) if good else OSError("the lender is gone")
             self._over.append(lambda: self._ended(read, outcome))
@@ -263,7 +263,7 @@ class SimPeers:
         def late() -> None:
             for page_id in ids:
                 self._host[page_id] = GARBAGE
-            read.transfer.held = False  # type: ignore[union-attr]
+            read.transfer.quarantined = False  # type: ignore[union-attr]
 
         self._reads.append((read, ids))
         self._network.after(self._random.uniform(*lender.step_s), land)
@@ -324,7 +324,8 @@ class SimRank:
         self.controller = controller = Controller(self.tree, pools, storage, config, peers=self.peers)
         self.worker = SimWorker(network, random, disk)
         copier: Any = SimCopier(network, random, self.contents)
-        controller.worker = controller._restores.worker = controller._backups.worker = self.worker  # type: ignore[assignment]
+        parts = replace(controller._backups.parts, worker=self.worker)  # type: ignore[arg-type]
+        controller.worker, controller._restores.parts, controller._backups.parts = self.worker, parts, parts  # type: ignore[assignment]
         controller.copies = controller.allocator.copies = copier
         controller._restores.loads = controller._restores.borrows = Known(None)  # type: ignore[assignment]
         self.out: dict[tuple[str, Tier], set[int]] = {key: set() for key in self.contents}

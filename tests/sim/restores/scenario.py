@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from kvmover.cache.prefix import FULL, Tier, WriteBack, WriteThrough
-from kvmover.cache.prefix.config import Tiers
+from kvmover.cache.prefix.tree_config import Tiers
 from kvmover.cache.tiers import BestEffort, CostAware, Prefetch, Speed, TierPolicy, Timeout, Wait
 
 #: Tokens of a page. Texts share their first pages, so that requests meet on one path.

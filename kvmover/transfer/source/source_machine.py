@@ -1,0 +1,503 @@
+"""The source's half of the protocol, for one request and one destination rank: a pure state machine.
+
+Chunks are offered once the engine has produced them, and posted once granted. After an abort posting stops, and Drained
+is sent when the last write in flight has ended on this side. In a pull the source only says where a chunk lies, and
+answers Done with Kept if its memory was not reused meanwhile. A late reader therefore never takes other bytes for its
+own, and the source needn't wait for it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+from msgspec.structs import replace
+
+from kvmover.transfer.events import Cancel, Patience, PeerGone, Tick
+from kvmover.transfer.protocol import wire
+from kvmover.transfer.protocol.wire import PAGE_ID_BYTES, Verb, lengths
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """An event: the engine has produced chunks. `pages`: this side's tables so far, if the destination reads from
+    pages.
+    """
+
+    chunks: tuple[int, ...]
+    pages: tuple[bytes, ...] = ()
+
+
+class Posted(msgspec.Struct, frozen=True):
+    """An event: a chunk's write or gather has begun, and touches memory."""
+
+    chunk: int
+    digest: int | None = None
+
+
+class Written(msgspec.Struct, frozen=True):
+    """An event: a chunk's write succeeded on this side."""
+
+    chunk: int
+
+
+class Gathered(msgspec.Struct, frozen=True):
+    """An event: a chunk can be read at `offset` of this side's arena (0: from its pages)."""
+
+    chunk: int
+    offset: int
+    digest: int | None = None
+
+
+class WriteFailed(msgspec.Struct, frozen=True):
+    """An event: a chunk's write failed. `quiescent`: it can't touch memory any more."""
+
+    chunk: int
+    reason: str
+    quiescent: bool
+
+
+class Faulted(WriteFailed, frozen=True):
+    """A WriteFailed caused by an exception on this side, not by the transport."""
+
+
+class Settled(msgspec.Struct, frozen=True):
+    """An event: a write that failed without quiescence can't touch memory any more."""
+
+    chunk: int
+
+
+class Lapsed(msgspec.Struct, frozen=True):
+    """An event: a chunk was not written, since the lease of its grant ended. It touches no memory."""
+
+    chunk: int
+
+
+class Attached(msgspec.Struct, frozen=True):
+    """An event: the engine hands over the payload beside the cache."""
+
+    payload: bytes
+
+
+Message = wire.ToSource | wire.Abort
+Own = Posted | Written | Gathered | Lapsed | WriteFailed | Settled
+Event = Message | Own | Ready | Attached | PeerGone | Cancel | Tick
+
+
+class Post(msgspec.Struct, frozen=True):
+    """An action: gather a chunk and write it to `offset`, or write it from pool to pool, under a lease of `term`, to
+    memory of a `registration`; in a pull, only gather it. The result comes back as an event.
+    """
+
+    chunk: int
+    offset: int
+    round: int = 0
+    term: int = 0
+    registration: int = 0
+
+
+class Unstage(msgspec.Struct, frozen=True):
+    """An action: free the chunk's staging memory."""
+
+    chunk: int
+
+
+class Say(msgspec.Struct, frozen=True):
+    """An action: send `message` to the destination."""
+
+    message: wire.AnyMessage
+
+
+class EndSend(msgspec.Struct, frozen=True):
+    """An action: end the attempt, served or failed for `reason`. `quarantined`: writes may still read the pages."""
+
+    reason: str | None
+    quarantined: bool = False
+
+
+Action = Post | Unstage | Say | EndSend
+
+
+class Sending(msgspec.Struct, frozen=True):
+    """The state of one destination rank's attempt.
+
+    `spans` [chunk]: its bytes in an arena. `room_bytes`: size of the destination's arena, which bounds a grant's
+    offset; 0: grants carry no offset. `granted` [chunk]: (offset, round) that may be posted. Chunks `in_flight` touch
+    memory of this side; `staged` [chunk]: the offset where it waits to be read; `written` succeeded. `pages`: this
+    side's tables so far, in a direct pull; the first `said_pages` of each were offered. `term`: of the latest grant; in
+    a direct push it covers all pages. `eager`: the grant sent with the Want, perhaps for a chunk that is not ready.
+    `repeats`: offers resent since the last news, at `quiet_since`.
+    """
+
+    request: str
+    generation: int
+    spans: tuple[int, ...]
+    patience: Patience
+    deadline: float
+    direct: bool = False
+    verb: Verb = Verb.PUSH
+    pages: tuple[bytes, ...] = ()
+    said_pages: tuple[int, ...] = ()
+    room_bytes: int = 0
+    term: int = 0
+    eager: wire.Grant | None = None
+    quiet_since: float = 0.0
+    repeats: int = 0
+    ready: frozenset[int] = frozenset()
+    granted: dict[int, tuple[int, int]] = {}
+    digests: dict[int, int] = {}
+    in_flight: frozenset[int] = frozenset()
+    staged: dict[int, int] = {}
+    written: frozenset[int] = frozenset()
+    aux: bytes | None = None
+    reason: str | None = None
+    peer_waits: bool = False
+    finished: bool = False
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks."""
+        return len(self.spans)
+
+    def check(self) -> None:
+        """Check the rules of DESIGN section 6, in O(chunks). Raises AssertionError."""
+        known = frozenset(range(self.chunks))
+        assert self.ready <= known, f"chunks {sorted(self.ready - known)} are ready, of {self.chunks}"
+        assert self.granted.keys() <= self.ready, "a chunk was granted that is not ready"
+        moving = (self.in_flight, frozenset(self.staged), self.written)
+        assert all(chunks <= self.granted.keys() for chunks in moving), "a chunk moved that nobody granted"
+        assert not self.staged.keys() & self.written, "a chunk waits to be read that was read"
+        assert self.verb is Verb.PULL or not self.staged, "a chunk of a push waits to be read"
+        assert self.reason is None or not self.staged, "a failed attempt keeps chunks to be read"
+        assert not (self.finished and self.reason is None and self.in_flight), "it landed with a write in flight"
+
+
+Stepped = tuple[Sending, list[Action]]
+
+
+def step(state: Sending, event: Event, now: float) -> Stepped:
+    """Advance by one event. Returns the new state and actions. An ended attempt still takes events of its writes, to
+    send Drained.
+    """
+    match event:
+        case Posted() | Written() | Gathered() | Lapsed() | WriteFailed() | Settled():
+            return _own(state, event, now)
+        case Tick():
+            return _tick(state, now)
+        case Cancel(reason):
+            return _fail(state, reason, now)
+        case Ready(chunks, pages):
+            ready = _wait_anew(replace(state, ready=state.ready.union(chunks), pages=pages), now)
+            if state.eager is not None and state.eager.chunk in chunks and not _ended(state):
+                return _eagerly(ready, state.eager, tuple(c for c in chunks if c != state.eager.chunk), now)
+            return _offer(ready, chunks)
+        case Attached(payload):
+            return replace(state, aux=payload), [Say(wire.Aux(state.request, state.generation, payload))]
+        case _:
+            after, actions = _heard(state, event, now)
+            return after if after is state else _wait_anew(after, now), actions
+
+
+def due(state: Sending) -> float:
+    """Returns the next time at which a Tick changes the state; math.inf: never."""
+    return math.inf if state.finished else min(state.deadline, _again_at(state))
+
+
+def _again_at(state: Sending) -> float:
+    """Returns when to resend to a silent destination: at growing intervals until a chunk is ready."""
+    repeats = 0 if state.ready or state.reason is not None else state.repeats
+    return state.quiet_since + state.patience.again_s(repeats, state.request, state.generation)
+
+
+def _wait_anew(state: Sending, now: float) -> Sending:
+    return replace(state, quiet_since=now, repeats=0)
+
+
+def _own(state: Sending, event: Own, now: float) -> Stepped:
+    """Apply an event of one of this side's chunks."""
+    match event:
+        case Posted(chunk, digest):
+            if digest is not None:
+                state = replace(state, digests={**state.digests, chunk: digest})
+            return replace(state, in_flight=state.in_flight | {chunk}), []
+        case Written(chunk):
+            state = replace(state, in_flight=state.in_flight - {chunk}, written=state.written | {chunk})
+            return _settle(state, [])
+        case Gathered(chunk, offset, digest):
+            return _staged(state, chunk, offset, digest)
+        case Lapsed(chunk):
+            return _lapsed(state, chunk)
+        case WriteFailed(chunk, reason, quiescent):
+            left = state.in_flight - {chunk} if quiescent else state.in_flight
+            return _fail(replace(state, in_flight=left), reason, now)
+        case Settled(chunk):
+            return _settle(replace(state, in_flight=state.in_flight - {chunk}), [])
+
+
+def _heard(state: Sending, event: Message | PeerGone, now: float) -> Stepped:
+    """Apply an event of the destination. A message without news counts as silence: its answer may be lost."""
+    match event:
+        case wire.Want():
+            return _asked(state, now)
+        case wire.Granted():
+            return _granted(state, event, now)
+        case wire.Taken(chunk=chunk, round=round_):
+            return _taken(state, chunk, round_)
+        case wire.Done():
+            return _done(state, now)
+        case wire.Abort(reason=reason):
+            return _aborted(state, reason, now)
+        case PeerGone(_, reason):
+            return _gone(state, reason, now)
+
+
+def _ended(state: Sending) -> bool:
+    return state.reason is not None or state.finished
+
+
+def _offer(state: Sending, chunks: tuple[int, ...]) -> Stepped:
+    """Offer chunks. A push from pool to pool needs no regions: its chunks are posted at once, each once."""
+    if _ended(state) or not chunks:
+        return state, []
+    if not state.direct or state.verb is Verb.PULL:
+        offer = wire.Offered(state.request, state.generation, _ranges(chunks), *_unsaid(state))
+        return replace(state, said_pages=lengths(state.pages)), [Say(offer)]
+    fresh = [chunk for chunk in chunks if chunk not in state.granted]
+    granted = {**state.granted, **dict.fromkeys(fresh, (0, 0))}
+    return replace(state, granted=granted), [Post(chunk, 0, 0, state.term) for chunk in fresh]
+
+
+def _eagerly(state: Sending, grant: wire.Grant, others: tuple[int, ...], now: float) -> Stepped:
+    """Post the chunk whose region came with the Want, and offer the other chunks."""
+    state, actions = _granted(state, wire.Granted(state.request, state.generation, (grant,)), now)
+    state, more = _offer(state, others)
+    return state, [*actions, *more]
+
+
+def _unsaid(state: Sending) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
+    """Returns the part of this side's page tables that no offer has carried, and where it begins: each page id is sent
+    once unless a message is lost.
+    """
+    first = state.said_pages
+    if not any(first):
+        return state.pages, ()
+    return tuple(table[said * PAGE_ID_BYTES :] for table, said in zip(state.pages, first, strict=True)), first
+
+
+def _ranges(chunks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Returns `((0, 3), (5, 6))` for `(0, 1, 2, 5)`."""
+    ordered = sorted(chunks)
+    firsts = [c for i, c in enumerate(ordered) if not i or ordered[i - 1] != c - 1]
+    stops = [c + 1 for i, c in enumerate(ordered) if i + 1 == len(ordered) or ordered[i + 1] != c + 1]
+    return tuple(zip(firsts, stops, strict=True))
+
+
+def _asked(state: Sending, now: float) -> Stepped:
+    """Answer a resent Want: repeat all that the destination should know, or Noted while no chunk is ready."""
+    if _ended(state):
+        return state, _failed(state)
+    if not state.ready:
+        keeps_ms = max(0, int((state.deadline - now) * 1e3))
+        return state, [Say(wire.Noted(state.request, state.generation, keeps_ms)), *_aux(state)]
+    if state.eager is not None and [*state.ready] == [*state.granted] == [state.eager.chunk]:
+        state, actions = _eagerly(state, state.eager, (), now)
+        return state, [*actions, *_aux(state)]
+    actions: list[Action] = [_whole_offer(state)]
+    if state.direct and state.verb is Verb.PUSH:
+        state, actions = _offer(state, tuple(state.ready))
+    return state, [*actions, *_aux(state)]
+
+
+def _aux(state: Sending) -> list[Action]:
+    return [] if state.aux is None else [Say(wire.Aux(state.request, state.generation, state.aux))]
+
+
+def _whole_offer(state: Sending) -> Say:
+    """Returns an offer of all ready chunks with all pages: earlier offers may be lost."""
+    return Say(wire.Offered(state.request, state.generation, _ranges(tuple(state.ready)), state.pages))
+
+
+def _failed(state: Sending) -> list[Action]:
+    """Returns the Abort for a destination that still asks after the end. Before the end, ticks resend it."""
+    told = state.finished and state.reason is not None
+    return [Say(wire.Abort(state.request, state.generation, state.reason or ""))] if told else []
+
+
+def _told(state: Sending, chunk: int) -> Say:
+    _, round_ = state.granted[chunk]
+    return Say(wire.Chunk(state.request, state.generation, chunk, round_, state.digests.get(chunk)))
+
+
+def _lapsed(state: Sending, chunk: int) -> Stepped:
+    """Offer the chunk again, so that it is granted under a new lease."""
+    granted = {other: grant for other, grant in state.granted.items() if other != chunk}
+    state = replace(state, in_flight=state.in_flight - {chunk}, granted=granted)
+    if _ended(state):
+        return _settle(state, [])
+    return state, [Say(wire.Offered(state.request, state.generation, _ranges((chunk,)), state.pages))]
+
+
+def _granted(state: Sending, granted: wire.Granted, now: float) -> Stepped:
+    """Post the granted chunks. The first impossible grant fails the attempt. Of several grants of a chunk in one
+    message only the first counts, so a message has at most one answer a chunk.
+    """
+    if _ended(state):
+        return state, _failed(state)
+    if granted.lease.term > state.term:
+        state = replace(state, term=granted.lease.term)
+    actions: list[Action] = []
+    fresh: dict[int, wire.Grant] = {}
+    seen: set[int] = set()
+    for grant in granted.grants:
+        if grant.chunk in seen:
+            continue
+        seen.add(grant.chunk)
+        if wrong := _wrong(state, grant):
+            state, more = _fail(_accept(state, fresh), wrong, now)
+            return state, [*actions, *more]
+        if _is_fresh(state, grant):
+            fresh[grant.chunk] = grant
+            actions += [Unstage(grant.chunk)] if grant.chunk in state.staged else []
+            actions.append(Post(grant.chunk, grant.offset, grant.round, state.term, granted.registration))
+        elif grant.chunk in state.staged:
+            actions.append(_place(state, grant.chunk))
+        elif state.verb is Verb.PUSH and grant.chunk in state.written:
+            actions.append(_told(state, grant.chunk))
+    return _accept(state, fresh), actions
+
+
+def _wrong(state: Sending, grant: wire.Grant) -> str | None:
+    """Returns why a grant is impossible, or None."""
+    if not 0 <= grant.chunk < state.chunks:
+        return f"granted chunk {grant.chunk} of {state.chunks}"
+    if state.room_bytes and not 0 <= grant.offset <= state.room_bytes - state.spans[grant.chunk]:
+        return f"grant at {grant.offset} leaves the arena of {state.room_bytes} bytes"
+    return None
+
+
+def _is_fresh(state: Sending, grant: wire.Grant) -> bool:
+    """Returns True for a grant not used yet. Each round is used once; a resent grant asks for the chunk's state. The
+    destination may begin the next round while the last is in flight here: it has to resend that grant.
+    """
+    chunk = grant.chunk
+    if chunk not in state.ready:  # only a push from pool to pool may be asked for before it was offered
+        return False
+    known = state.granted.get(chunk)
+    return known is None or ((chunk in state.written or chunk in state.staged) and grant.round > known[1])
+
+
+def _accept(state: Sending, fresh: dict[int, wire.Grant]) -> Sending:
+    if not fresh:
+        return state
+    granted = {**state.granted, **{chunk: (grant.offset, grant.round) for chunk, grant in fresh.items()}}
+    staged = {chunk: offset for chunk, offset in state.staged.items() if chunk not in fresh}
+    return replace(state, granted=granted, written=state.written - fresh.keys(), staged=staged)
+
+
+def _staged(state: Sending, chunk: int, offset: int, digest: int | None) -> Stepped:
+    state = replace(state, in_flight=state.in_flight - {chunk})
+    if _ended(state):
+        return _settle(state, [Unstage(chunk)])
+    if digest is not None:
+        state = replace(state, digests={**state.digests, chunk: digest})
+    state = replace(state, staged={**state.staged, chunk: offset})
+    return state, [_place(state, chunk)]
+
+
+def _place(state: Sending, chunk: int) -> Say:
+    _, round_ = state.granted[chunk]
+    digest = state.digests.get(chunk)
+    return Say(wire.Staged(state.request, state.generation, chunk, state.staged[chunk], round_, digest))
+
+
+def _taken(state: Sending, chunk: int, round_: int) -> Stepped:
+    if chunk not in state.staged or state.granted[chunk][1] != round_:
+        return state, []
+    staged = {other: offset for other, offset in state.staged.items() if other != chunk}
+    return replace(state, staged=staged, written=state.written | {chunk}), [Unstage(chunk)]
+
+
+def _done(state: Sending, now: float) -> Stepped:
+    """End the attempt. This side's completions may arrive later than Done, and hold the pages until then."""
+    answered = state.verb is Verb.PULL or not state.chunks  # a push with chunks needs no reply
+    if _ended(state):
+        if not answered:
+            return state, []
+        return state, _failed(state) if state.reason else [Say(wire.Kept(state.request, state.generation))]
+    if len(state.granted) < state.chunks:
+        return _fail(state, f"done after {len(state.granted)} of {state.chunks} chunks", now)
+    freed: list[Action] = [Unstage(chunk) for chunk in state.staged]
+    if answered:
+        freed.append(Say(wire.Kept(state.request, state.generation)))
+    return _settle(replace(state, peer_waits=True, staged={}), freed)
+
+
+def _aborted(state: Sending, reason: str, now: float) -> Stepped:
+    if state.finished and not state.in_flight:
+        return state, [Say(wire.Drained(state.request, state.generation))]
+    state, actions = _unstaged(state)
+    if state.reason is None:
+        state = replace(state, reason=reason, deadline=now + state.patience.drain_s)
+    return _settle(replace(state, peer_waits=True), actions)
+
+
+def _unstaged(state: Sending) -> Stepped:
+    """Free all staged chunks: a reader of a failed attempt gets no Kept, so they can be reused at once."""
+    return replace(state, staged={}), [Unstage(chunk) for chunk in state.staged]
+
+
+def _fail(state: Sending, reason: str, now: float) -> Stepped:
+    """Fail the attempt, and send Abort. The destination answers with Abort, which asks for Drained."""
+    if _ended(state):
+        return _settle(state, [])
+    state, actions = _unstaged(state)
+    state = replace(state, reason=reason, deadline=now + state.patience.drain_s, quiet_since=now)
+    return _settle(state, [*actions, Say(wire.Abort(state.request, state.generation, reason))])
+
+
+def _gone(state: Sending, reason: str, now: float) -> Stepped:
+    """Fail the attempt without waiting for the destination, which can't ask for Drained any more."""
+    if state.finished:
+        return state, []
+    state, actions = _unstaged(state)
+    # Pings keep failing: only the first loss sets the deadline.
+    deadline = now + state.patience.drain_s if state.reason is None else state.deadline
+    state = replace(state, reason=state.reason or reason, peer_waits=False, deadline=deadline)
+    if state.in_flight:
+        return state, actions
+    return replace(state, finished=True), [*actions, EndSend(state.reason)]
+
+
+def _settle(state: Sending, actions: list[Action]) -> Stepped:
+    """End the attempt if no write is in flight. A failed one sends Drained first, if it was asked to."""
+    if state.in_flight:
+        return state, actions
+    if state.reason is not None and state.peer_waits:
+        actions = [*actions, Say(wire.Drained(state.request, state.generation))]
+        state = replace(state, peer_waits=False)
+    elif not state.peer_waits or state.finished:
+        return state, actions
+    if not state.finished:
+        actions = [*actions, EndSend(state.reason)]
+    return replace(state, finished=True), actions
+
+
+def _tick(state: Sending, now: float) -> Stepped:
+    if state.finished:
+        return state, []
+    if now >= state.deadline:
+        if state.reason is None:
+            missing = state.chunks - len(state.written)
+            return _fail(state, f"deadline passed with {missing} of {state.chunks} chunks unwritten", now)
+        return replace(state, finished=True), [EndSend(state.reason, bool(state.in_flight))]
+    if now < _again_at(state):
+        return state, []
+    return _again(replace(state, quiet_since=now, repeats=state.repeats + 1))
+
+
+def _again(state: Sending) -> Stepped:
+    """Resend the offer or Abort to a silent destination: it may have missed it, or its Done or Abort was lost. It
+    answers any message.
+    """
+    if state.reason is not None:
+        return state, [Say(wire.Abort(state.request, state.generation, state.reason))]
+    return state, [_whole_offer(state), *(_place(state, chunk) for chunk in state.staged)]

@@ -1,0 +1,91 @@
+"""docs/compatibility.md, written from the contracts with the engines and the last matrix of live pairs.
+
+`python -m perf.compatibility_page` updates the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvmover.engines.common import Contract
+from kvmover.engines.sglang.sglang_contract import SGLANG
+from kvmover.engines.vllm.vllm_contract import VLLM
+from perf.record import read
+
+PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
+
+HEAD = """\
+# Releases of the engines
+
+A plug-in knows every name of its engine that it uses, and looks for all of them when the engine loads it.
+
+| The installed release | What happens |
+|---|---|
+| was tested with the plug-in, or is a fix of one that was | it loads |
+| was not tested, and has all names | it loads, with a line in the log; `KVMOVER_ENGINE=strict` refuses it |
+| lacks a name | the plug-in is refused with the name, and the others load |
+
+Names prove nothing about bytes. So vLLM's connector and SGLang's HiCache storage compare, before anything is moved,
+addresses, strides and dtype of blocks with the engine's own description: `KVCacheConfig` with its layout, and the
+runs that SGLang's zero-copy backends get. A difference refuses the plug-in with both values. SGLang's prefill/decode
+takes its addresses from `KVArgs`, and linker and tiers take the pools that SGLang's own linker assembles.
+
+`make engines ENGINE=vllm VERSION=0.31.0` runs the plug-ins' checks in another release, whose Python it lays over
+the engine's environment, and `make live-pair PREFILL=vllm==0.31.0 DECODE=sglang==0.5.22` serves 20 prompts through
+two. This page is written by `python -m perf.compatibility_page`.
+"""
+
+NAMES = """
+llm-d's image of August 2026 has vLLM 0.26.0, which is outside. Dynamo 1.6.1 pins vLLM 0.31.0 and SGLang 0.5.21,
+which are inside, but for SGLang's radix cache.
+"""
+
+PAIRS = """\
+## Prefill and decode of two releases
+
+Greedy tokens and log probabilities of 20 prompts, beside those of the decode's release alone, on a CPU
+(`perf/results/live_releases.csv`). vLLM's own connector refuses to meet another release.
+"""
+
+
+STORES = """
+## A page store behind vLLM's offloading, through an upgrade
+
+Chunks that one release has stored, read by the other (`perf/results/live_upgrades.csv`).
+"""
+
+
+def page() -> str:
+    """Returns the page."""
+    return "\n".join([HEAD, *_plugins([VLLM, SGLANG]), NAMES, PAIRS, *_pairs(), STORES, *_upgrades()]) + "\n"
+
+
+def _plugins(contracts: Sequence[Contract]) -> list[str]:
+    lines = ["## A row a plug-in", "", "| Engine | Plug-in | Tested with | Names that it uses |", "|---|---|---|---|"]
+    for contract in contracts:
+        for plugin, releases in contract.tested.items():
+            names = sum(max(1, len(need.has)) for need in contract.needs if plugin in need.plugins)
+            lines.append(f"| {contract.engine} | {plugin} | {', '.join(releases)} | {names} |")
+    return lines
+
+
+def _pairs() -> list[str]:
+    rows = sorted(read("live_releases"), key=lambda row: (row["prefill"], row["decode"]))
+    lines = ["| Prefill | Decode | Equal | Moved |", "|---|---|---|---|"]
+    for row in rows:
+        moved = f"{int(row['moved_bytes']) / 1e6:.1f} MB"
+        lines.append(f"| {row['prefill']} | {row['decode']} | {row['same']} of {row['requests']} | {moved} |")
+    return lines
+
+
+def _upgrades() -> list[str]:
+    lines = ["| Stored by | Read by | Equal | Chunks read |", "|---|---|---|---|"]
+    for row in sorted(read("live_upgrades"), key=lambda row: (row["writer"], row["reader"])):
+        equal = f"{row['same']} of {row['requests']}"
+        lines.append(f"| {row['writer']} | {row['reader']} | {equal} | {row['read_chunks']} |")
+    return lines
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
