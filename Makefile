@@ -17,6 +17,8 @@ GPU := $(wildcard /dev/nvidia0)$(shell command -v nvidia-smi)
 OLDEST_TRITON := 3.6.0
 NEWEST_TRITON := 3.9.0
 OLD_TRITON := .triton/$(OLDEST_TRITON)
+OLDEST_NIXL := 1.4.1
+OLD_NIXL := .nixl/$(OLDEST_NIXL)
 
 # Without byte code each of the tests' many processes would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
@@ -27,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(READY) $(OLD_TRITON)/.ready ## make .venv, with the kvmover command in it, and what the tests need
+setup: $(READY) $(OLD_TRITON)/.ready $(OLD_NIXL)/.ready ## make .venv, with the kvmover command in it, and what the tests need
 
 demo: $(READY) ## move KV between fleets of different shape, and compare the tokens they generate
 	@$(BIN)/kvmover demo
@@ -94,7 +96,7 @@ pictures: $(READY) ## draw the pictures of the README
 
 clean: ## remove what was built, but not .venv
 	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
-	@find . -name __pycache__ -not -path './.venv/*' -not -path './.triton/*' -not -path './.mooncake/*' -prune -exec rm -rf {} +
+	@find . -name __pycache__ -not -path './.venv/*' -not -path './.triton/*' -not -path './.nixl/*' -not -path './.mooncake/*' -prune -exec rm -rf {} +
 
 # What an interpreter says that is too old, before anything is installed with it.
 OLDEST_PYTHON := 3.11
@@ -126,4 +128,11 @@ $(OLD_TRITON)/.ready: | $(READY)
 	@echo "setup: Triton $(OLDEST_TRITON) into .triton for the tests, 0.6 GB"
 	@rm -rf $(OLD_TRITON)
 	@$(PIP) install --no-deps --target $(OLD_TRITON) triton==$(OLDEST_TRITON)
+	@touch $@
+
+# The oldest NIXL, for processes that meet the newest.
+$(OLD_NIXL)/.ready: | $(READY)
+	@echo "setup: NIXL $(OLDEST_NIXL) into .nixl for the tests, 0.15 GB"
+	@rm -rf $(OLD_NIXL)
+	@$(PIP) install --no-deps --target $(OLD_NIXL) nixl-cu13==$(OLDEST_NIXL)
 	@touch $@

@@ -37,7 +37,7 @@ from kvmover.store.files import (
     look_in_order,
     reason_of,
 )
-from kvmover.transport import Memory, NixlAgent, start_agent
+from kvmover.transport import Memory, NixlAgent, nixl_version, start_agent
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +83,10 @@ class StoragePlugin(StrEnum):
 _PARAMETERS = {StoragePlugin.POSIX: {"use_aio": "true", "ios_pool_size": str(_POOL), "kernel_queue_size": "256"}}
 
 
+#: The first release that reports a transfer shorter than it was asked for; an older one calls it done.
+_REPORTS_SHORT_SINCE = (1, 5)
+
+
 class NixlFiles(Files):
     """Files read and written past the page cache, where the file system allows it and a run is aligned; else by
     PlainFiles.
@@ -92,10 +96,14 @@ class NixlFiles(Files):
 
     def __init__(self, plugin: StoragePlugin = StoragePlugin.POSIX) -> None:
         """Raises TransportUnavailable with the name of a plugin that does not load; `kvmover doctor` names the missing
-        library.
+        library. Raises it before NIXL 1.5, too.
         """
         self._plugin = plugin = StoragePlugin(plugin)
         self._agent: NixlAgent = start_agent("kvmover-store", [], 0)
+        if self._agent.release < _REPORTS_SHORT_SINCE:
+            raise TransportUnavailable(
+                f"NIXL {nixl_version()} reports a short transfer of a file as done: a page store takes 1.5 or newer"
+            )
         self._nixl: Any = self._agent.nixl
         try:
             self._nixl.create_backend(plugin.value, _PARAMETERS.get(plugin, {}))

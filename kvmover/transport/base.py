@@ -82,12 +82,14 @@ class Descriptors:
         return cls(kind, np.array([[address, nbytes, device, nbytes, 1]], np.int64))
 
     @classmethod
-    def runs(cls, kind: MemoryKind, address: npt.ArrayLike, nbytes: npt.ArrayLike, device: int = 0) -> Descriptors:
-        """Returns dense runs, one a row: `address` [n], `nbytes` [n] or one for all."""
+    def runs(
+        cls, kind: MemoryKind, address: npt.ArrayLike, nbytes: npt.ArrayLike, device: npt.ArrayLike = 0
+    ) -> Descriptors:
+        """Returns dense runs, one a row: `address` [n], `nbytes` and `device` [n] or one for all."""
         start = np.asarray(address, np.int64).reshape(-1)
         length = np.broadcast_to(np.asarray(nbytes, np.int64), start.shape)
-        ones = np.ones_like(start)
-        return cls(kind, np.stack([start, length, ones * device, length, ones], axis=1))
+        devices = np.broadcast_to(np.asarray(device, np.int64), start.shape)
+        return cls(kind, np.stack([start, length, devices, length, np.ones_like(start)], axis=1))
 
     @property
     def count(self) -> int:
@@ -98,6 +100,15 @@ class Descriptors:
     def nbytes(self) -> int:
         """Returns the bytes of all runs."""
         return int((self.table[:, NBYTES] * self.table[:, COUNT]).sum())
+
+    def dense(self) -> Descriptors:
+        """Returns the same runs in the same order, one a row."""
+        if len(self.table) == self.count:
+            return self
+        repeats = self.table[:, COUNT]
+        rows = np.repeat(self.table, repeats, axis=0)
+        nth = np.arange(len(rows)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+        return type(self).runs(self.kind, rows[:, ADDRESS] + nth * rows[:, STRIDE], rows[:, NBYTES], rows[:, DEVICE])
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
 from kvmover.errors import DeadlineExceeded, DescriptorError, PeerLost, PeerRefused, PeerUnknown, TransportError
 from kvmover.transport.base import (
     ADDRESS,
-    COUNT,
     NBYTES,
-    STRIDE,
     Completed,
     Descriptors,
     Event,
@@ -118,10 +114,11 @@ class LoopbackNetwork:
         flight.error = self.refusal(flight)
         if flight.error is not None:
             return
-        ours, theirs = _starts(flight.local), _starts(flight.remote)
-        sources, targets = (ours, theirs) if flight.verb == "WRITE" else (theirs, ours)
-        for source, target, nbytes in zip(sources, targets, _lengths(flight.local), strict=True):
-            ctypes.memmove(target, source, nbytes)
+        ours, theirs = flight.local.dense().table, flight.remote.dense().table
+        source, target = (ours, theirs) if flight.verb == "WRITE" else (theirs, ours)
+        starts = zip(target[:, ADDRESS].tolist(), source[:, ADDRESS].tolist(), ours[:, NBYTES].tolist(), strict=True)
+        for run in starts:
+            ctypes.memmove(*run)
         if flight.note:
             peer.inbox.append(Note(sender.name, flight.note))
         if sender.name in self._cut:
@@ -288,16 +285,3 @@ _generations = itertools.count(1)
 
 def _lost(peer: str) -> PeerLost:
     return PeerLost(f"{peer} is lost: it is closed or cut off")
-
-
-def _starts(descriptors: Descriptors) -> list[int]:
-    table = descriptors.table
-    if len(table) == descriptors.count:  # every row is one run
-        return table[:, ADDRESS].tolist()
-    row = np.repeat(np.arange(len(table)), table[:, COUNT])
-    first = np.cumsum(table[:, COUNT]) - table[:, COUNT]
-    return (table[row, ADDRESS] + (np.arange(len(row)) - first[row]) * table[row, STRIDE]).tolist()
-
-
-def _lengths(descriptors: Descriptors) -> list[int]:
-    return np.repeat(descriptors.table[:, NBYTES], descriptors.table[:, COUNT]).tolist()

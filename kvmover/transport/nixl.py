@@ -84,6 +84,8 @@ class NixlTransport(Transport):
         self._peers: dict[str, _Peer] = {}
         self._lost: dict[str, str] = {}
         self._retired: set[str] = set()
+        # Lost peers whose endpoints UCX has failed.
+        self._dropped: set[str] = set()
         self._flights: dict[int, _Flight] = {}
         self._events: list[Event] = []
         self._tickets = 0
@@ -286,9 +288,13 @@ class NixlTransport(Transport):
             # UCX has failed the endpoint and dropped its queue, so it no longer touches local memory (tcp and cma
             # measured). Where one operation spans several rails NIXL may answer at the first that fails; `_sweep`
             # closes the endpoint by force before `poll` hands out the event.
+            self._dropped.add(flight.peer)
             self._settle(flight, flight.handle, self._lose(flight.peer, error))
             return
         except agent.errors as error:
+            if flight.peer in self._dropped:  # before 1.5, NIXL forgets the other operations of a peer that is gone
+                self._settle(flight, flight.handle, self._lose(flight.peer, error))
+                return
             state = str(error)
         if state == "DONE":
             self._settle(flight, flight.handle, None)

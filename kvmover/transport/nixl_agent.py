@@ -20,10 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover.errors import TransportUnavailable
-from kvmover.transport.base import COUNT, NBYTES, STRIDE, Descriptors, Timing
+from kvmover.transport.base import COUNT, DEVICE, NBYTES, STRIDE, Descriptors, Timing
 
-#: The first release with strided [n, 5] descriptor lists.
-_OLDEST = (1, 5, 1)
+#: The oldest release that the tests ran with. 1.4.0 crashes when a peer dies.
+OLDEST = (1, 4, 1)
+
+#: The first release with strided [n, 5] lists. An older one is given each run as a row of its own.
+_STRIDED_SINCE = (1, 5)
 
 #: Longest sleep of an agent's progress thread.
 PROGRESS_US = 100
@@ -51,7 +54,7 @@ class NixlAgent:
     """An agent with the particulars of its wheel.
 
     `name`: unique for ever. `nixl`: NIXL's object. `errors`: all of NIXL's exceptions. `gone`: the one for a dead peer.
-    `telemetry`: True if NIXL's timing is on.
+    `telemetry`: True if NIXL's timing is on. `release`: of the wheel.
     """
 
     name: str
@@ -59,6 +62,7 @@ class NixlAgent:
     errors: tuple[type[Exception], ...]
     gone: type[Exception]
     telemetry: bool
+    release: tuple[int, ...]
 
     def prepare(
         self, verb: Literal["WRITE", "READ"], local: Descriptors, peer: str, remote: Descriptors, note: bytes
@@ -73,7 +77,8 @@ class NixlAgent:
         lists: list[Any] = []
         try:
             for owner, descriptors in (("", local), (peer, remote)):
-                lists.append(self.nixl.prep_xfer_dlist(owner, _strided(descriptors), descriptors.kind.value))
+                rows = descriptor_rows(descriptors, self.release)
+                lists.append(self.nixl.prep_xfer_dlist(owner, rows, descriptors.kind.value))
             return self.nixl.make_prepped_xfer(verb, lists[0], runs, lists[1], runs, note)
         finally:
             for prepared in lists:
@@ -104,7 +109,7 @@ def start_agent(name_hint: str, backends: Sequence[str], num_threads: int) -> Ni
         raise TransportUnavailable(f"NIXL cannot start {list(backends)} with UCX_TLS={tls}: {error}") from error
     if missing := [backend for backend in backends if backend not in nixl.backends]:
         raise TransportUnavailable(f"NIXL has no plugin {missing}, only {nixl.plugin_list}")
-    return NixlAgent(name, nixl, errors, bindings.nixlRemoteDisconnectError, _telemetry())
+    return NixlAgent(name, nixl, errors, bindings.nixlRemoteDisconnectError, _telemetry(), _numbers(nixl_version()))
 
 
 @contextmanager
@@ -137,7 +142,12 @@ def _telemetry() -> bool:
     return os.environ.get("NIXL_TELEMETRY_ENABLE", "n").lower() not in {"n", "no", "0", "false", "off", "disable"}
 
 
-def _strided(descriptors: Descriptors) -> npt.NDArray[np.uint64]:
+def descriptor_rows(descriptors: Descriptors, release: tuple[int, ...]) -> npt.NDArray[np.uint64]:
+    """Returns `descriptors` as a NIXL of `release` reads them: [n, 5] strided rows, or [run, 3] of address, nbytes,
+    device.
+    """
+    if release < _STRIDED_SINCE:
+        return descriptors.dense().table[:, : DEVICE + 1].astype(np.uint64, order="C")
     table = descriptors.table.astype(np.uint64, order="C")
     one = table[:, COUNT] == 1
     # NIXL refuses a stride below the length even of a single run.
@@ -157,12 +167,17 @@ def _load() -> ModuleType:
         except ImportError as error:
             raise TransportUnavailable(f"nixl-cu{major} does not load: {error}") from error
         found = version(f"nixl-cu{major}")
-        if tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < _OLDEST:
-            raise TransportUnavailable(f"nixl-cu{major} {found} has no strided lists: at least {_OLDEST} is needed")
+        if _numbers(found) < OLDEST:
+            oldest = ".".join(map(str, OLDEST))
+            raise TransportUnavailable(f"nixl-cu{major} {found} is older than {oldest}, the oldest that kvmover takes")
         return api
     raise TransportUnavailable(
         "neither nixl-cu13 nor nixl-cu12 is installed: pip install nixl-cu13 (CUDA 12: nixl-cu12)"
     )
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", release)[:3])
 
 
 def nixl_version() -> str:

@@ -7,25 +7,28 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvmover.errors import KvmoverError
-from kvmover.transport import Descriptors, Memory, MemoryKind, NixlTransport, Note
+from kvmover.transport import Descriptors, Event, Memory, MemoryKind, NixlTransport, Note, nixl_version
 
 POISON = 0xEE
 PAUSE_S = 100e-6
 
 
 class PeerProcess:
-    """`ask(command, *arguments)` runs a method of `_Served` in the other process and returns what it returned."""
+    """`ask(command, *arguments)` runs a method of `_Served` in the other process and returns its result. `wheels`:
+    folders with packages that the process takes before the environment's.
+    """
 
-    def __init__(self, hint: str, nbytes: int) -> None:
+    def __init__(self, hint: str, nbytes: int, wheels: tuple[str, ...] = ()) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, hint, nbytes), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, hint, nbytes, wheels), daemon=True)
         self._process.start()
         theirs.close()
         self.name, self.metadata, self.address = self._receive(30)
@@ -119,6 +122,16 @@ class _Served:
     def connect(self, metadata: bytes) -> str:
         return self._transport.connect(metadata)
 
+    def write(self, peer: str, local: Descriptors, remote: Descriptors) -> Sequence[Event]:
+        """The events until the write is over, notes aside."""
+        self._transport.write(peer, local, remote, b"", 10)
+        while not (events := [event for event in self._transport.poll() if not isinstance(event, Note)]):
+            time.sleep(PAUSE_S)
+        return events
+
+    def release(self) -> str:
+        return nixl_version()
+
     def notify(self, peer: str, payload: bytes) -> None:
         self._transport.notify(peer, payload)
 
@@ -148,7 +161,8 @@ def strided(address: int, nbytes: int, stride: int, count: int) -> Descriptors:
     return Descriptors(MemoryKind.HOST, np.array([[address, nbytes, 0, stride, count]], np.int64))
 
 
-def _serve(pipe: Any, hint: str, nbytes: int) -> None:
+def _serve(pipe: Any, hint: str, nbytes: int, wheels: tuple[str, ...]) -> None:
+    sys.path[:0] = wheels
     transport = NixlTransport(hint)
     array = np.full(nbytes, POISON, np.uint8)
     transport.register(Memory(MemoryKind.HOST, array.ctypes.data, nbytes))

@@ -28,7 +28,7 @@ from kvmover.observe.formats import bytes_in_words
 
 #: Triton releases for which the tests compile the kernels.
 OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
-OLDEST_PYTHON, OLDEST_TORCH, OLDEST_NIXL = (3, 11), (2, 11), (1, 5, 1)
+OLDEST_PYTHON, OLDEST_TORCH, OLDEST_NIXL = (3, 11), (2, 11), (1, 4, 1)
 
 #: Free bytes of /dev/shm below which shared memory segments of NIXL and gloo run out first.
 _SHARED_MEMORY_BYTES = 1 << 30
