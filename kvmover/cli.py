@@ -24,6 +24,7 @@ from kvmover.errors import (
     need,
 )
 from kvmover.tools.cli.advise_options import AdviseArguments, show_advice
+from kvmover.tools.cli.check_options import CheckArguments, show_checked
 from kvmover.tools.cli.command_options import (
     HELP,
     DemoArguments,
@@ -176,6 +177,16 @@ def advise(given: AdviseArguments) -> None:
     show_advice(given)
 
 
+@app.command()
+@takes(CheckArguments)
+def check(given: CheckArguments) -> int:
+    """Ask a prefill and a decode one prompt, and say whether its KV came over kvmover, or what is at fault.
+
+    Exit status: 0 it came; 1 it did not; 2 wrong options; 3 it came, and the tokens differ; 4 no metrics tell.
+    """
+    return show_checked(given)
+
+
 @app.command("config")
 def show_config(
     config: Annotated[
@@ -210,8 +221,8 @@ def show_top(
 ) -> None:
     """Watch transfers, hits by tier, bandwidth, arenas and failures, from metrics endpoints. Ctrl-C ends it."""
     from kvmover.tools import top
+    from kvmover.tools.scrape import endpoints
     from kvmover.tools.tables import console
-    from kvmover.tools.top import endpoints
 
     found = [each for text in addresses or ["http://127.0.0.1:9400/metrics"] for each in endpoints(text)]
     if once:

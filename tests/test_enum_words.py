@@ -70,6 +70,8 @@ TOLD = {
     "cache.prefix.copies.CopyRecord",
     "cache.page_tiers.page_tier.FinishedJob",
     "cache.tiers.tier_storage.StorageRead",
+    "tools.check.pair_seen.ServerSeen",
+    "tools.check.pair_verdict.CheckVerdict",
     "tools.demo.scenarios.Scenario",
     "exposition.Metric",
     "kernels.cuda_exports.Export",

@@ -50,7 +50,7 @@ MAY_IMPORT = {
     "config": {"store", "transfer"} | PURE,
     "observe": SERVING | {"config"},
     "engines": SERVING | {"config", "observe"},
-    "tools": SERVING - {"cache.hints"} | {"config", "migrate", "observe"},
+    "tools": SERVING - {"cache.hints"} | {"config", "engines", "migrate", "observe"},
     "cli": {"config", "tools"} | PURE,
     "__main__": {"cli"},
 }
@@ -90,6 +90,7 @@ MUST_REACH = {
     },
     "migrate": {"cache.tiers", "transfer"},
     "tools.advise": {"plan", "tools"},
+    "tools.check": {"engines", "transfer"},
     "tools.cli": {"config", "plan", "store"},
     "tools.demo": {"cache.ledger", "cache.prefix", "cache.tiers", "migrate", "plan", "store", "transfer"},
     "tools.plan_views": {"layout", "observe", "plan"},

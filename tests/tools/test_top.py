@@ -21,7 +21,8 @@ from kvmover.cache.tiers.tier_metrics import TierCollector
 from kvmover.errors import KvmoverError
 from kvmover.observe.metrics import MoverCollector
 from kvmover.tools import top
-from kvmover.tools.top import MOST_GROUPS, MOST_RANKS, Change, Scrape, View, endpoints, fetch, quantile_s, screen
+from kvmover.tools.scrape import Change, Scrape, endpoints, fetch, quantile_s
+from kvmover.tools.top import MOST_GROUPS, MOST_RANKS, View, screen
 from kvmover.transfer.meter import Count, Gauge, Meter, Snapshot, Stage
 from kvmover.transfer.protocol.auth import Refusal
 

@@ -11,7 +11,7 @@ import typer
 
 from kvmover.errors import LayoutError
 from kvmover.tools.cli.command_options import POLICIES, TRACE_FORMATS, Json, count
-from kvmover.tools.cli.plan_options import cache_of_model, fleet_option, known_models, measured_link
+from kvmover.tools.cli.plan_options import Assume, cache_of_model, fleet_option, known_models, measured_link
 
 _FLEET = "tp=4,pp=1,cp=1,page=64,order=NHD|HND"
 
@@ -32,6 +32,7 @@ class AdviseArguments:
             autocompletion=known_models,
         ),
     ]
+    assume: Assume = None
     src: Annotated[
         list[str], typer.Option(help="A prefill engine's ranks; or as engines are told: 'vllm -tp 8'.", metavar=_FLEET)
     ]
@@ -93,13 +94,14 @@ def show_advice(given: AdviseArguments) -> None:
 
     measured = measured_link(given.calibration, given.link)
     policy = policy_named(given.policy)
+    components = cache_of_model(given.model, None, given.assume).components
     sizes = product(given.device_tokens or [None], given.host_tokens or [0], given.storage_tokens or [0])
     run_advise(
         AdviseOptions(
             trace=given.trace,
-            components=cache_of_model(given.model, None).components,
-            src=tuple((text, fleet_option("--src", text)) for text in dict.fromkeys(given.src)),
-            dst=tuple((text, fleet_option("--dst", text)) for text in dict.fromkeys(given.dst)),
+            components=components,
+            src=tuple((text, fleet_option("--src", text, components)) for text in dict.fromkeys(given.src)),
+            dst=tuple((text, fleet_option("--dst", text, components)) for text in dict.fromkeys(given.dst)),
             ratios=tuple(dict.fromkeys(map(_ratio, given.ratio or ["1:1"]))),
             caches=tuple(ReplayConfig(1, *each, policy=policy) for each in sizes),
             link=LinkCosts(measured.costs(RDMA) if measured else RDMA, request_us=given.request_us),

@@ -43,8 +43,8 @@ from kvmover.tools.demo.requests import Chats, Traced, TraceError, TraceScale
 from kvmover.tools.demo.rolling import Rolling
 from kvmover.tools.demo.scenarios import Scenario, choose
 from kvmover.tools.report.run_trace import write_trace
+from kvmover.tools.scrape import endpoints, fetch
 from kvmover.tools.tables import console
-from kvmover.tools.top import endpoints, fetch
 from kvmover.transfer.config import Exports, MoverConfig
 from kvmover.transport import nixl_version
 
