@@ -7,8 +7,8 @@ pass at once: each layer waits for its own KV. Every step polls, and operations 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from kvmover.cache.prefix import (
     CopyOut,
     FreePages,
     Inserted,
+    KVEvent,
     PageArray,
     PrefixError,
     RadixKey,
@@ -80,9 +81,8 @@ class TieredRadixCache(KvmoverRadixCache):
         super().__init__(params, accounts, flags.tiers(), terms)
         self._tiers = tiers
         lent = tiers.peers.tier if tiers.peers is not None else None
-        self._controller = Controller(
-            self._tree, tiers.tiered_pools, tiers.storage, tiers.config, self._device_pages(), lent
-        )
+        config = replace(tiers.config, sink=self._events.append) if params.enable_kv_cache_events else tiers.config
+        self._controller = Controller(self._tree, tiers.tiered_pools, tiers.storage, config, self._device_pages(), lent)
         self._hints.reach(self._controller)
         self.token_to_kv_pool_host = HostRoom(self._controller.allocator.host[ATTENTION], self.page_size)
         self.gates = LayerGates(self._controller.loads, tiers.depths)
@@ -214,6 +214,9 @@ class TieredRadixCache(KvmoverRadixCache):
         now = time.monotonic()
         if now >= self._snapshot_s + _SNAPSHOT_S:
             self._snapshot, self._snapshot_s = self._controller.snapshot(), now
+
+    def _resident(self) -> Iterator[KVEvent]:
+        return self._controller.resident()
 
     def reset(self) -> None:
         """Forget device and host, but not storage. Raises PrefixError while a request holds a lock."""
