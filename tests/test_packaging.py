@@ -29,6 +29,7 @@ TARGETS = [
     "mooncake",
     "simulate",
     "engines",
+    "indexer",
     "live",
     "live-pair",
     "lint",
