@@ -11,6 +11,8 @@ from kvmover.cache.ledger import Ledger, LedgerCollector, Residency
 from kvmover.cache.prefix import FULL, PrefixTree
 from kvmover.cache.tiers import TierCollector
 from kvmover.observe.metrics import MoverCollector
+from kvmover.store import KeeperCollector, KeeperSnapshot, PageStore, StoreCollector
+from kvmover.store.keeper.keeper_metrics import KeeperCounts
 from kvmover.transfer.meter import Gauge, Meter, Snapshot
 
 PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
@@ -33,11 +35,13 @@ REGISTRY.register(LedgerCollector(ledger))
 start_http_server(9400)
 ```
 
-Tiers have a `TierCollector(controller.snapshot)`. Histograms have buckets from 10 us to 84 s in powers of
-two. Failed transfers are those of `kvmover_transfers_total` whose `end` is not `landed`; `end="deadline"` counts the
-ones that ran out of time, `end="unbegun"` those of which no transfer was made, since nobody was found or they were
-refused. What asks for nothing, to let a source forget a request, is no transfer. This page is written by
-`python -m perf.metrics_page`.
+Tiers have a `TierCollector(controller.snapshot)`, a page store a `StoreCollector(store, engine, rank)`. In SGLang and
+vLLM each store is served at its rank's port, the one of vLLM's tier at the scheduler's. `kvmover keeper` serves its
+metrics with `--metrics-port 29500`, and says at `/healthz` whether its loop goes round. Histograms have buckets from
+10 us to 84 s in powers of two. Failed transfers are those of `kvmover_transfers_total` whose `end` is not `landed`;
+`end="deadline"` counts the ones that ran out of time, `end="unbegun"` those of which no transfer was made, since nobody
+was found or they were refused. What asks for nothing, to let a source forget a request, is no transfer. This page is
+written by `python -m perf.metrics_page`.
 """
 
 
@@ -53,7 +57,10 @@ def page() -> str:
     ledger = table(LedgerCollector(Ledger(), {"device": Residency()}).collect())
     tiers = table(TierCollector().collect())
     pins = table(PinCollector(Pins(PrefixTree(1), {FULL: 1}, PinLimits())).collect())
-    parts = (("Movers", movers), ("The hit ledger", ledger), ("Tiers", tiers), ("Pins", pins))
+    store = table(StoreCollector(PageStore.open("keeper:///nowhere", None), "engine", 0).collect())
+    keeper = table(KeeperCollector(lambda: KeeperSnapshot(0.0, KeeperCounts())).collect())
+    kept = (("Page stores", store), ("Keepers", keeper))
+    parts = (("Movers", movers), ("The hit ledger", ledger), ("Tiers", tiers), ("Pins", pins), *kept)
     return "\n".join([HEAD, *(line for name, rows in parts for line in (f"## {name}", "", *rows, ""))])
 
 

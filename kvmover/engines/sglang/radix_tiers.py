@@ -41,6 +41,8 @@ from kvmover.engines.sglang.radix_hints import HintTerms
 from kvmover.engines.sglang.sglang_options import TierFlags
 from kvmover.engines.sglang.sglang_weight_updates import UPDATES
 from kvmover.engines.sglang.tier_pools import EnginePages, EngineTiers, EngineWindows, LayerGates, open_tiers
+from kvmover.observe.endpoint import ServedMetrics, serve_metrics
+from kvmover.store import StoreCollector
 
 #: Age at which the tier counts for scrapes are renewed, s.
 _SNAPSHOT_S = 0.5
@@ -96,8 +98,14 @@ class TieredRadixCache(KvmoverRadixCache):
         self._no_room: set[str] = set()
         self._snapshot = self._controller.snapshot()
         self._snapshot_s = time.monotonic()
+        engine, number = tiers.config.engine, tiers.config.rank
+        shown: list[TierCollector | StoreCollector] = [TierCollector(lambda: self._snapshot)]
+        shown += [StoreCollector(tiers.store, engine, number)] if tiers.store is not None else []
+        self._served: ServedMetrics | None = None
         if accounts is not None:
-            accounts.show(TierCollector(lambda: self._snapshot))
+            accounts.show(*shown)
+        else:  # a prefill or decode, whose transfer has the port of this rank
+            self._served = serve_metrics(load().settings.metrics, number, *shown)
         UPDATES.follow(self)
 
     # Requests
@@ -244,6 +252,8 @@ class TieredRadixCache(KvmoverRadixCache):
     def release_host_resources(self) -> None:
         """End the storage's thread, close the store and part from peers. Waiting writes are dropped."""
         UPDATES.leave(self)
+        if self._served is not None:
+            self._served.close()
         self._controller.close()
         self._tiers.close()
 

@@ -49,7 +49,7 @@ from kvmover.layout import Fleet
 from kvmover.observe.logs import Guest
 from kvmover.observe.metrics import MoverCollector
 from kvmover.observe.observers import Observers
-from kvmover.store import Namespace, PagePart
+from kvmover.store import Namespace, PagePart, StoreCollector
 from kvmover.transfer import Mover, Place, Progress
 
 if TYPE_CHECKING:
@@ -288,8 +288,10 @@ class KvmoverConnector(vllm_api.KVConnectorBase, vllm_api.SupportsHMA):
         self._observers = Observers(settings, self._kv_transfer_config.engine_id, place.rank, guest)
         self._observers.watch(mover)
         progress = Progress(mover, settings.progress)
-        self._observers.serve(MoverCollector([progress]))
         parts, offload = self._offload_worker(self._space_of(weights), made, fleet, backing)
+        engine = self._kv_transfer_config.engine_id
+        stores = [StoreCollector(offload.blocks.store, engine, place.rank)] if offload else []
+        self._observers.serve(MoverCollector([progress]), *stores)
         self._introduction = KvmoverHandshakeMetadata(mover.card, parts, weights)
         first = place.layers(made[0].component.layers).start
         self._worker = ConnectorWorker(
