@@ -11,6 +11,7 @@ from pathlib import Path
 from kvmover.engines.common import Contract
 from kvmover.engines.sglang.sglang_contract import SGLANG
 from kvmover.engines.vllm.vllm_contract import VLLM
+from perf.command_line import options
 from perf.record import read
 
 PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
@@ -88,4 +89,5 @@ def _upgrades() -> list[str]:
 
 
 if __name__ == "__main__":
+    options(__doc__).parse_args()
     PAGE.write_text(page())

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvmover.config import SettingKey, keys
 from kvmover.config.load import toml
+from perf.command_line import options
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 
@@ -86,5 +87,6 @@ def table(members: list[SettingKey]) -> list[str]:
 
 
 if __name__ == "__main__":
+    options(__doc__).parse_args()
     PAGE.write_text(page())
     print(f"wrote {PAGE.relative_to(PAGE.parent.parent)}")

@@ -14,6 +14,7 @@ from kvmover.observe.metrics import MoverCollector
 from kvmover.store import KeeperCollector, KeeperSnapshot, PageStore, StoreCollector
 from kvmover.store.keeper.keeper_metrics import KeeperCounts
 from kvmover.transfer.meter import Gauge, Meter, Snapshot
+from perf.command_line import options
 
 PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
 
@@ -75,5 +76,6 @@ def table(families: Iterable[Any]) -> list[str]:
 
 
 if __name__ == "__main__":
+    options(__doc__).parse_args()
     PAGE.write_text(page())
     print(f"wrote {PAGE.relative_to(PAGE.parent.parent)}")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from perf.command_line import options
 from perf.headline import best_clone, headline, of_lost_code, places
 from perf.record import RESULTS, passed, read
 from perf.shared_table import shared
@@ -468,5 +469,6 @@ def updated(text: str, block: str) -> str:
 
 
 if __name__ == "__main__":
+    options(__doc__).parse_args()
     for path, block in PAGES.items():
         path.write_text(updated(path.read_text(), block()))
