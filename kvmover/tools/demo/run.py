@@ -247,6 +247,8 @@ def run(options: DemoOptions, step: Callable[[str, int], None]) -> RunReport:
     plays = [(scenario, _requests(options, scenario)) for scenario in scenarios]  # bad ones start no process
     size = max(scenario.processes for scenario in scenarios)
     nixl_version()  # raises without NIXL
+    if options.store is not None:
+        _need_store(options.store)
     if options.device != "cpu":
         _need_device(options.device)
     if settings.metrics.port is not None:
@@ -274,6 +276,13 @@ def _stage(scenario: Scenario, crew: Crew, folder: Path, options: DemoOptions) -
     if scenario.answer_tokens:
         return Migrations(scenario, crew.members, folder, options.seed, options.settings)
     return ScenarioRun(scenario, crew, folder, options)
+
+
+def _need_store(location: str) -> None:
+    """Raise KvmoverError for a directory that is not there, before any process starts."""
+    place = store_location(location)
+    if isinstance(place, Path) and not place.is_dir():
+        raise KvmoverError(f"--store {location} is not a directory")
 
 
 def _need_device(name: str) -> None:
