@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
@@ -218,18 +218,35 @@ def show_top(
     ] = None,
     interval: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Between two frames.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame, of all since the start.")] = False,
+    fold: Annotated[
+        Literal["many", "engines", "ranks"],
+        typer.Option(help="A row an engine, a row a rank, or a row an engine where there are more than 16 ranks."),
+    ] = "many",
+    sort: Annotated[str, typer.Option(help="By which column: name, received, p99 ...", metavar="COLUMN")] = "name",
+    only: Annotated[
+        str, typer.Option("--filter", help="Rows whose name, engine and rank, has this in it.", metavar="TEXT")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one frame as JSON, with every rank.")] = False,
 ) -> None:
-    """Watch transfers, hits by tier, bandwidth, arenas and failures, from metrics endpoints. Ctrl-C ends it."""
+    """Watch transfers, hits by tier, bandwidth, arenas and failures, from metrics endpoints.
+
+    Keys: f folds, s sorts, / filters, arrows scroll, q ends it.
+    """
     from kvmover.tools import top
     from kvmover.tools.scrape import endpoints
     from kvmover.tools.tables import console
+    from kvmover.tools.top_keys import TopState
+
+    state = TopState(fold, sort, only)
 
     found = [each for text in addresses or ["http://127.0.0.1:9400/metrics"] for each in endpoints(text)]
-    if once:
-        top.show(found, console())
-        return
-    with contextlib.suppress(KeyboardInterrupt):
-        top.watch(found, interval, console())
+    if as_json:
+        top.show_json(found)
+    elif once:
+        top.show(found, console(), state)
+    else:
+        with contextlib.suppress(KeyboardInterrupt):
+            top.watch(found, interval, console(), state)
 
 
 @app.command()

@@ -63,6 +63,17 @@ class Scrape:
         found = (dict(each) for each in self.samples.get(name, {}))
         return {tuple(each.get(label, "") for label in labels) for each in found}
 
+    def split(self, labels: Sequence[str]) -> dict[tuple[str, ...], Scrape]:
+        """Returns the samples by the values of these labels; those without one of them are left out."""
+        found: dict[tuple[str, ...], dict[str, dict[Labels, float]]] = {}
+        for name, samples in self.samples.items():
+            for each, value in samples.items():
+                said = dict(each)
+                if all(label in said for label in labels):
+                    part = found.setdefault(tuple(said[label] for label in labels), {})
+                    part.setdefault(name, {})[each] = value
+        return {key: Scrape(self.time_s, part) for key, part in found.items()}
+
     def total(self, name: str, **fixed: str) -> float:
         """Returns the sum of a metric's samples with the `fixed` labels; 0 if the metric is absent."""
         return sum(value for labels, value in self.samples.get(name, {}).items() if fixed.items() <= labels)
@@ -158,7 +169,14 @@ class FleetScrape:
     """Scrapes by address of the endpoints that answered, and the errors of the silent ones."""
 
     said: Mapping[str, Scrape]
-    silent: Sequence[str]
+    silent: Mapping[str, str]
+
+    def errors(self) -> list[str]:
+        """Returns a line for each cause, with the first of the endpoints that have it and how many more."""
+        alike: defaultdict[str, list[str]] = defaultdict(list)
+        for address, error in self.silent.items():
+            alike[error.replace(address, "\0", 1)].append(address)
+        return [error.replace("\0", in_short(addresses)) for error, addresses in alike.items()]
 
     def whole(self) -> Scrape | None:
         """Returns the sum of all scrapes; None if no endpoint answered."""
@@ -177,4 +195,13 @@ def ask(addresses: Sequence[str], get: Callable[[str], str], clock: Callable[[],
     with ThreadPoolExecutor(max(1, min(len(addresses), _MOST_ASKED))) as pool:
         answers = dict(zip(addresses, pool.map(one, addresses), strict=True))
     said = {address: each for address, each in answers.items() if isinstance(each, Scrape)}
-    return FleetScrape(said, [each for each in answers.values() if isinstance(each, str)])
+    return FleetScrape(said, {address: each for address, each in answers.items() if isinstance(each, str)})
+
+
+def in_short(addresses: Sequence[str]) -> str:
+    """Returns the first address and the number of the others.
+
+    >>> in_short(["a:1"]), in_short(["a:1", "a:2", "a:3"])
+    ('a:1', 'a:1 and 2 more')
+    """
+    return addresses[0] if len(addresses) == 1 else f"{addresses[0]} and {len(addresses) - 1} more"

@@ -277,7 +277,7 @@ class _Counter:
         if decode.make is EngineMake.VLLM and decode.mover == KVMOVER:
             with suppress(KvmoverError):
                 engine = Scrape.of(fetch(f"{decode.url.rstrip('/')}/metrics"), time.monotonic(), "vllm:kvmover_")
-        return _Reading(found.said, engine, tuple(found.silent))
+        return _Reading(found.said, engine, tuple(found.errors()))
 
 
 @dataclass(frozen=True, slots=True)
