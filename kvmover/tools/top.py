@@ -82,19 +82,34 @@ def screen(view: View, state: TopState = USUAL, height: int | None = None) -> Re
     None shows all rows, and no keys.
     """
     over = "since the start" if view.seconds is None else f"over the last {view.seconds:.1f} s"
-    others = (_hits(view), _groups(view), _predictions(view), _copies(view), _failures(view))
-    below = [part for table in others if table.rows for part in (table, Text())]
+    others = [
+        each for each in (_hits(view), _groups(view), _predictions(view), _copies(view), _failures(view)) if each.rows
+    ]
     room = None
     if height is not None:
+        others, room = _fitting(others, height - _FRAME_LINES)
         for table in others:
             table.band = state.band
-        # A heading and an empty line each, and below a wide one which of its columns are shown.
-        lines = sum(len(table.rows) + 2 + (len(table.columns) > _NARROW) for table in others if table.rows)
-        room = max(_LEAST_ROWS, height - lines - _FRAME_LINES)
+    below = [part for table in others for part in (table, Text())]
     parts: list[RenderableType] = [Text(f"kvmover top  {view.address}  {over}", "bold")]
     parts += [Text() if height is None else Text(state.line(), "dim")]
     parts += [_transfers(view, state, room), Text(), *below]
     return Group(*parts)
+
+
+def _fitting(tables: Sequence[Sheet], lines: int) -> tuple[list[Sheet], int]:
+    """Returns the tables that fit below the least rows of ranks, narrow ones first, and the lines left for ranks.
+
+    A table takes a heading and an empty line, and below a wide one a note on its columns.
+    """
+    kept: list[Sheet] = []
+    left = lines
+    for table in sorted(tables, key=lambda each: len(each.columns) > _NARROW):
+        taken = len(table.rows) + 2 + (len(table.columns) > _NARROW)
+        if left - taken >= _LEAST_ROWS:
+            kept.append(table)
+            left -= taken
+    return [table for table in tables if table in kept], max(_LEAST_ROWS, left)
 
 
 def frame_as_data(view: View, found: FleetScrape) -> dict[str, object]:
