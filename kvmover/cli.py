@@ -194,7 +194,7 @@ def show_config(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of TOML.")] = False,
 ) -> None:
-    """Print every setting as TOML: defaults as comments, and behind others where they were given.
+    """Print every setting as TOML. A default is a comment; behind any other value stands where it was set.
 
     Settings that cannot work on this host are refused.
     """
@@ -256,12 +256,17 @@ def report(
         Path | None, typer.Option(help="Also write the run as a trace for ui.perfetto.dev.", metavar="FILE.json")
     ] = None,
     most: Annotated[int, typer.Option(min=1, metavar="N", help="Slow and failed requests to list, of each.")] = 20,
+    as_json: Json = False,
 ) -> None:
     """Sum up a run: its slowest and its failed requests, where the time went, and hits by tier."""
-    from kvmover.tools.report.run_summary import report_run
+    from kvmover.tools.report.run_json import summary_as_data
+    from kvmover.tools.report.run_summary import report_run, summed
     from kvmover.tools.tables import console
 
-    report_run(logs, trace, most, console())
+    if as_json:
+        print(json.dumps(summary_as_data(*summed(logs, trace, most))))
+    else:
+        report_run(logs, trace, most, console())
 
 
 app.command("keeper")(keep)

@@ -42,18 +42,20 @@ class AdviseArguments:
     ] = None
     device_tokens: Annotated[
         list[int] | None,
-        typer.Option(parser=count, metavar="N", help="Tokens that a prefill engine's device holds; any if not given."),
+        typer.Option(
+            parser=count, metavar="N", help="Tokens that fit a prefill engine's device; unlimited if not given."
+        ),
     ] = None
     host_tokens: Annotated[
-        list[int] | None, typer.Option(min=0, max=1 << 53, metavar="N", help="Tokens that its host holds beside.")
+        list[int] | None, typer.Option(min=0, max=1 << 53, metavar="N", help="Tokens that fit its host memory.")
     ] = None
     storage_tokens: Annotated[
         list[int] | None,
-        typer.Option(min=0, max=1 << 53, metavar="N", help="Tokens that storage behind the host holds."),
+        typer.Option(min=0, max=1 << 53, metavar="N", help="Tokens that fit the storage behind the host."),
     ] = None
     target_ms: Annotated[
         float | None,
-        typer.Option(min=0, metavar="MS", help="What KV may add to the time to first token of 99 in 100 requests."),
+        typer.Option(min=0, metavar="MS", help="Most that KV may add to the first token of 99 in 100 requests."),
     ] = None
     calibration: Annotated[
         Path | None, typer.Option(help="Costs measured on a link; a NIC of 400 Gb/s if not given.", metavar="FILE")
@@ -62,17 +64,17 @@ class AdviseArguments:
         str | None, typer.Option(help="Which link of the calibration, if it has several.", metavar="HOST[/TRANSPORT]")
     ] = None
     request_us: Annotated[
-        float, typer.Option(min=0, metavar="US", help="What any transfer takes beside its bytes.")
+        float, typer.Option(min=0, metavar="US", help="Fixed time of a transfer, beside the time of its bytes.")
     ] = 500.0
-    host_rate: Annotated[float, typer.Option(metavar="GB/S", help="Of a rank from its host.")] = 50.0
-    storage_rate: Annotated[float, typer.Option(metavar="GB/S", help="Of an engine from storage.")] = 5.0
+    host_rate: Annotated[float, typer.Option(metavar="GB/S", help="Rate at which a rank loads from its host.")] = 50.0
+    storage_rate: Annotated[float, typer.Option(metavar="GB/S", help="Rate at which an engine reads storage.")] = 5.0
     prefill_rate: Annotated[
         float | None,
-        typer.Option(metavar="TOKENS/S", help="Of a prefill engine: what is computed then counts too."),
+        typer.Option(metavar="TOKENS/S", help="Rate at which a prefill engine computes; counts in the share then."),
     ] = None
-    policy: Annotated[str, typer.Option(help="Which page is given up first.", metavar="|".join(POLICIES))] = "lru"
+    policy: Annotated[str, typer.Option(help="Which page is evicted first.", metavar="|".join(POLICIES))] = "lru"
     cost_table: Annotated[
-        Path | None, typer.Option(help="Also write what transfers take, for simulators of serving.", metavar="FILE")
+        Path | None, typer.Option(help="Also write the times of transfers, for simulators of serving.", metavar="FILE")
     ] = None
     trace_format: Annotated[
         str | None,

@@ -27,11 +27,11 @@ _PARTS = (Stage.CREDIT_WAIT, Stage.STAGING_WAIT, Stage.GATHER, Stage.POST, Stage
 _TIERS = ("device", "host", "storage", "peer")
 
 
-def report_run(logs: Sequence[Path], trace: Path | None, most: int, out: Console) -> None:
-    """Print the summary of run logs, with up to `most` slow and failed requests, and write the trace to `trace`.
+def summed(logs: Sequence[Path], trace: Path | None, most: int) -> tuple[Summary, int]:
+    """Sum up run logs, with up to `most` slow and failed requests, and write the trace to `trace`.
 
-    Reads each log once. Raises KvmoverError if a file is no run log, `trace` is one of `logs`, or no transfer or
-    request ended.
+    Reads each log once. Returns the sums, and the number of unfinished lines. Raises KvmoverError if a file is no run
+    log, `trace` is one of `logs`, or no transfer or request ended.
     """
     reader, summary = LineReader(logs), Summary(most)
     if trace is not None:
@@ -41,7 +41,12 @@ def report_run(logs: Sequence[Path], trace: Path | None, most: int, out: Console
     else:
         for _ in summary.counted(reader):
             pass
-    print_summary(summary, reader.cut, out)
+    return summary, reader.cut
+
+
+def report_run(logs: Sequence[Path], trace: Path | None, most: int, out: Console) -> None:
+    """Print the summary of run logs. Raises KvmoverError as `summed` does."""
+    print_summary(*summed(logs, trace, most), out)
     if trace is not None:
         out.print(f"wrote {trace}, for ui.perfetto.dev or chrome://tracing", soft_wrap=True)
 
