@@ -18,7 +18,7 @@ from kvmover.tools.rank_rows import SORTS
 #: Rows that a page key moves by.
 _PAGE = 10
 
-#: What terminals send for keys that are no letter.
+#: Names of keys that are no letter, by the bytes that terminals send.
 _NAMES = {
     b"\x1b[A": "up",
     b"\x1b[B": "down",

@@ -35,7 +35,7 @@ class CrewError(TransferFailed):
     """A failed, dead or silent rank: the message has scenario, engine and rank, and its error or exit code."""
 
 
-class Role(Protocol):
+class RankSeat(Protocol):
     """The seat of a rank."""
 
     @property
@@ -54,7 +54,7 @@ class Member:
 
     process: BaseProcess
     pipe: Connection
-    role: Role | None = None
+    role: RankSeat | None = None
     verb: str = ""
 
     def __str__(self) -> str:

@@ -42,7 +42,7 @@ from kvmover.tools.demo.model import Alone, ModelShard, Transformer
 from kvmover.tools.demo.requests import Chats, Traced, TraceError, TraceScale
 from kvmover.tools.demo.rolling import Rolling
 from kvmover.tools.demo.scenarios import Scenario, choose
-from kvmover.tools.report.run_trace import write_trace
+from kvmover.tools.report.run_trace import check_name, write_trace
 from kvmover.tools.scrape import endpoints, fetch
 from kvmover.tools.tables import console
 from kvmover.transfer.config import Exports, MoverConfig
@@ -153,9 +153,8 @@ def run_demo(options: DemoOptions) -> int:
 
 def _log_beside(trace: Path) -> Path:
     """Returns the run log of a trace. An older run log there is overwritten; any other file raises KvmoverError."""
+    check_name("--report", trace)
     log = trace.with_suffix(".jsonl")
-    if log == trace:
-        raise KvmoverError(f"--report {trace} is a trace: {log} is where its run log goes")
     if not trace.absolute().parent.is_dir():
         raise KvmoverError(f"cannot write {trace}: there is no folder {trace.absolute().parent}")
     if log.exists():

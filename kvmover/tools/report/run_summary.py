@@ -17,7 +17,7 @@ from kvmover.cache.ledger import AccountGroup, Totals
 from kvmover.errors import KvmoverError
 from kvmover.observe.formats import bytes_in_words, seconds_in_words
 from kvmover.observe.runlog import Accounted, AnyLine, LineReader, Moved, Run
-from kvmover.tools.report.run_trace import write_trace
+from kvmover.tools.report.run_trace import check_name, write_trace
 from kvmover.tools.tables import Column, Sheet
 from kvmover.transfer.meter import Stage
 
@@ -37,6 +37,7 @@ def summed(logs: Sequence[Path], trace: Path | None, most: int) -> tuple[Summary
     if trace is not None:
         if trace.resolve() in {log.resolve() for log in logs}:
             raise KvmoverError(f"--trace {trace} is a run log that is read: name another file")
+        check_name("--trace", trace)
         write_trace(summary.counted(reader), trace)
     else:
         for _ in summary.counted(reader):

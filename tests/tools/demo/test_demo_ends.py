@@ -214,10 +214,11 @@ def test_a_run_is_watched_while_it_runs_and_traced_when_it_is_over(
     ("name", "beside", "reason"),
     [
         ("run.json", b'{"timestamp": 0}', "run.jsonl line 1 is no line of a run log"),
-        ("run.jsonl", None, "run.jsonl is a trace"),
+        ("run.jsonl", None, "--report .*/run.jsonl: a trace is JSON"),
+        ("run.pdf", None, "--report .*/run.pdf: a trace is JSON; name a file that ends in .json"),
         ("nowhere/run.json", None, "there is no folder .*/nowhere"),
     ],
-    ids=["a trace of the user's", "the log's own name", "no folder"],
+    ids=["a trace of the user's", "the log's own name", "a picture", "no folder"],
 )
 def test_a_report_is_written_over_nothing_but_an_older_one(
     no_crew: None, tmp_path: Path, name: str, beside: bytes | None, reason: str
