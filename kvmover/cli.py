@@ -235,9 +235,9 @@ def show_top(
     from kvmover.tools import top
     from kvmover.tools.scrape import endpoints
     from kvmover.tools.tables import console
-    from kvmover.tools.top_keys import TopState
+    from kvmover.tools.top_keys import Fold, TopState
 
-    state = TopState(fold, sort, only)
+    state = TopState(Fold(fold), sort, only)
 
     found = [each for text in addresses or ["http://127.0.0.1:9400/metrics"] for each in endpoints(text)]
     if as_json:

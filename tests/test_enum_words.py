@@ -47,6 +47,7 @@ from kvmover.plan import Plan
 from kvmover.plan.cost import RDMA, Costs, Route
 from kvmover.store import Access, PlainFiles, StoragePlugin
 from kvmover.store.files import OpenFile
+from kvmover.tools.top_keys import TopState
 from kvmover.transfer import Model, Mover, Place, Service
 from kvmover.transfer.config import MoverConfig
 from kvmover.transport import Descriptors, LoopbackNetwork, LoopbackTransport, Memory, MemoryKind
@@ -62,6 +63,7 @@ GIVEN: dict[type, Any] = {
     MoverConfig: MoverConfig(),
     Plan: Plan(Component.attention(1, 1, 8, "uint8"), Fleet(), Fleet(), 0, 1),
     TierPolicy: TierPolicy(),
+    TopState: TopState(),
     TreeConfig: TreeConfig(16),
 }
 

@@ -9,10 +9,12 @@ import termios
 import time
 import tty
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from types import TracebackType
 from typing import Any
 
 from kvmover.errors import KvmoverError
+from kvmover.fields import settle
 from kvmover.tools.rank_rows import SORTS
 
 #: Rows that a page key moves by.
@@ -38,10 +40,12 @@ _ROWS = {"up": -1, "k": -1, "down": 1, "j": 1, "page up": -_PAGE, "page down": _
 _BANDS = {"left": -1, "h": -1, "right": 1, "l": 1}
 
 
-class Fold:
-    """How ranks are shown: each by itself, an engine's as one row, or as one row where there are many."""
+class Fold(StrEnum):
+    """A way to show ranks: each by itself, those of an engine as one row, or as one row if there are many."""
 
-    RANKS, ENGINES, MANY = "ranks", "engines", "many"
+    RANKS = "ranks"
+    ENGINES = "engines"
+    MANY = "many"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,7 @@ class TopState:
     `typing`: keys are letters of `text`. Raises KvmoverError for an unknown column.
     """
 
-    fold: str = Fold.MANY
+    fold: Fold = Fold.MANY
     sort: str = "name"
     text: str = ""
     first: int = 0
@@ -60,6 +64,7 @@ class TopState:
     is_over: bool = False
 
     def __post_init__(self) -> None:
+        settle(self, "kvmover top", KvmoverError, fold=Fold)
         if self.sort not in SORTS:
             raise KvmoverError(f"--sort {self.sort} is none of {', '.join(SORTS)}")
 
