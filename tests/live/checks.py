@@ -6,16 +6,24 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvmover.tools.check.pair_verdict import CheckOutcome
 from tests.live.partners import shortened
 from tests.live.server import ROOT, Server
 from tests.live.table import Results, Row
 
 
-def checked(results: Results, engine: str, what: str, *words: str | Server) -> tuple[int, Mapping[str, Any]]:
-    """Run the command on servers and options, and keep a row. Returns its exit status and its JSON."""
+def checked(
+    results: Results,
+    engine: str,
+    what: str,
+    words: Sequence[str | Server],
+    outcome: str = "moved",
+    half: str | None = None,
+) -> Mapping[str, Any]:
+    """Run the command on servers and options, keep a row, and fail unless it finds this. Returns its JSON."""
     said = [word.url if isinstance(word, Server) else word for word in words]
     began = time.monotonic()
     done = subprocess.run(
@@ -27,10 +35,11 @@ def checked(results: Results, engine: str, what: str, *words: str | Server) -> t
         check=False,
     )
     took_ms = round((time.monotonic() - began) * 1e3)
-    assert done.stdout, done.stderr
+    assert done.stdout, f"exit status {done.returncode} {done.stderr}"
     found = json.loads(done.stdout)
-    came = int(found["outcome"] == "moved")
-    results.rows.append(
-        Row(engine, f"kvmover check: {what}", 1, came, 0, 1 - came, 0.0, took_ms, took_ms, shortened(found["sentence"]))
-    )
-    return done.returncode, found
+    same = int((found["outcome"], found["half"]) == (outcome, half))
+    told = shortened(found["sentence"])
+    results.rows.append(Row(engine, f"kvmover check: {what}", 1, same, 1 - same, 0, 0.0, took_ms, took_ms, told))
+    assert same, found
+    assert done.returncode == CheckOutcome(outcome).status
+    return found

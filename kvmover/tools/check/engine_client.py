@@ -180,13 +180,20 @@ class _Generated(msgspec.Struct):
     output_ids: list[int] = []
 
 
+# Made here, in one thread: two that make a decoder of one struct at a time see it half made, and msgspec crashes.
+_MODELS, _VERSION = msgspec.json.Decoder(_Models), msgspec.json.Decoder(_Version)
+_INFO, _IDS = msgspec.json.Decoder(_Info), msgspec.json.Decoder(_Ids)
+_COMPLETION, _GENERATION = msgspec.json.Decoder(_Completion), msgspec.json.Decoder(_Generated)
+
 Answer = TypeVar("Answer")
 
 
-def _read(url: str, path: str, kind: type[Answer], body: Mapping[str, Any] | None = None) -> Answer | None:
+def _read(
+    url: str, path: str, decoder: msgspec.json.Decoder[Answer], body: Mapping[str, Any] | None = None
+) -> Answer | None:
     """Returns the JSON of a path; None if the server has nothing such there. Raises CallFailed without an answer."""
     try:
-        return msgspec.json.decode(HttpCall(url, _LOOK_S).text(path, body), type=kind)
+        return decoder.decode(HttpCall(url, _LOOK_S).text(path, body))
     except msgspec.MsgspecError:
         return None
     except CallFailed as error:
@@ -196,9 +203,9 @@ def _read(url: str, path: str, kind: type[Answer], body: Mapping[str, Any] | Non
 
 
 def _looked(seen: ServerSeen, prompt: str) -> ServerSeen:
-    models = _read(seen.url, "/v1/models", _Models) or _Models()
+    models = _read(seen.url, "/v1/models", _MODELS) or _Models()
     seen = replace(seen, model=models.data[0].id if models.data else "")
-    info = _read(seen.url, "/server_info", _Info) or _read(seen.url, "/get_server_info", _Info)
+    info = _read(seen.url, "/server_info", _INFO) or _read(seen.url, "/get_server_info", _INFO)
     if info is not None:
         mode = info.disaggregation_mode
         seen = replace(
@@ -208,11 +215,11 @@ def _looked(seen: ServerSeen, prompt: str) -> ServerSeen:
             mover=info.disaggregation_transfer_backend or "",
             bootstrap_port=info.disaggregation_bootstrap_port or 0,
         )
-    elif _read(seen.url, "/version", _Version) is not None:
+    elif _read(seen.url, "/version", _VERSION) is not None:
         seen = replace(seen, make=EngineMake.VLLM, mover=_connector(seen.url))
     else:
         return seen
-    ids = _read(seen.url, "/tokenize", _Ids, {"model": seen.model, "prompt": prompt}) or _Ids()
+    ids = _read(seen.url, "/tokenize", _IDS, {"model": seen.model, "prompt": prompt}) or _Ids()
     return replace(seen, prompt=tuple(ids.tokens))
 
 
@@ -237,7 +244,7 @@ def _completed(call: HttpCall, model: str, prompt: str, tokens: int, params: Map
         "logprobs": 2,
         "return_token_ids": True,
     }
-    said = msgspec.json.decode(call.text("/v1/completions", {**body, **(params or {})}), type=_Completion)
+    said = _COMPLETION.decode(call.text("/v1/completions", {**body, **(params or {})}))
     choice = said.choices[0]
     best = (choice.logprobs and choice.logprobs.top_logprobs) or ()
     leads = tuple(_lead([*each.values()]) if each else None for each in best)
@@ -251,7 +258,7 @@ def _generated(call: HttpCall, model: str, prompt: str, tokens: int, room: Mappi
     }
     if room is None:
         body |= {"return_logprob": True, "top_logprobs_num": 2}
-    said = msgspec.json.decode(call.text("/generate", {**body, **(room or {})}), type=_Generated)
+    said = _GENERATION.decode(call.text("/generate", {**body, **(room or {})}))
     ended = said.meta_info.finish_reason
     if ended and ended.type == "abort":
         return EngineAnswer(error_in(ended.message or "aborted"))

@@ -204,7 +204,7 @@ def _of_tokens(asked: PromptAsked) -> CheckVerdict:
     """Returns the verdict on KV that came, by the tokens that were answered from it."""
     counted, alone = asked.counted, asked.alone
     came = f"KV came over kvmover, {bytes_in_words(counted.received_bytes)}, "
-    came += f"route {counted.route}" if counted.route else "by a route that --metrics would tell"
+    came += f"route {counted.route}" if counted.route else "by a route that --metrics of the prefill tells"
     found = CheckVerdict(CheckOutcome.MOVED, came, None, counted.received_bytes, counted.route)
     if alone is None or not alone.tokens:
         told = f": {alone.error}" if alone and alone.error else ""

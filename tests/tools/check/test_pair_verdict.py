@@ -61,7 +61,7 @@ def test_kv_that_came_is_told_in_bytes_route_and_tokens() -> None:
 
 def test_a_route_that_no_endpoint_counts_is_told_to_be_unknown() -> None:
     found = verdict(pair(asked=replace(GOOD, counted=replace(CAME, routes={}))))
-    assert "by a route that --metrics would tell" in found.sentence
+    assert "by a route that --metrics of the prefill tells" in found.sentence
     assert "tokens were not compared" in found.sentence
 
 
