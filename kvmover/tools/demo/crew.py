@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 #: Signals that end a program unless caught.
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 
-#: Time for idle processes to end, s.
+#: Time for idle processes to end, s, and for one that hangs up to have an exit code.
 END_S = 5.0
 
 #: Longest wait for an answer, s. A dead process is noticed at once, and ranks have deadlines of their own: this is for
@@ -39,13 +39,19 @@ class RankSeat(Protocol):
     """The seat of a rank."""
 
     @property
-    def scenario(self) -> Scenario: ...
+    def scenario(self) -> Scenario:
+        """Returns the scenario that is played."""
+        ...
 
     @property
-    def engine(self) -> str: ...
+    def engine(self) -> str:
+        """Returns the engine's name."""
+        ...
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """Returns the rank's number."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +86,7 @@ class Member:
         try:
             value, trouble = self.pipe.recv()
         except (EOFError, ConnectionResetError):
-            self.process.join(1)
+            self.process.join(END_S)
             raise CrewError(f"{self} ended in `{self.verb}` with exit code {self.process.exitcode}") from None
         if trouble is not None:
             raise CrewError(f"{self} failed in `{self.verb}`: {trouble}")
