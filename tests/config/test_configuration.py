@@ -64,6 +64,7 @@ OTHERS = {
 NEEDS = {
     "security.accepted_key_files": {"KVMOVER_SECURITY_SHARED_KEY_FILE": "/k"},
     "peers.engines": {"KVMOVER_PEERS_ADDRESS": "10.0.0.7:8400"},
+    "peers.directory": {"KVMOVER_PEERS_ADDRESS": "10.0.0.7:8400"},
 }
 
 

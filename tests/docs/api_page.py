@@ -42,7 +42,7 @@ PACKAGES = (
 #: Modules without an `__all__`, of which every public class and function is promised.
 WHOLE = (
     "kvmover.errors",
-    "kvmover.transfer.rendezvous",
+    "kvmover.engines.common.directories",
     "kvmover.observe.observers",
     "kvmover.observe.metrics",
     "kvmover.plan.calibration",

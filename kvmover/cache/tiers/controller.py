@@ -233,9 +233,9 @@ class Controller:
         limit = key.tokens - 1 if limit_tokens is None else min(limit_tokens, key.tokens)
         return self._restores.begin(key, max(0, limit), self.config.policy)
 
-    def prefetch(self, key: RadixKey, limit_tokens: int) -> Restore:
-        """Begin a restore that ends on the host, for `load`."""
-        return self._restores.begin(key, limit_tokens, self._to_the_host(limit_tokens))
+    def prefetch(self, key: RadixKey, limit_tokens: int, source: str | None = None) -> Restore:
+        """Begin a restore that ends on the host, for `load`. `source`: the only engine to ask of peers."""
+        return self._restores.begin(key, limit_tokens, self._to_the_host(limit_tokens), source)
 
     def _to_the_host(self, limit_tokens: int) -> TierPolicy:
         return replace(self.config.policy, least_load_tokens=limit_tokens + 1)

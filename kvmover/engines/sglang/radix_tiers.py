@@ -86,6 +86,7 @@ class TieredRadixCache(KvmoverRadixCache):
         config = replace(tiers.config, sink=self._events.append) if params.enable_kv_cache_events else tiers.config
         self._controller = Controller(self._tree, tiers.tiered_pools, tiers.storage, config, self._device_pages(), lent)
         self._hints.reach(self._controller)
+        self._hints.fetches = lent is not None
         self.token_to_kv_pool_host = HostRoom(self._controller.allocator.host[ATTENTION], self.page_size)
         self.gates = LayerGates(self._controller.loads, tiers.depths)
         #: By request: the restore from storage that it waits for.
@@ -128,7 +129,7 @@ class TieredRadixCache(KvmoverRadixCache):
             return False
         tokens = np.concatenate([np.asarray(matched_prefix_tokens, np.int64), np.asarray(new_input_tokens, np.int64)])
         key = self._keys.of_tokens(tokens, extra_key, cache_salt)
-        self.ongoing_prefetch[handle] = self._controller.prefetch(key, key.tokens)
+        self.ongoing_prefetch[handle] = self._controller.prefetch(key, key.tokens, self._hints.source(handle.rid))
         return True
 
     def check_prefetch_progress(self, handle: Any) -> bool:
@@ -157,6 +158,8 @@ class TieredRadixCache(KvmoverRadixCache):
         self._left[handle.rid] = restore.state.reasons
         if lent:
             self._lent[handle.rid] = restore.state.peer_tokens
+        if restore.source is not None:
+            self._hints.brought(handle.rid, lent or restore.miss)
         return came, first
 
     def init_load_back(self, params: Any) -> tuple[int, int]:

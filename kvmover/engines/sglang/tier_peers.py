@@ -89,7 +89,7 @@ def open_peers(
     fleet, pools = place.fleet(page_tokens // place.cp_size), [each.host for each in tiered_pools]
     tier = open_peer_tier(settings, weights, fleet, place.rank, pools)
     assert tier is not None
-    peers = EnginePeers(tier, Neighbours([tier], settings.peers), weights, place, group)
+    peers = EnginePeers(tier, Neighbours([tier], settings), weights, place, group)
     try:
         peers.lay_out()
     except BaseException:

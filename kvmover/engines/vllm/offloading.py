@@ -387,6 +387,7 @@ class KvmoverOffloadingConnector(OffloadingConnector):
                 AccountGroup(model=vllm_config.model_config.model), self._observers.account
             )
             self._observers.serve(self._accounts)
+            self._served.hinted = self._accounts.hinted
 
     def on_new_request(self, request: Any) -> None:
         """Do as vLLM's, and note the request for tiers."""

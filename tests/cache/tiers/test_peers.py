@@ -11,7 +11,7 @@ from peer_rig import CONFIG, LendingEngine, SharedNetwork
 from rig import HYBRID, LATENT, PLAIN, SPARSE, until
 
 from kvmover.cache.ledger import Loss
-from kvmover.cache.peers import PeerRead, PeerTerms
+from kvmover.cache.peers import PeerQuestion, PeerRead, PeerTerms
 from kvmover.cache.prefix import FULL, Tier, WriteBack
 from kvmover.cache.tiers import TierError, unlink
 from kvmover.errors import PlanError
@@ -322,7 +322,7 @@ def test_page_tables_of_a_read_may_be_changed_before_the_movers_thread_has_looke
     monkeypatch.setattr(Mover, "receive", receive)
     progress.submit(lambda _: door.wait(30))
     tables = [np.array([1, 2, 3]), [4, 5, 6]]
-    tier.read("request", 0, range(12), tables, PeerRead(lambda: False, lambda _: None))
+    tier.read(PeerQuestion("request", ("first",)), 0, range(12), tables, PeerRead(lambda: False, lambda _: None))
     tables[0][:], tables[1][:] = 9, [9, 9, 9]
     door.set()
     progress.submit(lambda _: None).result()

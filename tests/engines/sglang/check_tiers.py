@@ -157,7 +157,10 @@ class TieredServer(Server):
 
     def asked(self, tokens: list[int], **more: Any) -> tuple[Any, Any]:
         """A request that waits, and under which handle."""
-        req = self.request(tokens, **more)
+        return self.sought(self.request(tokens, **more))
+
+    def sought(self, req: Any) -> tuple[Any, Any]:
+        """A request that storage and peers are asked for, and under which handle."""
         handle = base.CacheRequestHandle(req.rid, 0)
         Server.match(self, req)
         known = req.prefix_len + req.host_hit_length
