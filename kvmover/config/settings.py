@@ -33,7 +33,7 @@ class ExchangeSettings:
     """The engines that exchange KV with this one. `model`: its name among engines of any make; None: only one make.
 
     `weights`: a name in place of the checkpoint's digest. `allow`: networks (CIDR) and hosts that a request may have a
-    worker dial; empty: any for a transfer, none for a hint's source of pages.
+    worker dial; empty: any for a transfer, the engines of `peers` for a hint's source of pages.
     """
 
     model: str | None = None
@@ -87,7 +87,7 @@ class PeerSettings:
 
     `address`: of this engine's rank cards, and its name in `engines`, a list of all that share. `directory`: a file
     with such a list, or a service of Kubernetes, for engines that come and go. `most_asked`: engines asked for a prompt
-    whose request names none, the same on all ranks.
+    whose request has no source, the same on all ranks.
     """
 
     address: str | None = None
@@ -446,7 +446,7 @@ TEXTS: Mapping[str, str] = {
     "exchange.model": "Name of the model, for engines of unlike make that exchange KV; `none`: no such peers.",
     "exchange.weights": "Which weights are served, in engines that share KV; `none`: a digest of the checkpoint.",
     "exchange.allow": "Networks (10.0.0.0/8) and hosts that a request may have a worker dial; empty: any host for a"
-    " transfer, and none for a hint's source of pages but the engines of `peers`.",
+    " transfer, the engines of `peers` for a hint's source of pages.",
     "store.quota_bytes": "Payload bytes that a namespace may hold on disk; `none`: no limit.",
     "store.ttl_s": "Seconds without a read after which a page is deleted; `none`: never.",
     "store.segment_bytes": "Size at which a new data file is begun, in bytes.",
