@@ -72,6 +72,8 @@ TOLD = {
     "cache.hints.actions.HintRefused",
     "cache.prefix.copies.CopyRecord",
     "cache.page_tiers.page_tier.FinishedJob",
+    "cache.peers.questions.PeerAnswer",
+    "cache.tiers.restore_driver.Restore",
     "cache.tiers.tier_storage.StorageRead",
     "tools.check.pair_seen.ServerSeen",
     "tools.check.pair_verdict.CheckVerdict",

@@ -124,5 +124,5 @@ def test_without_the_client_or_a_cluster_the_setting_is_refused_by_name(tmp_path
     with pytest.raises(ConfigError, match=r"peers\.directory: no cluster, and no kubeconfig"):
         open_directory("kubernetes://chat/prefill/8400")
     monkeypatch.setitem(sys.modules, "kubernetes.client", None)
-    with pytest.raises(ConfigError, match=r"kvmover\[kubernetes\]"):
+    with pytest.raises(ConfigError, match=r"pip install .*\[kubernetes\]"):
         open_directory("kubernetes://chat/prefill/8400")

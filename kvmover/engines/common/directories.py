@@ -43,6 +43,7 @@ class FileDirectory:
         self._said = ""
 
     def engines(self) -> tuple[str, ...]:
+        """Returns the addresses of the file as it is now, or as it was when it could be read."""
         try:
             found = self._path.stat()
             seen = found.st_ino, found.st_size, found.st_mtime_ns

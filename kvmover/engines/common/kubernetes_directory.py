@@ -15,6 +15,7 @@ from typing import Any
 
 from kvmover.config import ConfigError
 from kvmover.config.settings import canonical_address
+from kvmover.errors import how_to_install
 from kvmover.repeats import Repeats, form_of
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class KubernetesDirectory:
         try:
             client, config = import_module("kubernetes.client"), import_module("kubernetes.config")
         except ImportError as error:
-            raise ConfigError(f"peers.directory needs Kubernetes' client: kvmover[kubernetes] ({error})") from error
+            raise ConfigError(f"peers.directory needs Kubernetes' client: {how_to_install('kubernetes')}") from error
         settings: Any = client.Configuration()
         try:
             try:
@@ -85,6 +86,7 @@ class KubernetesDirectory:
         return cls(client.DiscoveryV1Api(client.ApiClient(settings)), namespace, service, port)
 
     def engines(self) -> tuple[str, ...]:
+        """Returns the addresses of the pods that were ready at the last change."""
         return self._engines
 
     def close(self) -> None:

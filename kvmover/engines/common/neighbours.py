@@ -171,16 +171,19 @@ class Neighbours:
             self._directory.close()
 
     def _run(self) -> None:
-        while True:
+        while not self._over.is_set():
             standing = self._standing()
             for tier in self._tiers:
                 tier.engines = standing
-            for address in standing:
-                if not self._over.is_set() and not self._is_whole(address):
-                    self._meet(address)
-            self._part(standing)
-            if self._over.wait(self._settings.meet_s):
+            try:
+                for address in standing:
+                    if not self._over.is_set() and not self._is_whole(address):
+                        self._meet(address)
+                self._part(standing)
+            except TransportError as error:  # a tier that is closed before its neighbours meets no more
+                log.info("no engines are looked for any more: %s", error)
                 return
+            self._over.wait(self._settings.meet_s)
 
     def _standing(self) -> tuple[str, ...]:
         """Returns the engines of the list and of the directory, without this one, in the same order on all ranks."""
