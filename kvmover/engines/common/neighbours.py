@@ -229,10 +229,10 @@ class Neighbours:
             found = self._fetch(*host_and_port(address), _FETCH_S, () if listed else self._allow)
             if found.engine != address:
                 raise PeerRefused(f"it calls itself {found.engine}, and an engine's name is its address")
+            self._ranks[address] = len(found.cards)  # an engine may come back with more ranks
             for tier in self._tiers:
                 for card in found.cards:
                     tier.connect(card)
-            self._ranks[address] = len(found.cards)  # an engine may come back with more ranks
         except PeerRefused as error:
             self._say(address, f"nothing is shared with the engine at {address}: {error}", logging.WARNING)
             return PeerMiss.NOT_A_PEER
