@@ -24,6 +24,7 @@ from kvmover.engines.common import (
 from kvmover.engines.sglang.pd_cache import RankCache
 from kvmover.errors import PeerRefused, ProtocolError, TransportError
 from kvmover.layout import DTYPE_BYTES
+from kvmover.prepared import prepared
 from kvmover.repeats import Repeats
 from kvmover.transfer.protocol.handshake import MAX_CARD_BYTES
 from kvmover.transfer.protocol.wire import MAX_RANKS
@@ -133,6 +134,7 @@ def foreign_cards(bootstrap_addr: str, call: Callable[[str, int], Cards] = fetch
     return None if cards.make == EngineMake.SGLANG else cards
 
 
+@prepared
 class RankCard(msgspec.Struct, frozen=True):
     """The card that rank `rank` of `ranks` publishes at its engine's bootstrap server."""
 

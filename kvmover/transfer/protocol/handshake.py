@@ -21,6 +21,7 @@ from kvmover.layout.component import Component
 from kvmover.layout.fleet import Fleet
 from kvmover.layout.pool import PoolSpec
 from kvmover.plan.recode import error_between, form_text
+from kvmover.prepared import prepared
 from kvmover.shared_memory import HostProcess, SharedRange
 from kvmover.transfer.protocol.auth import sealed_part
 from kvmover.transfer.protocol.wire import CURRENT, MAX_COMPONENTS, MAX_RANKS, MOST, SEALED, Dialect, Natural
@@ -210,6 +211,7 @@ class Listener(msgspec.Struct, frozen=True, array_like=True):
         return not (address.is_loopback or address.is_unspecified or address.is_link_local or address.is_multicast)
 
 
+@prepared
 class Rank(msgspec.Struct, frozen=True):
     """The description of a rank for its peers: its rank id, the layout of its pools, and how to reach its memory.
 
@@ -246,6 +248,7 @@ class Rank(msgspec.Struct, frozen=True):
     ] = ()
 
 
+@prepared
 class Card(msgspec.Struct, frozen=True):
     """The handshake: `body` is a Rank, decoded only if versions and `fields` (`Model.fields`) agree.
 
