@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 #: Arguments of functions whose callers name the Struct.
-PASSED_ON = {"cls", "kind"}
+PASSED_ON = {"cls", "kind", "made"}
 
 RACE = """
 import sys, threading

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 
 from kvmover.errors import HintError
+from kvmover.prepared import prepared
 
 #: Most actions of an envelope, and most tokens of an action: more are refused before any is carried out.
 MOST_ACTIONS = 16
@@ -31,6 +32,7 @@ _Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 _Tokens = Annotated[tuple[_Token, ...], msgspec.Meta(min_length=1, max_length=MOST_TOKENS)]
 
 
+@prepared
 class ShareHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A hint to write the prefix to the page store, where other engines find it.
 
@@ -40,12 +42,14 @@ class ShareHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token_ids: _Tokens | None = None
 
 
+@prepared
 class PrefetchHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A hint to bring the prefix up from the page store and the host before it is requested."""
 
     token_ids: _Tokens | None = None
 
 
+@prepared
 class PinHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"ttl_s": "ttl_seconds"}):
     """A hint to keep the prefix on the device for `ttl_s`, whatever else is evicted; 0 ends the pin of this name."""
 
@@ -73,6 +77,7 @@ class LeaseHint(PinHint, frozen=True, forbid_unknown_fields=True):
             raise ValueError("include_current_request must be true: blocks of other requests are not found by hashes")
 
 
+@prepared
 class RetainHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A hint to evict pages of lower priority before the prefix."""
 
@@ -80,6 +85,7 @@ class RetainHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token_ids: _Tokens | None = None
 
 
+@prepared
 class DemoteHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A hint to move the prefix from device to host now, as its conversation rests."""
 
@@ -90,6 +96,7 @@ class DemoteHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253}):([0-9]{1,5})")
 
 
+@prepared
 class FetchHint(msgspec.Struct, frozen=True):
     """A hint to read the prefix from the engine at `source`, host:port, before it is computed.
 
@@ -105,6 +112,7 @@ class FetchHint(msgspec.Struct, frozen=True):
             raise ValueError(f"the source is at {self.source!r}, and an address is host:port")
 
 
+@prepared
 class DynamoFetch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The payload of `kv.fetch` as Dynamo's router sends it. `source_control_endpoint`: tcp://host:port.
 
@@ -123,6 +131,7 @@ class DynamoFetch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return FetchHint(self.source_control_endpoint.removeprefix("tcp://"))
 
 
+@prepared
 class RemoteKvSource(msgspec.Struct, frozen=True):
     """The source of a prefix in llm-d's words. `kv_request_id`: its router's name of the fetch."""
 
@@ -223,6 +232,7 @@ class Declined:
     answer: HintRefused
 
 
+@prepared
 class _Action(msgspec.Struct):
     """An action as both engines write it; a later version's further keys are ignored."""
 
@@ -232,6 +242,7 @@ class _Action(msgspec.Struct):
     payload: dict[str, Any] = {}
 
 
+@prepared
 class _Envelope(msgspec.Struct):
     protocol_version: str
     message_id: str
