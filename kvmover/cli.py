@@ -23,6 +23,7 @@ from kvmover.errors import (
     TransportError,
     need,
 )
+from kvmover.exposition import FIRST_METRICS_PORT
 from kvmover.tools.cli.advise_options import AdviseArguments, show_advice
 from kvmover.tools.cli.check_options import CheckArguments, show_checked
 from kvmover.tools.cli.command_options import (
@@ -38,6 +39,9 @@ from kvmover.tools.cli.store_commands import keep, store_app
 #: Errors of a transfer. All others are errors of the input.
 _HAPPENED = (TransportError, PeerRefused, ProtocolError, TransferFailed)
 _FAILED, _REFUSED = 1, 2
+
+#: The endpoint that `kvmover top` asks unless told: rank 0 of a recipe on this machine.
+_NEAREST = f"http://127.0.0.1:{FIRST_METRICS_PORT}/metrics"
 
 app = typer.Typer(
     name="kvmover",
@@ -211,8 +215,8 @@ def show_top(
     addresses: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Where ranks serve their metrics: http://decode-0:9400/metrics, or decode-0:9400-9407 for eight ranks;"
-            " http://127.0.0.1:9400/metrics if not given.",
+            help=f"Where ranks serve their metrics: http://decode-0:{FIRST_METRICS_PORT}/metrics, or"
+            f" decode-0:{FIRST_METRICS_PORT}-{FIRST_METRICS_PORT + 7} for eight ranks; {_NEAREST} if not given.",
             metavar="[URL]...",
         ),
     ] = None,
@@ -239,7 +243,7 @@ def show_top(
 
     state = TopState(Fold(fold), sort, only)
 
-    found = [each for text in addresses or ["http://127.0.0.1:9400/metrics"] for each in endpoints(text)]
+    found = [each for text in addresses or [_NEAREST] for each in endpoints(text)]
     if as_json:
         top.show_json(found)
     elif once:

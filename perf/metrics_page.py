@@ -22,8 +22,10 @@ HEAD = """\
 # Metrics
 
 kvmover exports these metrics through prometheus-client, which the extra `metrics` installs. A scrape reads counters
-that are kept anyway. In vLLM and SGLang `KVMOVER_METRICS_PORT=9400` is enough: rank r serves port 9400 + r, and vLLM's
-scheduler, with the hit ledger, the port behind those of its ranks.
+that are kept anyway. In vLLM and SGLang `KVMOVER_METRICS_PORT=24400` is enough: rank r serves port 24400 + r, and
+vLLM's scheduler, with the hit ledger, the port behind those of its ranks. Where a port is taken, a warning names it and
+the server starts without that endpoint. The label `engine` is `engine_id` of vLLM's `--kv-transfer-config`, or without
+it a new UUID at each start; in SGLang it is address, HTTP port and data-parallel rank.
 
 ```python
 from prometheus_client import REGISTRY, start_http_server
@@ -33,7 +35,7 @@ from kvmover.observe.metrics import MoverCollector
 
 REGISTRY.register(MoverCollector([mover]))  # a SharedMover, or several: one for each rank in this process
 REGISTRY.register(LedgerCollector(ledger))
-start_http_server(9400)
+start_http_server(24400)
 ```
 
 Tiers have a `TierCollector(controller.snapshot)`, a page store a `StoreCollector(store, engine, rank)`. In SGLang and

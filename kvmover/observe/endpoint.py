@@ -145,5 +145,6 @@ def serve_metrics(settings: MetricsSettings, rank: int, *collectors: Any) -> Ser
     except (OSError, OverflowError) as error:
         why = "a port is at most 65535" if isinstance(error, OverflowError) else error.strerror
         where = f"metrics.port = {settings.port} and rank {rank}"
-        log.warning("no metrics are served at %s:%d (%s): %s", settings.address, port, where, why)
+        text = "no metrics are served at %s:%d (%s): %s; set another metrics.port (KVMOVER_METRICS_PORT), or 0 for any"
+        log.warning(text, settings.address, port, where, why)
         return None

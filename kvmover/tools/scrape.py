@@ -129,9 +129,9 @@ def endpoints(text: str) -> list[str]:
 
     Raises KvmoverError if the range descends or leaves 1 to 65535.
 
-    >>> endpoints("decode-0:9400-9402"), endpoints("http://decode-0:9400/metrics")
-    (['http://decode-0:9400/metrics', 'http://decode-0:9401/metrics', 'http://decode-0:9402/metrics'], \
-['http://decode-0:9400/metrics'])
+    >>> endpoints("decode-0:24400-24402"), endpoints("http://decode-0:24400/metrics")
+    (['http://decode-0:24400/metrics', 'http://decode-0:24401/metrics', 'http://decode-0:24402/metrics'], \
+['http://decode-0:24400/metrics'])
     """
     scheme, _, rest = text.rpartition("://")
     where, slash, path = rest.partition("/")

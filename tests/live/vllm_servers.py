@@ -131,7 +131,8 @@ def vllm(
     arguments += ["--worker-cls", "vllm_without_gpu.pipeline.StageWorker"] if pp > 1 else []
     arguments += ["--block-size", str(block_tokens), *more]
     if kv is not None:
-        arguments += ["--kv-transfer-config", json.dumps(kv)]
+        # As in every recipe: a server that comes back has the name that it had.
+        arguments += ["--kv-transfer-config", json.dumps({"engine_id": name, **kv})]
     own = environment or {}
     # Triton asks for its interpreter when it is imported.
     ground = _BARE if "TRITON_INTERPRET" in own else _GROUND

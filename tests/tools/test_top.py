@@ -446,10 +446,10 @@ def test_the_view_goes_on_after_the_endpoint_was_away():
 
 
 def test_a_range_of_ports_is_an_endpoint_a_rank():
-    assert endpoints("decode-0:9400-9402") == [f"http://decode-0:{port}/metrics" for port in (9400, 9401, 9402)]
-    assert endpoints("https://decode-0:9400-9400/other") == ["https://decode-0:9400/other"]
-    assert endpoints("http://decode-0:9400/metrics") == ["http://decode-0:9400/metrics"]
-    for bad in ("decode-0:9402-9400", "decode-0:0-3", "decode-0:9400-70000"):
+    assert endpoints("decode-0:24400-24402") == [f"http://decode-0:{port}/metrics" for port in (24400, 24401, 24402)]
+    assert endpoints("https://decode-0:24400-24400/other") == ["https://decode-0:24400/other"]
+    assert endpoints("http://decode-0:24400/metrics") == ["http://decode-0:24400/metrics"]
+    for bad in ("decode-0:24402-24400", "decode-0:0-3", "decode-0:24400-70000"):
         with pytest.raises(KvmoverError, match="a range goes from a port up to another"):
             endpoints(bad)
 
@@ -471,9 +471,9 @@ def test_ranks_of_several_endpoints_stand_together_and_a_silent_one_is_named():
     assert "http://one/metrics and 2 more" in text
     assert "2 GiB" in text
     assert "kvmover top: cannot read http://three/metrics: Connection refused" in text
-    dead = [f"http://gone:{port}/metrics" for port in range(9400, 9464)]
+    dead = [f"http://gone:{port}/metrics" for port in range(24400, 24464)]
     with pytest.raises(KvmoverError) as refused:
         top.show(dead, out, get=get)
-    assert str(refused.value) == "cannot read http://gone:9400/metrics and 63 more: Connection refused"
+    assert str(refused.value) == "cannot read http://gone:24400/metrics and 63 more: Connection refused"
     with pytest.raises(KvmoverError, match="cannot read http://three/metrics"):
         top.show(["http://three/metrics"], out, get=get)

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from threading import Event, Lock, Thread
+from typing import TYPE_CHECKING
 
 from kvmover.cache.peers import PeerMiss, PeerTerms, PeerTier
 from kvmover.config import ConfigError, Settings
@@ -26,6 +27,9 @@ from kvmover.errors import KvmoverError, PeerRefused, TransportError
 from kvmover.layout import Fleet, Pool
 from kvmover.transfer import Place
 from kvmover.transport import NixlTransport, Transport
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +70,7 @@ def open_peer_tier(
     silence_s = peers.silence_s
     ping_s, drain_s = min(config.ping_s, silence_s), min(config.drain_s, _DRAIN_S)
     config = replace(config, silence_s=silence_s, ping_s=ping_s, drain_s=drain_s)
-    wire = transport or peer_wire(peers.address, rank)()
+    wire = transport or peer_wire(peers.address, rank, None)()
     try:
         place = Place(peers.address, fleet, rank)
         return PeerTier(wire, weights.name, place, pools, terms, config, weights.identity)
@@ -75,11 +79,11 @@ def open_peer_tier(
         raise
 
 
-def peer_wire(address: str, rank: int) -> Callable[[], Transport]:
+def peer_wire(address: str, rank: int, device: torch.device | None) -> Callable[[], Transport]:
     """Returns a function that opens the transport of a rank's tier, also for `PeerTier.rejoin`. It raises
-    TransportUnavailable.
+    TransportUnavailable. `device`: the rank's, by whose NICs it reads; None: UCX chooses.
     """
-    return partial(NixlTransport, f"peers-{address}-{rank}")
+    return partial(NixlTransport, f"peers-{address}-{rank}", device=device)
 
 
 class Neighbours:

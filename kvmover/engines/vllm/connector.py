@@ -277,8 +277,9 @@ class KvmoverConnector(vllm_api.KVConnectorBase, vllm_api.SupportsHMA):
         made = of_all_stages(held, layers_of(stages, "VLLM_PP_LAYER_PARTITION"))
         fleet = fleet_of(made, place, vllm_api.run_tokens(self._config))
         self._transport = partial(BackedTransport, f"vllm-{place.rank}", backing)
+        wire = self._transport()
         mover = Mover(
-            self._transport(),
+            wire,
             weights.model(tuple(cache.component for cache in made)),
             Place(self._kv_transfer_config.engine_id, fleet, place.rank),
             pools_of(made, backing),
@@ -308,6 +309,8 @@ class KvmoverConnector(vllm_api.KVConnectorBase, vllm_api.SupportsHMA):
         )
         follow_in_worker(self._kv_transfer_config.engine_id, self)
         log.info("%s", weights.told())
+        if wire.nics:
+            log.info("NICs nearest to its GPU: %s", ", ".join(wire.nics))
         log.info(
             "serves %d blocks of %s", self._described.num_blocks, "; ".join(cache.component.name for cache in made)
         )

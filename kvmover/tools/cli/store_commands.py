@@ -175,7 +175,7 @@ def _keeper_metrics(server: KeeperServer, address: str, port: int, ended: ExitSt
     try:
         endpoint = ended.enter_context(MetricsEndpoint(address, port, lambda: server.is_well))
     except OSError as error:
-        typer.echo(f"no metrics are served at {address}:{port}: {error.strerror}", err=True)
+        typer.echo(f"no metrics are served at {address}:{port}: {error.strerror}; say another --metrics-port", err=True)
         return ""
     endpoint.add(KeeperCollector(lambda: server.snapshot))
     return f", metrics at {address}:{endpoint.port}"

@@ -28,6 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvmover.config import ConfigError, load
 from kvmover.config.settings import Settings
 from kvmover.errors import KvmoverError, need
+from kvmover.exposition import FIRST_METRICS_PORT
 from kvmover.observe.runlog import LineReader, read_lines
 from kvmover.plan.cost import HOST
 from kvmover.store import store_location
@@ -82,9 +83,6 @@ Stage = ScenarioRun | Lives | Lenders | Rolling | Migrations
 
 #: Defaults for processes of one machine that move a few MB.
 MOVER = MoverConfig(costs=HOST, arena_bytes=8 << 20, exports=Exports.POOLS)
-
-#: First port tried for a watched demo without a configured port.
-_FIRST_PORT = 9400
 
 #: Seconds between two frames.
 _FRAME_S = 1.0
@@ -178,7 +176,7 @@ def _watched(options: DemoOptions) -> DemoOptions:
 
 def _free_ports(address: str, count: int) -> int:
     """Returns the first of `count` consecutive free ports. Raises KvmoverError if too few are free."""
-    for first in range(_FIRST_PORT, (1 << 16) - count, count):
+    for first in range(FIRST_METRICS_PORT, (1 << 16) - count, count):
         with ExitStack() as taken:
             try:
                 for port in range(first, first + count):

@@ -269,7 +269,7 @@ def test_the_command_prints_a_verdict_or_json_and_ends_with_its_status(
         (["http://a"], "1 URLs; a check takes a prefill, a decode"),
         (["http://a", "http://b", "http://c", "http://d"], "4 URLs"),
         (["http://a", "http://b", "--bootstrap", "p"], "p is not HOST:PORT"),
-        (["http://a", "http://b", "--metrics", "p:9402-9400"], "a range goes from a port up"),
+        (["http://a", "http://b", "--metrics", "p:24402-24400"], "a range goes from a port up"),
         (["http://a", "http://b", "--patience", "0"], "greater than or equal to 1"),
     ],
 )

@@ -172,13 +172,13 @@ def test_the_configuration_is_read_over_what_the_demo_would_do_by_itself(
 
     monkeypatch.setattr(demo, "run", ran)
     monkeypatch.setenv("KVMOVER_MOVER_INTEGRITY", "digest")
-    monkeypatch.setenv("KVMOVER_METRICS_PORT", "9400")
+    monkeypatch.setenv("KVMOVER_METRICS_PORT", "24400")
     monkeypatch.setenv("KVMOVER_RECORD_RUN_LOG", str(tmp_path / "run.jsonl"))
     run_demo(UNEVEN)
     assert given == [load(defaults=Settings(mover=MOVER)).settings]
     assert (given[0].mover.arena_bytes, given[0].mover.integrity) == (8 << 20, "digest")
     said = capsys.readouterr().err
-    assert "kvmover top 127.0.0.1:9400-9404" in said
+    assert "kvmover top 127.0.0.1:24400-24404" in said
     assert f"kvmover report {tmp_path / 'run.jsonl'}\n" in said
 
 
@@ -192,7 +192,7 @@ def test_a_run_is_watched_while_it_runs_and_traced_when_it_is_over(
     trace = tmp_path / "run.json"
     assert run_demo(replace(UNEVEN, report=trace, watch=True, as_json=True)) == 0
     said = capsys.readouterr()
-    assert "kvmover top  127.0.0.1:94" in said.err
+    assert "kvmover top  127.0.0.1:244" in said.err
     assert "prefill 2" in said.err  # a rank's row
     (scenario,) = json.loads(said.out)["scenarios"]
     lines = read_lines([tmp_path / "run.jsonl"])
@@ -234,7 +234,7 @@ def test_a_report_is_written_over_nothing_but_an_older_one(
 def test_ports_for_all_ranks_are_neighbours_that_nobody_listens_on(monkeypatch: pytest.MonkeyPatch):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         taken = listening.getsockname()[1]
-        monkeypatch.setattr(demo, "_FIRST_PORT", taken - 2)
+        monkeypatch.setattr(demo, "FIRST_METRICS_PORT", taken - 2)
         first = demo._free_ports("127.0.0.1", 5)
     assert taken not in range(first, first + 5)
 
