@@ -40,7 +40,7 @@ start_http_server(24400)
 
 Tiers have a `TierCollector(controller.snapshot)`, a page store a `StoreCollector(store, engine, rank)`. In SGLang and
 vLLM each store is served at its rank's port, the one of vLLM's tier at the scheduler's. `kvmover keeper` serves its
-metrics with `--metrics-port 29500`, and says at `/healthz` whether its loop goes round. Histograms have buckets from
+metrics with `--metrics-port 24490`, and says at `/healthz` whether its loop goes round. Histograms have buckets from
 10 us to 84 s in powers of two. Failed transfers are those of `kvmover_transfers_total` whose `end` is not `landed`;
 `end="deadline"` counts the ones that ran out of time, `end="unbegun"` those of which no transfer was made, since nobody
 was found or they were refused. What asks for nothing, to let a source forget a request, is no transfer. This page is

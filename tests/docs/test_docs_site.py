@@ -11,7 +11,8 @@ from kvmover.exposition import FIRST_METRICS_PORT
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: Pages and what stands beside them, to be applied as it is.
-TEXTS = [*PAGES, *sorted(path for path in (ROOT / "docs").rglob("*") if path.suffix in {".json", ".yml", ".yaml"})]
+APPLIED = [path for folder in ("docs", "deploy") for path in (ROOT / folder).rglob("*")]
+TEXTS = [*PAGES, *sorted(path for path in APPLIED if path.suffix in {".json", ".yml", ".yaml", ".service"})]
 
 
 def transfer_configs(text: str) -> list[dict[str, object]]:
