@@ -24,7 +24,7 @@ OLD_NIXL := .nixl/$(OLDEST_NIXL)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test prove mooncake simulate engines environments indexer live live-pair lint types wheel perf gpu-check pictures clean
+.PHONY: help setup demo test prove mooncake simulate engines environments indexer live live-pair orchestrators lint types wheel perf gpu-check pictures clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ else
 		bash tests/engines/setup.sh $$engine || exit 1; done
 	@KVMOVER_LIVE=pair PREFILL="$(PREFILL)" DECODE="$(DECODE)" $(BIN)/python -m pytest -q tests/live/pair
 endif
+
+orchestrators: setup environments ## serve behind Dynamo, llm-d's sidecar and Ray Serve, and compare every token (ten minutes)
+	@KVMOVER_LIVE=orchestrators $(BIN)/python -m pytest -q tests/live/orchestrators
 
 environments:
 	@for engine in $(ENGINE); do bash tests/engines/setup.sh $$engine || exit 1; done

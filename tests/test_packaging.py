@@ -32,6 +32,7 @@ TARGETS = [
     "indexer",
     "live",
     "live-pair",
+    "orchestrators",
     "lint",
     "types",
     "wheel",

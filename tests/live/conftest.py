@@ -24,7 +24,11 @@ from tests.store.pool_processes import PoolProcesses
 HERE = Path(__file__).parent
 
 #: By the folder of a test: whose servers it starts.
-_ENGINES = {"sglang": {"sglang"}, "vllm": {"vllm"}, "cross": {"sglang", "vllm"}, "pair": {"pair"}, "dynamo": set[str]()}
+_ENGINES = {
+    **{name: {name} for name in ("sglang", "vllm", "pair", "orchestrators")},
+    "cross": {"sglang", "vllm"},
+    "dynamo": set[str](),
+}
 _RESULTS = pytest.StashKey[Results]()
 _LOCK = pytest.StashKey[IO[str]]()
 
