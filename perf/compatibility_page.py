@@ -38,8 +38,9 @@ two. This page is written by `python -m perf.compatibility_page`.
 """
 
 NAMES = """
-Dynamo 1.6.1 pins vLLM 0.31.0 with NIXL 1.4.1 and SGLang 0.5.21 with NIXL 1.5.0, which are inside, but for SGLang's radix
-cache. llm-d's image of August 2026 has vLLM 0.26.0, and the extra `llm` of Ray 2.60.0 pins vLLM 0.29.0, which are outside.
+Dynamo 1.6.1 pins vLLM 0.31.0 with NIXL 1.4.1 and SGLang 0.5.21 with NIXL 1.5.0, which are inside, but for SGLang's
+radix cache. llm-d's image of August 2026 has vLLM 0.26.0, and the extra `llm` of Ray 2.60.0 pins vLLM 0.29.0, which
+are outside.
 [Behind an orchestrator](orchestrators.md) has what was run.
 """
 

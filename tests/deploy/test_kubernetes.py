@@ -121,9 +121,9 @@ def test_a_server_is_configured_as_the_code_understands_it(
     file.write_text(objects["ConfigMap", "kvmover"]["data"]["kvmover.toml"])
     own = {name: value for name, value in variables.items() if name.startswith("KVMOVER_") and name != "KVMOVER_CONFIG"}
     settings = load(file, own).settings
-    ranks = tp(objects, engine, role)
-    served = {f"metrics-{rank}": settings.metrics.port + rank for rank in range(ranks)}
-    served |= {"ledger": settings.metrics.port + ranks} if engine == "vllm" else {}
+    ranks, first = tp(objects, engine, role), settings.metrics.port or 0
+    served = {f"metrics-{rank}": first + rank for rank in range(ranks)}
+    served |= {"ledger": first + ranks} if engine == "vllm" else {}
     assert {name: port for name, port in ports(container).items() if name.startswith(("metrics", "ledger"))} == served
     assert settings.metrics.address == ""
     mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}

@@ -11,7 +11,7 @@ import pytest
 from tests.live.answers import Verdict
 from tests.live.conftest import ModelMaker, Servers
 from tests.live.orchestrators.dynamo_servers import NIXL, SGLANG, VLLM, Dynamo, patched
-from tests.live.orchestrators.orchestrated import DYNAMOS_TOKEN_IDS, Way, ask, until_served
+from tests.live.orchestrators.orchestrated import DYNAMOS_TOKEN_IDS, REQUESTS, Way, ask, until_served
 from tests.live.server import Server, ServerDied
 from tests.live.sglang_servers import DECODE, PREFILL
 from tests.live.table import Results
@@ -31,6 +31,7 @@ class Half:
     weights: Path
     plain: Server
     front: Server
+    decode: Server
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def half(servers: Servers, model: ModelMaker, tmp_path_factory: pytest.TempPathF
         dynamo.frontend("dynamo-vllm-front"),
         dynamo.vllm("dynamo-vllm-decode", weights, "decode", _OWN_NAME),
     )
-    yield Half(dynamo, weights, plain, front)
+    yield Half(dynamo, weights, plain, front, decode)
     servers.stop([plain, front, decode])
 
 
@@ -66,6 +67,9 @@ def test_answers_of_vllm_under_the_name_that_dynamo_knows(half: Half, servers: S
     until_served(half.front.url, DYNAMOS_TOKEN_IDS)
     way = Way(_DYNAMO, _VLLM, "kv_connector NixlConnector with our module, TP2 to TP1")
     way.compare(results, half.plain.url, half.front.url, half.dynamo.log, DYNAMOS_TOKEN_IDS)
+    received = half.decode.metrics("vllm:kvmover_received_requests")["vllm:kvmover_received_requests_total"]
+    assert received >= REQUESTS, "Dynamo's own port tells our metrics"
+    assert "Creating v1 connector with name: KvmoverConnector" in prefill.log()
     servers.stop([prefill])
 
 
