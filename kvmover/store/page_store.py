@@ -342,11 +342,7 @@ class PageStore:
         deleted, and the next put writes them again.
         """
         with self._tenure.using() as objects:
-            try:
-                objects.flush()
-            except (OSError, StoreError):
-                objects.counters.failed_flushes += 1
-                raise
+            objects.flush()
 
     def clear(self) -> int:
         """Delete every page of this namespace. Returns their number. Raises StoreError."""

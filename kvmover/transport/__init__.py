@@ -24,7 +24,6 @@ from kvmover.transport.base import (
 if TYPE_CHECKING:
     from kvmover.transport.checks import MAX_NOTE_BYTES
     from kvmover.transport.loopback import LoopbackNetwork, LoopbackTransport
-    from kvmover.transport.nics import NET_DEVICES, read_topology
     from kvmover.transport.nixl import NixlTransport
     from kvmover.transport.nixl_agent import NixlAgent, nixl_version, start_agent
 
@@ -34,15 +33,12 @@ _LAZY = {
     "LoopbackNetwork": "loopback",
     "LoopbackTransport": "loopback",
     "NixlTransport": "nixl",
-    "NET_DEVICES": "nics",
-    "read_topology": "nics",
     "nixl_version": "nixl_agent",
     "start_agent": "nixl_agent",
 }
 
 __all__ = [
     "MAX_NOTE_BYTES",
-    "NET_DEVICES",
     "Completed",
     "Descriptors",
     "Event",
@@ -59,7 +55,6 @@ __all__ = [
     "Transport",
     "memory_of",
     "nixl_version",
-    "read_topology",
     "start_agent",
     "union",
     "whole",

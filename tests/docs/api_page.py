@@ -42,7 +42,7 @@ PACKAGES = (
 #: Modules without an `__all__`, of which every public class and function is promised.
 WHOLE = (
     "kvmover.errors",
-    "kvmover.engines.common.directories",
+    "kvmover.transfer.rendezvous",
     "kvmover.observe.observers",
     "kvmover.observe.metrics",
     "kvmover.plan.calibration",
@@ -97,7 +97,6 @@ TEXTS = {
     "kvmover.plan.HOST": "Assumed costs between processes of one host.",
     "kvmover.plan.RDMA": "Assumed costs between GPUs over 400 Gb/s RDMA.",
     "kvmover.transport.MAX_NOTE_BYTES": "The longest note a transport carries.",
-    "kvmover.transport.NET_DEVICES": "The variable by which UCX chooses network devices.",
     "kvmover.transport.Event": "What `poll` returns: a Note, or that an operation Completed or Failed.",
     "kvmover.store.DIRECT_BYTES": "What O_DIRECT asks of addresses, offsets and lengths on every disk: 4,096.",
     "kvmover.store.HASH_BYTES": "Bytes of a page's hash: 32.",

@@ -320,11 +320,7 @@ def _event_batches() -> Goldens:
             written, lambda raw: msgspec.msgpack.encode(msgspec.msgpack.decode(raw, type=kv_events.KVEventBatch))
         )
 
-    def again(raw: bytes) -> bytes:
-        return msgspec.msgpack.encode(msgspec.msgpack.decode(raw))
-
-    arrays = msgspec.msgpack.encode((1.5, kv_events.as_form(_EVENTS, kv_events.EventForm.ARRAYS), 1))
-    return {**dict(_named(_EVENTS, batch)), "batch": batch(*_EVENTS, rank=1), "arrays": Golden(arrays, again)}
+    return {**dict(_named(_EVENTS, batch)), "batch": batch(*_EVENTS, rank=1)}
 
 
 def _records() -> Goldens:

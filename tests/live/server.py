@@ -55,10 +55,7 @@ class Ground:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """How a server is started. `name` is its log's; `bootstrap_port`: where SGLang's decode ranks find a prefill.
-
-    `health`: the path that answers with 200 once it serves.
-    """
+    """How a server is started. `name` is its log's; `bootstrap_port`: where SGLang's decode ranks find a prefill."""
 
     name: str
     ground: Ground
@@ -67,7 +64,6 @@ class Command:
     port: int
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     bootstrap_port: int = 0
-    health: str = "/health"
 
 
 def taking_images(command: Command) -> Command:
@@ -142,7 +138,7 @@ class Server:
             if self.ended():
                 raise ServerDied(f"{self.name} ended:\n{self.log()[-6000:]}")
             try:
-                if self.get(self.command.health)[0] == 200:
+                if self.get("/health")[0] == 200:
                     return self
             except OSError:
                 pass
@@ -178,17 +174,15 @@ class Server:
     def cpu_s(self) -> float:
         """CPU seconds of the server and all processes that it started, so far."""
         ticks = os.sysconf("SC_CLK_TCK")
-        return sum(int(fields[11]) + int(fields[12]) for fields in self._session().values()) / ticks
-
-    def _session(self) -> dict[int, list[str]]:
-        """Returns the processes of the server's session, by pid: the numbers of `/proc/PID/stat` behind the name."""
-        found = dict[int, list[str]]()
+        total = 0
         for stat in Path("/proc").glob("[0-9]*/stat"):
-            with suppress(OSError):  # it has just ended
+            try:
                 fields = stat.read_text().rpartition(")")[2].split()
-                if int(fields[3]) == self.pid:
-                    found[int(stat.parent.name)] = fields
-        return found
+            except OSError:  # it has just ended
+                continue
+            if int(fields[3]) == self.pid:  # its session is the server's
+                total += int(fields[11]) + int(fields[12])
+        return total / ticks
 
     def ask_to_end(self) -> None:
         """Send it the signal by which an operator stops it."""
@@ -206,11 +200,8 @@ class Server:
         self.kill()
 
     def kill(self) -> None:
-        """`kill -9` of all its processes, of whichever groups."""
+        """`kill -9` of all its processes."""
         self._signal(signal.SIGKILL)
-        for pid in self._session():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
         self.ended(_STOP_S)
 
     def pause(self) -> None:

@@ -3,7 +3,6 @@
 from kvmover.cache.hints.actions import (
     Declined,
     DemoteHint,
-    FetchHint,
     Hint,
     HintAction,
     HintAnswer,
@@ -16,7 +15,6 @@ from kvmover.cache.hints.actions import (
     RetainHint,
     ShareHint,
     read_hints,
-    read_source,
 )
 from kvmover.cache.hints.desk import HintDesk, HintedTiers
 from kvmover.cache.hints.pin_collector import PinCollector, PinGauges
@@ -26,7 +24,6 @@ from kvmover.errors import HintError
 __all__ = [
     "Declined",
     "DemoteHint",
-    "FetchHint",
     "Hint",
     "HintAction",
     "HintAnswer",
@@ -49,5 +46,4 @@ __all__ = [
     "RetainHint",
     "ShareHint",
     "read_hints",
-    "read_source",
 ]
