@@ -37,7 +37,7 @@ from kvmover.store.files import (
     look_in_order,
     reason_of,
 )
-from kvmover.transport import Memory, NixlAgent, nixl_version, start_agent
+from kvmover.transport import Memory, NixlAgent, nixl_release, nixl_version, start_agent
 
 log = logging.getLogger(__name__)
 
@@ -99,11 +99,11 @@ class NixlFiles(Files):
         library. Raises it before NIXL 1.5, too.
         """
         self._plugin = plugin = StoragePlugin(plugin)
-        self._agent: NixlAgent = start_agent("kvmover-store", [], 0)
-        if self._agent.release < _REPORTS_SHORT_SINCE:
+        if nixl_release() < _REPORTS_SHORT_SINCE:
             raise TransportUnavailable(
                 f"NIXL {nixl_version()} reports a short transfer of a file as done: a page store takes 1.5 or newer"
             )
+        self._agent: NixlAgent = start_agent("kvmover-store", [], 0)
         self._nixl: Any = self._agent.nixl
         try:
             self._nixl.create_backend(plugin.value, _PARAMETERS.get(plugin, {}))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvmover.transport.checks import MAX_NOTE_BYTES
     from kvmover.transport.loopback import LoopbackNetwork, LoopbackTransport
     from kvmover.transport.nixl import NixlTransport
-    from kvmover.transport.nixl_agent import NixlAgent, nixl_version, start_agent
+    from kvmover.transport.nixl_agent import OLDEST_NIXL, NixlAgent, nixl_release, nixl_version, start_agent
 
 _LAZY = {
     "MAX_NOTE_BYTES": "checks",
@@ -33,12 +33,15 @@ _LAZY = {
     "LoopbackNetwork": "loopback",
     "LoopbackTransport": "loopback",
     "NixlTransport": "nixl",
+    "OLDEST_NIXL": "nixl_agent",
+    "nixl_release": "nixl_agent",
     "nixl_version": "nixl_agent",
     "start_agent": "nixl_agent",
 }
 
 __all__ = [
     "MAX_NOTE_BYTES",
+    "OLDEST_NIXL",
     "Completed",
     "Descriptors",
     "Event",
@@ -54,6 +57,7 @@ __all__ = [
     "Timing",
     "Transport",
     "memory_of",
+    "nixl_release",
     "nixl_version",
     "start_agent",
     "union",

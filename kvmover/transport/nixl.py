@@ -84,7 +84,7 @@ class NixlTransport(Transport):
         self._peers: dict[str, _Peer] = {}
         self._lost: dict[str, str] = {}
         self._retired: set[str] = set()
-        # Lost peers whose endpoints UCX has failed.
+        # Of the retired peers, those whose endpoints UCX has failed.
         self._dropped: set[str] = set()
         self._flights: dict[int, _Flight] = {}
         self._events: list[Event] = []
@@ -262,7 +262,7 @@ class NixlTransport(Transport):
         for handle in self._registered.values():
             with refused:
                 agent.nixl.deregister_memory(handle)
-        for table in (self._flights, self._peers, self._retired, self._registered, self._events):
+        for table in (self._flights, self._peers, self._retired, self._dropped, self._registered, self._events):
             table.clear()
 
     def _ready(self) -> NixlAgent:
@@ -284,15 +284,14 @@ class NixlTransport(Transport):
             return
         try:
             state = step(flight.handle)
-        except agent.gone as error:
-            # UCX has failed the endpoint and dropped its queue, so it no longer touches local memory (tcp and cma
-            # measured). Where one operation spans several rails NIXL may answer at the first that fails; `_sweep`
-            # closes the endpoint by force before `poll` hands out the event.
-            self._dropped.add(flight.peer)
-            self._settle(flight, flight.handle, self._lose(flight.peer, error))
-            return
         except agent.errors as error:
-            if flight.peer in self._dropped:  # before 1.5, NIXL forgets the other operations of a peer that is gone
+            if isinstance(error, agent.gone):
+                self._dropped.add(flight.peer)
+            if flight.peer in self._dropped:
+                # UCX has failed the endpoint and dropped its queue, so it no longer touches local memory (tcp and cma
+                # measured). Where one operation spans several rails NIXL may answer at the first that fails; `_sweep`
+                # closes the endpoint by force before `poll` hands out the event. Before 1.5, NIXL forgets the other
+                # operations of such a peer, and has an error of its own for them.
                 self._settle(flight, flight.handle, self._lose(flight.peer, error))
                 return
             state = str(error)
@@ -349,3 +348,4 @@ class NixlTransport(Transport):
         for peer in self._retired - {flight.peer for flight in self._flights.values() if flight.handle is not None}:
             agent.nixl.remove_remote_agent(peer)
             self._retired.discard(peer)
+            self._dropped.discard(peer)

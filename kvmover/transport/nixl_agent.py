@@ -23,7 +23,7 @@ from kvmover.errors import TransportUnavailable
 from kvmover.transport.base import COUNT, DEVICE, NBYTES, STRIDE, Descriptors, Timing
 
 #: The oldest release that the tests ran with. 1.4.0 crashes when a peer dies.
-OLDEST = (1, 4, 1)
+OLDEST_NIXL = (1, 4, 1)
 
 #: The first release with strided [n, 5] lists. An older one is given each run as a row of its own.
 _STRIDED_SINCE = (1, 5)
@@ -109,7 +109,7 @@ def start_agent(name_hint: str, backends: Sequence[str], num_threads: int) -> Ni
         raise TransportUnavailable(f"NIXL cannot start {list(backends)} with UCX_TLS={tls}: {error}") from error
     if missing := [backend for backend in backends if backend not in nixl.backends]:
         raise TransportUnavailable(f"NIXL has no plugin {missing}, only {nixl.plugin_list}")
-    return NixlAgent(name, nixl, errors, bindings.nixlRemoteDisconnectError, _telemetry(), _numbers(nixl_version()))
+    return NixlAgent(name, nixl, errors, bindings.nixlRemoteDisconnectError, _telemetry(), nixl_release())
 
 
 @contextmanager
@@ -167,8 +167,8 @@ def _load() -> ModuleType:
         except ImportError as error:
             raise TransportUnavailable(f"nixl-cu{major} does not load: {error}") from error
         found = version(f"nixl-cu{major}")
-        if _numbers(found) < OLDEST:
-            oldest = ".".join(map(str, OLDEST))
+        if _numbers(found) < OLDEST_NIXL:
+            oldest = ".".join(map(str, OLDEST_NIXL))
             raise TransportUnavailable(f"nixl-cu{major} {found} is older than {oldest}, the oldest that kvmover takes")
         return api
     raise TransportUnavailable(
@@ -176,13 +176,18 @@ def _load() -> ModuleType:
     )
 
 
-def _numbers(release: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", release)[:3])
-
-
 def nixl_version() -> str:
     """Returns the release of the installed wheel. Raises TransportUnavailable."""
     return version(_load().__name__.partition(".")[0].replace("_", "-"))
+
+
+def nixl_release() -> tuple[int, ...]:
+    """Returns `nixl_version` as numbers that compare: (1, 5, 1). Raises TransportUnavailable."""
+    return _numbers(nixl_version())
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", release)[:3])
 
 
 #: The owners of agents in this process.

@@ -97,6 +97,7 @@ TEXTS = {
     "kvmover.plan.HOST": "Assumed costs between processes of one host.",
     "kvmover.plan.RDMA": "Assumed costs between GPUs over 400 Gb/s RDMA.",
     "kvmover.transport.MAX_NOTE_BYTES": "The longest note a transport carries.",
+    "kvmover.transport.OLDEST_NIXL": "The oldest release of NIXL that is taken: major, minor, patch.",
     "kvmover.transport.Event": "What `poll` returns: a Note, or that an operation Completed or Failed.",
     "kvmover.store.DIRECT_BYTES": "What O_DIRECT asks of addresses, offsets and lengths on every disk: 4,096.",
     "kvmover.store.HASH_BYTES": "Bytes of a page's hash: 32.",

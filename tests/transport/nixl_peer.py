@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvmover.errors import KvmoverError
-from kvmover.transport import Descriptors, Event, Memory, MemoryKind, NixlTransport, Note, nixl_version
+from kvmover.transport import Descriptors, Event, Memory, MemoryKind, NixlTransport, Note, nixl_release
 
 POISON = 0xEE
 PAUSE_S = 100e-6
@@ -129,8 +129,8 @@ class _Served:
             time.sleep(PAUSE_S)
         return events
 
-    def release(self) -> str:
-        return nixl_version()
+    def release(self) -> tuple[int, ...]:
+        return nixl_release()
 
     def notify(self, peer: str, payload: bytes) -> None:
         self._transport.notify(peer, payload)

@@ -25,10 +25,11 @@ from pathlib import Path
 
 from kvmover.errors import how_to_install
 from kvmover.observe.formats import bytes_in_words
+from kvmover.transport import OLDEST_NIXL
 
 #: Triton releases for which the tests compile the kernels.
 OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
-OLDEST_PYTHON, OLDEST_TORCH, OLDEST_NIXL = (3, 11), (2, 11), (1, 4, 1)
+OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
 
 #: Free bytes of /dev/shm below which shared memory segments of NIXL and gloo run out first.
 _SHARED_MEMORY_BYTES = 1 << 30
