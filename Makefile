@@ -24,7 +24,7 @@ OLD_NIXL := .nixl/$(OLDEST_NIXL)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test prove mooncake simulate engines environments live live-pair lint types wheel perf gpu-check pictures clean
+.PHONY: help setup demo test prove mooncake simulate engines environments indexer live live-pair orchestrators lint types wheel perf gpu-check pictures clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,7 +51,10 @@ engines: setup environments ## build the engines' own environments (GiB), and ru
 	@KVMOVER_RELEASE="$(if $(VERSION),$(shell bash tests/engines/release.sh $(ENGINE) $(VERSION)))" \
 		$(BIN)/python -m pytest -q -m engine tests/engines $(if $(VERSION),-k $(ENGINE))
 
-live: setup environments mooncake ## serve with the engines through kvmover, and compare every token (half an hour); ENGINE=vllm runs one
+indexer: ## make .orchestrators/indexer, Dynamo's indexer: the referee of our KV events
+	@bash tests/live/dynamo/setup.sh
+
+live: setup environments mooncake indexer ## serve with the engines through kvmover, and compare every token (half an hour); ENGINE=vllm runs one
 	@KVMOVER_LIVE="$(ENGINE)" $(BIN)/python -m pytest -q -n 2 --dist loadfile tests/live
 
 live-pair: setup ## the smallest part of it: one prefill and one decode of vLLM; PREFILL=vllm==0.31.0 DECODE=sglang==0.5.22: other releases
@@ -63,6 +66,9 @@ else
 		bash tests/engines/setup.sh $$engine || exit 1; done
 	@KVMOVER_LIVE=pair PREFILL="$(PREFILL)" DECODE="$(DECODE)" $(BIN)/python -m pytest -q tests/live/pair
 endif
+
+orchestrators: setup environments ## serve behind Dynamo, llm-d's sidecar and Ray Serve, and compare every token (ten minutes)
+	@KVMOVER_LIVE=orchestrators $(BIN)/python -m pytest -q tests/live/orchestrators
 
 environments:
 	@for engine in $(ENGINE); do bash tests/engines/setup.sh $$engine || exit 1; done

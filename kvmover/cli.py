@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
@@ -23,7 +23,9 @@ from kvmover.errors import (
     TransportError,
     need,
 )
+from kvmover.exposition import FIRST_METRICS_PORT
 from kvmover.tools.cli.advise_options import AdviseArguments, show_advice
+from kvmover.tools.cli.check_options import CheckArguments, show_checked
 from kvmover.tools.cli.command_options import (
     HELP,
     DemoArguments,
@@ -37,6 +39,9 @@ from kvmover.tools.cli.store_commands import keep, store_app
 #: Errors of a transfer. All others are errors of the input.
 _HAPPENED = (TransportError, PeerRefused, ProtocolError, TransferFailed)
 _FAILED, _REFUSED = 1, 2
+
+#: The endpoint that `kvmover top` asks unless told: rank 0 of a recipe on this machine.
+_NEAREST = f"http://127.0.0.1:{FIRST_METRICS_PORT}/metrics"
 
 app = typer.Typer(
     name="kvmover",
@@ -176,6 +181,16 @@ def advise(given: AdviseArguments) -> None:
     show_advice(given)
 
 
+@app.command()
+@takes(CheckArguments)
+def check(given: CheckArguments) -> int:
+    """Ask a prefill and a decode one prompt, and say whether its KV came over kvmover, or what is at fault.
+
+    Exit status: 0 it came; 1 it did not; 2 wrong options; 3 it came, and the tokens differ; 4 no metrics tell.
+    """
+    return show_checked(given)
+
+
 @app.command("config")
 def show_config(
     config: Annotated[
@@ -183,7 +198,7 @@ def show_config(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of TOML.")] = False,
 ) -> None:
-    """Print every setting as TOML: defaults as comments, and behind others where they were given.
+    """Print every setting as TOML. A default is a comment; behind any other value stands where it was set.
 
     Settings that cannot work on this host are refused.
     """
@@ -200,25 +215,42 @@ def show_top(
     addresses: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Where ranks serve their metrics: http://decode-0:9400/metrics, or decode-0:9400-9407 for eight ranks;"
-            " http://127.0.0.1:9400/metrics if not given.",
+            help=f"Where ranks serve their metrics: http://decode-0:{FIRST_METRICS_PORT}/metrics, or"
+            f" decode-0:{FIRST_METRICS_PORT}-{FIRST_METRICS_PORT + 7} for eight ranks; {_NEAREST} if not given.",
             metavar="[URL]...",
         ),
     ] = None,
     interval: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Between two frames.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame, of all since the start.")] = False,
+    fold: Annotated[
+        Literal["many", "engines", "ranks"],
+        typer.Option(help="A row an engine, a row a rank, or a row an engine where there are more than 16 ranks."),
+    ] = "many",
+    sort: Annotated[str, typer.Option(help="By which column: name, received, p99 ...", metavar="COLUMN")] = "name",
+    only: Annotated[
+        str, typer.Option("--filter", help="Rows whose name, engine and rank, has this in it.", metavar="TEXT")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one frame as JSON, with every rank.")] = False,
 ) -> None:
-    """Watch transfers, hits by tier, bandwidth, arenas and failures, from metrics endpoints. Ctrl-C ends it."""
-    from kvmover.tools import top
-    from kvmover.tools.tables import console
-    from kvmover.tools.top import endpoints
+    """Watch transfers, hits by tier, bandwidth, arenas and failures, from metrics endpoints.
 
-    found = [each for text in addresses or ["http://127.0.0.1:9400/metrics"] for each in endpoints(text)]
-    if once:
-        top.show(found, console())
-        return
-    with contextlib.suppress(KeyboardInterrupt):
-        top.watch(found, interval, console())
+    Keys: f folds, s sorts, / filters, arrows scroll, q ends it.
+    """
+    from kvmover.tools import top
+    from kvmover.tools.scrape import endpoints
+    from kvmover.tools.tables import console
+    from kvmover.tools.top_keys import Fold, TopState
+
+    state = TopState(Fold(fold), sort, only)
+
+    found = [each for text in addresses or [_NEAREST] for each in endpoints(text)]
+    if as_json:
+        top.show_json(found)
+    elif once:
+        top.show(found, console(), state)
+    else:
+        with contextlib.suppress(KeyboardInterrupt):
+            top.watch(found, interval, console(), state)
 
 
 @app.command()
@@ -228,12 +260,17 @@ def report(
         Path | None, typer.Option(help="Also write the run as a trace for ui.perfetto.dev.", metavar="FILE.json")
     ] = None,
     most: Annotated[int, typer.Option(min=1, metavar="N", help="Slow and failed requests to list, of each.")] = 20,
+    as_json: Json = False,
 ) -> None:
     """Sum up a run: its slowest and its failed requests, where the time went, and hits by tier."""
-    from kvmover.tools.report.run_summary import report_run
+    from kvmover.tools.report.run_json import summary_as_data
+    from kvmover.tools.report.run_summary import report_run, summed
     from kvmover.tools.tables import console
 
-    report_run(logs, trace, most, console())
+    if as_json:
+        print(json.dumps(summary_as_data(*summed(logs, trace, most))))
+    else:
+        report_run(logs, trace, most, console())
 
 
 app.command("keeper")(keep)

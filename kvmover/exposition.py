@@ -12,6 +12,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
 
+#: The port of rank 0's metrics in all recipes, `kvmover top` and a watched demo; rank r has this plus r. It is below
+#: the ports that Kubernetes gives to nodes (30000) and Linux to clients (32768), and no default of a neighbour's: 9400
+#: is dcgm-exporter's, 29400 torchrun's, and 10002 to 19999 are for Ray's workers.
+FIRST_METRICS_PORT = 24400
+
 #: The labels of a rank's metrics.
 RANK = ("engine", "rank")
 

@@ -27,6 +27,7 @@ from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.protocol.handshake import Model, Place
 from kvmover.transport.nixl import NixlTransport
+from perf.command_line import options
 from perf.record import write
 
 #: 64 KiB a token.
@@ -194,6 +195,7 @@ def row(name: str, shape: tuple[str, str], busy: float, seen: Sequence[tuple[Any
 
 
 def main() -> None:
+    options(__doc__).parse_args()
     rng = np.random.default_rng(SEED)
     rows = [row for name, shape in SHAPES.items() for row in compare(name, shape, rng)]
     print(f"wrote {write('advise', rows)}")

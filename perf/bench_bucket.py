@@ -8,7 +8,6 @@ a page, sixteen at a time.
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import os
 import subprocess
@@ -32,6 +31,7 @@ from kvmover.store.bucket.bucket_objects import BucketObjects
 from kvmover.store.bucket.sealed import HEAD, FillingSegment, segment_name
 from kvmover.store.bucket.service import ObjectBucket
 from kvmover.store.part import part_key
+from perf.command_line import options
 from perf.record import interleaved, write
 
 SERVER = Path(__file__).parents[1] / "tests" / "store" / "bucket_server.py"
@@ -43,7 +43,7 @@ PAGES_BYTES, ROUNDS, AT_ONCE = 32 << 20, 5, 16
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser()
+    asked = options(__doc__)
     asked.add_argument("location", nargs="?")
     asked.add_argument("--objects", type=int, default=1_000_000)
     given = asked.parse_args()

@@ -19,6 +19,7 @@ from typing import Any
 
 from perf.bench_prefix import apart
 from perf.bench_radix import RUST, Server, Stopwatch, _named, _publish
+from perf.command_line import options
 from perf.prefix_peers import load
 from perf.record import Spread, write
 
@@ -144,7 +145,10 @@ def _pass(name: str, page_tokens: int, filled: str) -> Pass:
     return Pass(spent_us / (STEPS - 1), sum(watch.spent_ns.values()) / 1e3 / (STEPS - 1))
 
 
-def main(given: list[str]) -> None:
+def main() -> None:
+    asked = options(__doc__)
+    asked.add_argument("rounds", nargs="?", type=int, help=f"of each cache; {ROUNDS}, whose rows are kept")
+    given: int | None = asked.parse_args().rounds
     if RUST not in load():
         sys.exit("there is no SGLang: KVMOVER_PEERS names an environment that has it")
     for name in ("managers.schedule_policy", "mem_cache.allocation", "server_args", "speculative.spec_info"):
@@ -153,7 +157,7 @@ def main(given: list[str]) -> None:
     for page_tokens in PAGES:
         for filled in FILLED:
             passes: dict[str, list[Pass]] = {name: [] for name in CACHES}
-            for _ in range(int(given[0]) if given else ROUNDS):
+            for _ in range(given or ROUNDS):
                 for name in CACHES:
                     passes[name].append(apart(_pass, name, page_tokens, filled))
             steps = {name: Spread.of([each.step_us for each in got]) for name, got in passes.items()}
@@ -177,4 +181,4 @@ def main(given: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -18,6 +18,7 @@ from kvmover.plan import HOST, Route
 from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import Gate, Transfer
+from perf.command_line import options
 from perf.record import Spread, write
 from perf.transfer_pair import ARENA_BYTES, PAGE_TOKENS, PAGES, PAUSE_S, TOKENS, Pair
 
@@ -68,6 +69,7 @@ class Prefill(Pair):
 
 
 def main() -> None:
+    options(__doc__).parse_args()
     pair = Prefill()
     calls: Mapping[str, Callable[[], float]] = {
         f"{verb}, {way.__name__.replace('_', ' ')}": partial(way, config)

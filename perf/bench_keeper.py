@@ -8,7 +8,6 @@ are what copy for the keeper's client.
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import os
 import subprocess
@@ -25,6 +24,7 @@ import numpy as np
 from kvmover.config.load import bytes_in
 from kvmover.layout import Component, Fleet
 from kvmover.store import Namespace, PagePart, PageStore, memory_of_buffer
+from perf.command_line import options
 from perf.record import interleaved, write
 
 #: By name, pages of 64 tokens: a rank of TP4 holds 5 MiB of one, 512 KiB, and 64 KiB.
@@ -38,7 +38,7 @@ FORMER, RAW = 4, "memcpy, page by page"
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser()
+    asked = options(__doc__)
     asked.add_argument("--bytes", type=bytes_in, default=1 << 30)
     given = asked.parse_args()
     rows: list[dict[str, object]] = []

@@ -24,6 +24,7 @@ import torch
 from kvmover.migrate import ArrivalPhase, ArrivingRank, Checkpoint, DepartingRank, Migration, Party
 from kvmover.plan import HOST, Route
 from kvmover.transfer.config import MoverConfig
+from perf.command_line import options
 from perf.record import write
 from perf.transfer_pair import ARENA_BYTES, COMPONENT, LAYERS, PAGE_TOKENS, PAGES, PAUSE_S, TOKENS, Side, build
 
@@ -148,6 +149,7 @@ class Running:
 
 
 def main() -> None:
+    options(__doc__).parse_args()
     running = Running()
     pauses: dict[str, list[float]] = {"copied while it runs": [], "stopped and copied": []}
     computed = list[int]()

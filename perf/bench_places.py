@@ -7,7 +7,6 @@ put ends with its flush, so that what a place promises is kept. Every get is che
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import mmap
 import os
@@ -23,6 +22,7 @@ from pathlib import Path
 from kvmover.layout import Component
 from kvmover.store import Namespace, PagePart, PageStore, files_for, memory_of_buffer
 from perf.bench_bucket import moto_server
+from perf.command_line import options
 from perf.record import interleaved, write
 from tests.mooncake_home import find_mooncake
 
@@ -104,7 +104,7 @@ def _pool() -> Iterator[str]:
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser()
+    asked = options(__doc__)
     asked.add_argument("folder", nargs="?", type=Path)
     given = asked.parse_args()
     find_mooncake()

@@ -10,6 +10,7 @@ import numpy as np
 from kvmover.layout import Component, Fleet, PoolSpec
 from kvmover.plan import Plan
 from kvmover.plan.lower import Held, box, coalesced_runs, count_runs, packed_place, pool_place, units_of
+from perf.command_line import options
 from perf.record import interleaved, write
 
 TOKENS = 32768
@@ -17,6 +18,7 @@ ROUNDS = 15
 
 
 def main() -> None:
+    options(__doc__).parse_args()
     rows: list[dict[str, object]] = []
     for layers in (80, 8):
         for page_tokens in (64, 16, 1):

@@ -29,6 +29,7 @@ import numpy as np
 from kvmover.cache.prefix import POLICIES
 from kvmover.cache.prefix.hashes import chain
 from kvmover.tools.replay import ReplayConfig, ReplayRequest, Server, read_trace, replay
+from perf.command_line import options
 from perf.prefix_ours import (
     UNLIMITED,
     Contender,
@@ -67,6 +68,9 @@ ONLY_AT_PAGE_64 = {
 #: Tokens of device, host and storage.
 REPLAYED = ((3_000_000, 0, 0), (3_000_000, 10_000_000, 0), (3_000_000, 10_000_000, 40_000_000))
 
+#: What may be measured.
+PARTS = ("trace", "shapes", "policies", "replay")
+
 
 @dataclass(frozen=True, slots=True)
 class Pass:
@@ -79,7 +83,12 @@ class Pass:
     operations_s: dict[str, float]
 
 
-def main(parts: list[str]) -> None:
+def main() -> None:
+    asked = options(__doc__)
+    asked.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all")
+    parts: list[str] = asked.parse_args().parts or [*PARTS]
+    if unknown := set(parts) - {*PARTS}:
+        asked.error(f"{', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
     path = Path(os.environ.get("KVMOVER_TRACES", "traces")) / "mooncake_conversation_trace.jsonl"
     if not path.exists():
         sys.exit(f"there is no {path}: KVMOVER_TRACES names the folder of the trace")
@@ -388,4 +397,4 @@ def _version(name: str) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["trace", "shapes", "policies", "replay"])
+    main()

@@ -25,6 +25,7 @@ from kvmover.transfer.protocol.handshake import Model, Place
 from kvmover.transfer.threads.progress import Progress
 from kvmover.transfer.threads.wrappers import SharedMover
 from kvmover.transport.nixl import NixlTransport
+from perf.command_line import options
 from perf.record import Spread, write
 
 COMPONENT = Component.attention(16, 4, 256, "bfloat16")
@@ -104,6 +105,7 @@ def destination(pipe: Connection) -> None:
 
 
 def main() -> None:
+    options(__doc__).parse_args()
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=destination, args=(there,), daemon=True)

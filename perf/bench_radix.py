@@ -26,6 +26,7 @@ from typing import Any
 
 from kvmover.tools.replay import ReplayRequest, read_trace
 from perf.bench_prefix import apart
+from perf.command_line import options
 from perf.prefix_peers import load
 from perf.record import Spread, write
 
@@ -268,7 +269,10 @@ def _rows(requests: list[ReplayRequest]) -> Iterator[dict[str, object]]:
                 yield row
 
 
-def main(given: list[str]) -> None:
+def main() -> None:
+    asked = options(__doc__)
+    asked.add_argument("requests", nargs="?", type=int, help=f"of the trace; {REQUESTS}, whose rows are kept")
+    given: int | None = asked.parse_args().requests
     path = Path(os.environ.get("KVMOVER_TRACES", "traces")) / "mooncake_conversation_trace.jsonl"
     if not path.exists():
         sys.exit(f"there is no {path}: KVMOVER_TRACES names the folder of the trace")
@@ -276,7 +280,7 @@ def main(given: list[str]) -> None:
         sys.exit("there is no SGLang: KVMOVER_PEERS names an environment that has it")
     for name in ("managers.schedule_policy", "mem_cache.allocation", "server_args"):
         _named(name)
-    requests = list(read_trace(path))[: int(given[0]) if given else REQUESTS]
+    requests = list(read_trace(path))[: given or REQUESTS]
     if given:
         for _ in _rows(requests):
             pass
@@ -285,4 +289,4 @@ def main(given: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

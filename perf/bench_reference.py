@@ -15,6 +15,7 @@ import torch
 from kvmover.kernels import cpu, digest_reference, reference
 from kvmover.kernels.digest_reference import Logical
 from kvmover.kernels.region import Region, Side
+from perf.command_line import options
 from perf.record import interleaved, write
 
 NBYTES = 64 << 20
@@ -24,6 +25,7 @@ ROUNDS = 15
 
 
 def main() -> None:
+    options(__doc__).parse_args()
     rows: list[dict[str, object]] = []
     for row_bytes in (128, 256, 512, 1024, 4096):
         for allocations in (1, PLANES):

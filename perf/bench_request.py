@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from statistics import median
 
 from perf.before import ROOT, samples, tree_of
+from perf.command_line import options
 from perf.record import write
 
 #: The last commit at which every packed chunk was offered before it was granted.
@@ -18,7 +18,9 @@ ROUNDS = 5
 
 
 def main() -> None:
-    before = sys.argv[1] if len(sys.argv) > 1 else BEFORE
+    asked = options(__doc__)
+    asked.add_argument("commit", nargs="?", default=BEFORE, help=f"the earlier one; {BEFORE}")
+    before: str = asked.parse_args().commit
     with tree_of(before) as old:
         found = samples(Path(__file__).parent / "request_cost.py", {"before": old, "now": ROOT}, ROUNDS)
     rows = [

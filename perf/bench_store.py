@@ -12,7 +12,6 @@ from __future__ import annotations
 import mmap
 import os
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from kvmover.errors import TransportUnavailable
 from kvmover.store import Access, Files, NixlFiles, PlainFiles, memory_of_buffer
+from perf.command_line import options
 from perf.record import Spread, write
 from perf.store_peers import (
     BATCH,
@@ -46,7 +46,9 @@ RAW, SGLANG = "raw loop, one file", "sglang nixl"
 
 
 def main() -> None:
-    disk = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(tempfile.gettempdir())
+    asked = options(__doc__)
+    asked.add_argument("folder", nargs="?", type=Path, default=Path(tempfile.gettempdir()), help="a folder on a disk")
+    disk: Path = asked.parse_args().folder
     peers = sglang_is_here()
     rows: list[dict[str, object]] = []
     for medium, folder, flags in (("tmpfs", Path("/dev/shm"), 0), ("disk, O_DIRECT", disk, os.O_DIRECT)):

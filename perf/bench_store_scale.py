@@ -11,7 +11,6 @@ import hashlib
 import mmap
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from kvmover.layout import Component
 from kvmover.store import Namespace, PagePart, PageStore, PartView, Policy, memory_of_buffer
+from perf.command_line import options
 from perf.record import write
 
 BATCH, LOOKUPS, EVICTED = 128, 300, 4000
@@ -36,8 +36,12 @@ def key(number: int) -> bytes:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.gettempdir())
-    count = int(sys.argv[2]) if len(sys.argv) > 2 else 1_000_000
+    asked = options(__doc__)
+    asked.add_argument("folder", nargs="?", type=Path, default=Path(tempfile.gettempdir()), help="a folder on a disk")
+    asked.add_argument("objects", nargs="?", type=int, default=1_000_000)
+    given = asked.parse_args()
+    folder: Path = given.folder
+    count: int = given.objects
     with tempfile.TemporaryDirectory(dir=folder) as place:
         rows = _many(Path(place), count)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:

@@ -11,6 +11,7 @@ from pathlib import Path
 from kvmover.engines.common import Contract
 from kvmover.engines.sglang.sglang_contract import SGLANG
 from kvmover.engines.vllm.vllm_contract import VLLM
+from perf.command_line import options
 from perf.record import read
 
 PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
@@ -37,8 +38,10 @@ two. This page is written by `python -m perf.compatibility_page`.
 """
 
 NAMES = """
-llm-d's image of August 2026 has vLLM 0.26.0, which is outside. Dynamo 1.6.1 pins vLLM 0.31.0 and SGLang 0.5.21,
-which are inside, but for SGLang's radix cache.
+Dynamo 1.6.1 pins vLLM 0.31.0 with NIXL 1.4.1 and SGLang 0.5.21 with NIXL 1.5.0, which are inside, but for SGLang's
+radix cache. llm-d's image of August 2026 has vLLM 0.26.0, and the extra `llm` of Ray 2.60.0 pins vLLM 0.29.0, which
+are outside.
+[Behind an orchestrator](orchestrators.md) has what was run.
 """
 
 PAIRS = """\
@@ -88,4 +91,5 @@ def _upgrades() -> list[str]:
 
 
 if __name__ == "__main__":
+    options(__doc__).parse_args()
     PAGE.write_text(page())

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvmover.config import SettingKey, keys
 from kvmover.config.load import toml
+from perf.command_line import options
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 
@@ -15,8 +16,8 @@ HEAD = """\
 
 Every setting has a default, a key in a TOML file, and an environment variable. The environment goes over the file,
 and an engine's own options ([vLLM](vllm.md), [SGLang](sglang.md)) go over both. An adapter may have other defaults;
-the text of a setting names them. `kvmover config` prints all settings as TOML: defaults as comments, and behind each
-other value where it was given. The output can be used as a file again.
+the text of a setting names them. `kvmover config` prints all settings as TOML. A default is a comment;
+behind any other value stands where it was set. The output can be used as a file again.
 
 ```console
 $ kvmover config > kvmover.toml
@@ -86,5 +87,6 @@ def table(members: list[SettingKey]) -> list[str]:
 
 
 if __name__ == "__main__":
+    options(__doc__).parse_args()
     PAGE.write_text(page())
     print(f"wrote {PAGE.relative_to(PAGE.parent.parent)}")

@@ -175,11 +175,13 @@ def packed(logs: Path, into: Path) -> None:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("parts", nargs="*", choices=[[], *PARTS], metavar="PART", help=" or ".join(PARTS) + "; all")
+    options.add_argument("parts", nargs="*", metavar="PART", help=" or ".join(PARTS) + "; all")
     options.add_argument("--out", type=Path, default=Path("out"))
     options.add_argument("--wheels", type=Path, help="a folder of wheels for what is not installed")
     chosen = options.parse_args()
     parts = chosen.parts or list(PARTS)
+    if unknown := [part for part in parts if part not in PARTS]:
+        options.error(f"{unknown[0]} is none of {', '.join(PARTS)}")
     if absent := missing(parts, chosen.wheels):
         raise SystemExit(f"gpu_check needs {', '.join(absent)}: install them, or name a folder of their --wheels")
     environ = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
@@ -187,6 +189,10 @@ def main() -> None:
     if chosen.wheels:
         installed(chosen.wheels, site)
         environ["PYTHONPATH"] = f"{site}:{ROOT}"
+    need = (sys.executable, "-c", "from perf.gpu_time import need_gpu; need_gpu('perf.gpu_check')")
+    if subprocess.run(need, cwd=ROOT, env=environ, check=False).returncode:
+        shutil.rmtree(site)
+        raise SystemExit(1)
     whole = True
     for part in parts:
         print(f"# {part}", flush=True)

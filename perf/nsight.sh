@@ -13,6 +13,9 @@ PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo pyth
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 RUN=("$PYTHON" -W ignore -m perf.one_move --case "$CASE" --way "$WAY" ${SMS:+--sms "$SMS"})
 
+# A case that is not known, or a machine without a GPU, ends it here.
+"${RUN[@]}" --runs 1
+
 if command -v nsys > /dev/null; then
     nsys profile --force-overwrite true --trace cuda,nvtx --output "$OUT/timeline" "${RUN[@]}" --runs 20
     nsys stats --report cuda_gpu_kern_sum,nvtx_sum "$OUT/timeline.nsys-rep" | tee "$OUT/timeline.txt"

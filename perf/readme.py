@@ -1,4 +1,4 @@
-"""Tables of README, docs/measurements.md and docs/live.md, from perf/results: `python -m perf.readme` writes them."""
+"""Tables of README and of pages in docs/, from perf/results: `python -m perf.readme` writes them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from perf.command_line import options
 from perf.headline import best_clone, headline, of_lost_code, places
 from perf.record import RESULTS, passed, read
 from perf.shared_table import shared
 from perf.wrong_partner import WRONG_PARTNER, wrong_partner
 
 ROOT = Path(__file__).parent.parent
-README, LIVE, MEASUREMENTS = ROOT / "README.md", ROOT / "docs" / "live.md", ROOT / "docs" / "measurements.md"
+README, DOCS = ROOT / "README.md", ROOT / "docs"
+LIVE, MEASUREMENTS, ORCHESTRATORS = DOCS / "live.md", DOCS / "measurements.md", DOCS / "orchestrators.md"
 BLOCK = re.compile(r"(<!-- numbers -->\n).*?(<!-- /numbers -->)", re.DOTALL)
 
 
@@ -72,6 +74,18 @@ def scenarios() -> str:
         lines.append(f"| {_ENGINES[row['engine']]} | {row['scenario']} | {counts} | {times} | {row['said']} |")
     table = wrong_partner(_ENGINES)
     return "\n".join([*lines, *([""] if table else []), *table, ""])
+
+
+def orchestrated() -> str:
+    """The block between the markers of docs/orchestrators.md: a row a setting, with what stopped it."""
+    lines = ["| orchestrator | engine | setting | equal | moved, or what stopped it |", "|---|---|---|---|---|"]
+    for row in sorted(read("live_orchestrators"), key=lambda row: (row["orchestrator"], row["engine"], row["how"])):
+        seen = row["seen"] and f"`{row['seen']}`"
+        moved = seen or f"{int(row['moved_bytes']) / 1e6:.1f} MB"
+        engine, _, releases = row["engine"].partition(" ")
+        equal = f"{row['same']} of {row['requests']}"
+        lines.append(f"| {row['orchestrator']} | {_ENGINES[engine]} {releases} | {row['how']} | {equal} | {moved} |")
+    return "\n".join([*lines, ""])
 
 
 def _failed_runs() -> list[str]:
@@ -459,7 +473,12 @@ def _about(row: dict[str, str]) -> str:
 
 
 #: The pages with numbers, and the block that goes between the markers of each.
-PAGES = {README: headline, MEASUREMENTS: lambda: "\n".join((places(), shared(), numbers())), LIVE: scenarios}
+PAGES = {
+    README: headline,
+    MEASUREMENTS: lambda: "\n".join((places(), shared(), numbers())),
+    LIVE: scenarios,
+    ORCHESTRATORS: orchestrated,
+}
 
 
 def updated(text: str, block: str) -> str:
@@ -468,5 +487,6 @@ def updated(text: str, block: str) -> str:
 
 
 if __name__ == "__main__":
+    options(__doc__).parse_args()
     for path, block in PAGES.items():
         path.write_text(updated(path.read_text(), block()))

@@ -6,6 +6,7 @@ cost of a chunk. It runs on any tree of the last months, so it uses nothing but 
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import random
@@ -99,4 +100,5 @@ def measured() -> dict[str, float]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     print(json.dumps(measured()))

@@ -35,6 +35,7 @@ from kvmover.transfer.result import Transfer
 from kvmover.transfer.source import source_machine as sender
 from kvmover.transfer.source import source_machine as sending
 from kvmover.transport.loopback import LoopbackNetwork, LoopbackTransport, _Flight
+from perf.command_line import options
 from perf.record import write
 
 COMPONENT = Component.attention(2, 4, 8, "bfloat16")
@@ -254,6 +255,7 @@ def machines(chunks: int) -> dict[str, object]:
 
 
 def main() -> None:
+    options(__doc__).parse_args()
     rows: list[dict[str, object]] = [machines(chunks) for chunks in CHUNKS]
     rows.append(memory())
     for row in rows:

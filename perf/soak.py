@@ -6,11 +6,11 @@ checkout: the processes are those of the tests. `python -m perf.soak [MINUTES]`.
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import replace
 
 from kvmover.layout import Fleet
+from perf.command_line import options
 from perf.record import write
 from tests.transfer.fault_crowd import Crowd
 from tests.transfer.fault_rank import CONFIG, Seat
@@ -27,7 +27,9 @@ SEATS = [
 
 
 def main() -> None:
-    seconds = 60 * float(sys.argv[1] if len(sys.argv) > 1 else 10)
+    asked = options(__doc__)
+    asked.add_argument("minutes", nargs="?", type=float, default=10.0)
+    seconds = 60 * asked.parse_args().minutes
     crowd = Crowd(SEATS)
     try:
         crowd.meet(DECODE, PREFILL)

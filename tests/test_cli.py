@@ -213,6 +213,7 @@ BAD = [
     ({"dst": "pp=81"}, "81 pipeline stages for 80 layers"),
     ({"dst": None}, "--dst"),
     ({"svg": "/nowhere/plan.svg"}, "/nowhere/plan.svg"),
+    ({"svg": "plan.png"}, "--svg plan.png: the picture is SVG"),
     ({"batch": 4}, "--batch"),
 ]
 

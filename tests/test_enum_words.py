@@ -31,7 +31,8 @@ from kvmover.cache.prefix import (
     WriteBack,
 )
 from kvmover.cache.prefix.keys import RadixKey
-from kvmover.cache.prefix.kv_events import block_removed, block_stored
+from kvmover.cache.prefix.kv_events import EventForm, block_removed
+from kvmover.cache.prefix.publisher import EventPublisher
 from kvmover.cache.prefix.tree_config import TreeConfig
 from kvmover.cache.tiers.host_memory import Reach, host_pool
 from kvmover.cache.tiers.tier_policy import TierPolicy
@@ -46,6 +47,7 @@ from kvmover.plan import Plan
 from kvmover.plan.cost import RDMA, Costs, Route
 from kvmover.store import Access, PlainFiles, StoragePlugin
 from kvmover.store.files import OpenFile
+from kvmover.tools.top_keys import TopState
 from kvmover.transfer import Model, Mover, Place, Service
 from kvmover.transfer.config import MoverConfig
 from kvmover.transport import Descriptors, LoopbackNetwork, LoopbackTransport, Memory, MemoryKind
@@ -61,6 +63,7 @@ GIVEN: dict[type, Any] = {
     MoverConfig: MoverConfig(),
     Plan: Plan(Component.attention(1, 1, 8, "uint8"), Fleet(), Fleet(), 0, 1),
     TierPolicy: TierPolicy(),
+    TopState: TopState(),
     TreeConfig: TreeConfig(16),
 }
 
@@ -69,7 +72,11 @@ TOLD = {
     "cache.hints.actions.HintRefused",
     "cache.prefix.copies.CopyRecord",
     "cache.page_tiers.page_tier.FinishedJob",
+    "cache.peers.questions.PeerAnswer",
+    "cache.tiers.restore_driver.Restore",
     "cache.tiers.tier_storage.StorageRead",
+    "tools.check.pair_seen.ServerSeen",
+    "tools.check.pair_verdict.CheckVerdict",
     "tools.demo.scenarios.Scenario",
     "exposition.Metric",
     "kernels.cuda_exports.Export",
@@ -178,7 +185,6 @@ DOORS: dict[str, tuple[type[Enum], str, Callable[[Any], object]]] = {
     "cache.ledger.ledger.Ledger.__init__": (FaultPolicy, "fault", lambda given: vars(Ledger(given))["_fault"]),
     "cache.ledger.ledger.Ledger.withdrawn": (Loss, "reason", withdrawn),
     "cache.prefix.kv_events.block_removed": (Tier, "tier", lambda given: block_removed([bytes(32)], given)),
-    "cache.prefix.kv_events.block_stored": (Tier, "tier", lambda given: block_stored([bytes(32)], None, given, 4)),
     "cache.prefix.keys.RadixKey.of": (
         KeyUnits,
         "units",
@@ -199,6 +205,8 @@ DOORS: dict[str, tuple[type[Enum], str, Callable[[Any], object]]] = {
         "units",
         lambda given: PrefixTree(4, units=given).config.units,
     ),
+    "cache.prefix.publisher.EventPublisher.__init__": (EventForm, "form", lambda given: _published(given)),
+    "cache.prefix.tree.PrefixTree.path_stored": (Tier, "tier", lambda given: _path_stored(given)),
     "cache.prefix.tree.PrefixTree.ids": (Tier, "tier", lambda given: _ids(given)),
     "cache.prefix.tree.PrefixTree.sizes": (Tier, "tier", lambda given: _sizes(given)),
     "cache.tiers.host_memory.host_pool": (
@@ -230,6 +238,16 @@ def _sizes(tier: Any) -> object:
     if tier in (Tier.STORAGE, "storage"):
         return None  # refused, by the member too: tested below
     return PrefixTree(4, tiers=WriteBack()).sizes(tier=tier)
+
+
+def _path_stored(tier: Any) -> object:
+    tree = PrefixTree(4)
+    return tree.path_stored(tree.insert([1, 2, 3, 4], [7]).node, tier, 0, 1).medium
+
+
+def _published(form: Any) -> object:
+    with EventPublisher("inproc://events", form=form) as publisher:
+        return vars(publisher)["_history"]._form
 
 
 def _ids(tier: Any) -> object:

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "kvmover"
 
-PURE = {"c_core", "errors", "exposition", "faces", "fields", "repeats", "shared_memory", "vocabulary"}
+PURE = {"c_core", "errors", "exposition", "faces", "fields", "prepared", "repeats", "shared_memory", "vocabulary"}
 PLANNING = PURE | {"layout", "plan"}
 MOVING = PLANNING | {"kernels", "regions", "transfer", "transport"}
 KEEPING = PURE | {"cache.hints", "cache.ledger", "cache.prefix"}
@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "exposition": set(),
     "faces": set(),
     "fields": {"errors"},
+    "prepared": set(),
     "repeats": set(),
     "shared_memory": {"errors"},
     "vocabulary": set(),
@@ -50,7 +51,7 @@ MAY_IMPORT = {
     "config": {"store", "transfer"} | PURE,
     "observe": SERVING | {"config"},
     "engines": SERVING | {"config", "observe"},
-    "tools": SERVING - {"cache.hints"} | {"config", "migrate", "observe"},
+    "tools": SERVING - {"cache.hints"} | {"config", "engines", "migrate", "observe"},
     "cli": {"config", "tools"} | PURE,
     "__main__": {"cli"},
 }
@@ -90,6 +91,7 @@ MUST_REACH = {
     },
     "migrate": {"cache.tiers", "transfer"},
     "tools.advise": {"plan", "tools"},
+    "tools.check": {"engines", "transfer"},
     "tools.cli": {"config", "plan", "store"},
     "tools.demo": {"cache.ledger", "cache.prefix", "cache.tiers", "migrate", "plan", "store", "transfer"},
     "tools.plan_views": {"layout", "observe", "plan"},

@@ -14,7 +14,7 @@ from types import NoneType, UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from kvmover.errors import KvmoverError
-from kvmover.fields import settle
+from kvmover.fields import settle, settle_whole
 from kvmover.store import Policy
 from kvmover.transfer.config import MoverConfig, Pace
 from kvmover.transfer.protocol.auth import Key, Keys
@@ -33,7 +33,7 @@ class ExchangeSettings:
     """The engines that exchange KV with this one. `model`: its name among engines of any make; None: only one make.
 
     `weights`: a name in place of the checkpoint's digest. `allow`: networks (CIDR) and hosts that a request may have a
-    worker dial; empty: any.
+    worker dial; empty: any for a transfer, the engines of `peers` for a hint's source of pages.
     """
 
     model: str | None = None
@@ -85,11 +85,15 @@ class StoreSettings(Policy):
 class PeerSettings:
     """The engines whose host memory is read before storage, and the address that offers this engine's.
 
-    `address`: of this engine's rank cards, and its name in `engines`, a list of all that share.
+    `address`: of this engine's rank cards, and its name in `engines`, a list of all that share. `directory`: a file
+    with such a list, or a service of Kubernetes, for engines that come and go. `most_asked`: engines asked for a prompt
+    whose request has no source, the same on all ranks.
     """
 
     address: str | None = None
     engines: tuple[str, ...] = ()
+    directory: str | None = None
+    most_asked: int = 16
     ask_s: float = 0.2
     quiet_s: float = 1.0
     lend_s: float = 5.0
@@ -101,10 +105,12 @@ class PeerSettings:
         for name in ("ask_s", "quiet_s", "lend_s", "read_s", "silence_s", "meet_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"peers has {name} = {getattr(self, name)}; it must be a time above 0")
-        if self.engines and self.address is None:
+        settle_whole(self, "peers", ConfigError, most_asked=1)
+        if (self.engines or self.directory) and self.address is None:
             raise ConfigError("peers has engines and no address: an engine that reads from peers is read by them")
-        for each in (*self.engines, *([] if self.address is None else [self.address])):
-            host_and_port(each)
+        object.__setattr__(self, "engines", tuple(canonical_address(each) for each in self.engines))
+        if self.address is not None:
+            object.__setattr__(self, "address", canonical_address(self.address))
         if len({*self.engines}) < len(self.engines):
             raise ConfigError(f"peers has engines = {list(self.engines)}, of which one is there twice")
 
@@ -123,6 +129,22 @@ def host_and_port(address: str) -> tuple[str, int]:
     if not (colon and host.strip("[]") and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
         raise ConfigError(f"an engine at {address!r}; an address is host:port")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def canonical_address(address: str) -> str:
+    """Returns `host:port` as all write it: host names in lower case, IP addresses in their shortest form.
+
+    Raises ConfigError for other text.
+
+    >>> canonical_address("Chat-0.svc:8400"), canonical_address("[FD00:0::7]:8400")
+    ('chat-0.svc:8400', '[fd00::7]:8400')
+    """
+    host, port = host_and_port(address)
+    try:
+        host = ip_address(host).compressed
+    except ValueError:
+        host = host.lower()
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_host(text: str) -> bool:
@@ -423,7 +445,8 @@ TEXTS: Mapping[str, str] = {
     "progress.idle_s": "Longest sleep between polls while no transfer is open, seconds.",
     "exchange.model": "Name of the model, for engines of unlike make that exchange KV; `none`: no such peers.",
     "exchange.weights": "Which weights are served, in engines that share KV; `none`: a digest of the checkpoint.",
-    "exchange.allow": "Networks (10.0.0.0/8) and hosts that a request may have a worker dial; empty: any host.",
+    "exchange.allow": "Networks (10.0.0.0/8) and hosts that a request may have a worker dial; empty: any host for a"
+    " transfer, the engines of `peers` for a hint's source of pages.",
     "store.quota_bytes": "Payload bytes that a namespace may hold on disk; `none`: no limit.",
     "store.ttl_s": "Seconds without a read after which a page is deleted; `none`: never.",
     "store.segment_bytes": "Size at which a new data file is begun, in bytes.",
@@ -435,6 +458,8 @@ TEXTS: Mapping[str, str] = {
     "store.flush_s": "Seconds between flushes. Flushed pages survive a power cut, and other machines see them.",
     "peers.address": "host:port where other engines find this one's ranks, and its name among them; `none`: no peers.",
     "peers.engines": "Addresses of all engines that read each other's host memory; this one's own may be among them.",
+    "peers.directory": "Engines that come and go: a file with an address a line, or `kubernetes://NAMESPACE/SERVICE/PORT`.",
+    "peers.most_asked": "Engines asked for a prompt whose request names no source; the same on all ranks.",
     "peers.ask_s": "Seconds to wait for a peer's answer; a late peer counts as holding no page.",
     "peers.quiet_s": "Seconds that a peer which gave no answer is not asked again.",
     "peers.lend_s": "Seconds an answered lookup stays valid: the peer must start reading within it.",

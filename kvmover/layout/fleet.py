@@ -112,10 +112,9 @@ class Fleet:
                 raise LayoutError(f"pages of {component.name} have {named} states; a page of states has 1")
             return 1
         if named is None and self.page_tokens % component.row_tokens:
-            held = f"{component.name} has a row every {component.row_tokens} tokens"
-            raise LayoutError(
-                f"{held}, and pages of {self.page_tokens} tokens end within one; name its rows in `pages`"
-            )
+            held = f"{component.name} has a row every {component.row_tokens} tokens, and pages of {self.page_tokens}"
+            remedy = f"take pages of a multiple of {component.row_tokens}, or name its rows in `pages`"
+            raise LayoutError(f"{held} tokens end within one; {remedy}")
         return named or self.page_tokens // component.row_tokens
 
     def shard(self, component: Component, rank: int, tokens: int) -> Shard:

@@ -12,6 +12,7 @@ import msgspec
 
 from kvmover.errors import PlanError, ProtocolError
 from kvmover.migrate.rounds import Round
+from kvmover.prepared import prepared
 from kvmover.transfer.arguments import request_name
 from kvmover.transfer.protocol.content import Content
 from kvmover.transfer.protocol.wire import MAX_AUX_BYTES, MAX_RANKS, Natural, Positive
@@ -35,6 +36,7 @@ class Party(msgspec.Struct, frozen=True):
         return range(self.ranks)
 
 
+@prepared
 class Migration(msgspec.Struct, frozen=True):
     """One move of `request` from `source` to `target`, begun when `tokens` were in the source's pages.
 
@@ -92,6 +94,7 @@ class Migration(msgspec.Struct, frozen=True):
         return f"{self.request}/{self.generation}/decision"
 
 
+@prepared
 class Announcement(msgspec.Struct, frozen=True):
     """A message to the target: the next round, and `payload` as of `tokens` tokens."""
 
@@ -109,6 +112,7 @@ class Announcement(msgspec.Struct, frozen=True):
         return _decoded(encoded, cls)
 
 
+@prepared
 class Decision(msgspec.Struct, frozen=True):
     """A message to the source: `taken` if the request of this `content` is the target's, else the reason."""
 

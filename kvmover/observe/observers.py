@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvmover.cache.ledger import Account
 from kvmover.config.settings import LogFormat, LoggingSettings, Settings
-from kvmover.errors import KvmoverError, how_to_install, need
+from kvmover.errors import KvmoverError, how_to_install
 from kvmover.observe import logs
+from kvmover.observe.endpoint import serve_metrics
 from kvmover.observe.runlog import RunLog
 from kvmover.transfer.result import Ending
 
@@ -125,29 +126,14 @@ class Observers:
     def serve(self, *collectors: Any) -> int | None:
         """Serve collectors to Prometheus. Returns the port, or None if unset or (with a warning) not to be had.
 
-        Rank r takes the configured port plus r; 0: any free one. Raises MissingLibrary without prometheus-client.
+        Rank r takes the configured port plus r; 0: any free one. Parts of one rank in a process share their port.
+        Raises MissingLibrary without prometheus-client.
         """
-        metrics = self._settings.metrics
-        if metrics.port is None:
+        served = serve_metrics(self._settings.metrics, self._rank, *collectors)
+        if served is None:
             return None
-        need("prometheus_client", "serving metrics", "metrics")
-        from prometheus_client import CollectorRegistry, start_http_server
-
-        port = metrics.port + self._rank if metrics.port else 0
-        registry = CollectorRegistry()
-        for collector in collectors:
-            registry.register(collector)
-        try:
-            server, thread = start_http_server(port, metrics.address, registry)
-        except (OSError, OverflowError) as error:
-            why = "a port is at most 65535" if isinstance(error, OverflowError) else error.strerror
-            where = f"metrics.port = {metrics.port} and rank {self._rank}"
-            log.warning("no metrics are served at %s:%d (%s): %s", metrics.address, port, where, why)
-            return None
-        self._open.callback(thread.join)
-        self._open.callback(server.server_close)
-        self._open.callback(server.shutdown)
-        return server.server_port
+        self._open.callback(served.close)
+        return served.port
 
     def close(self) -> None:
         """Close endpoint, run log and loggers. May be repeated."""

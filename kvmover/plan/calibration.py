@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvmover.errors import PlanError
 from kvmover.plan.cost import Costs, Posting
+from kvmover.prepared import prepared
 
 _FORMAT = "kvmover.calibration/1"
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -61,6 +62,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{self.host} over {self.transport}, {self.writes} writes and {self.chunks} chunks: {numbers}"
 
 
+@prepared
 class _File(msgspec.Struct, frozen=True):
     format: Literal["kvmover.calibration/1"]
     links: tuple[Calibration, ...]

@@ -6,8 +6,9 @@ Components are too: `name=c4,layers=30,dim=584,dtype=uint8,row_tokens=4`.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
+from math import lcm
 
 from kvmover.errors import LayoutError
 from kvmover.layout.codec import FORMS, named
@@ -33,9 +34,10 @@ class FleetText:
     form: str = "auto"
 
     @classmethod
-    def parse(cls, text: str) -> FleetText:
-        """Parse `tp=4,pp=2,cp=2,cp_order=page,page=16,order=NHD`; defaults are 1, page, 64 and NHD. `page.c4=64` is the
-        rows of a page of component c4, `dtype=fp8_e4m3` the form of the cache.
+    def parse(cls, text: str, page_tokens: int = 64) -> FleetText:
+        """Parse `tp=4,pp=2,cp=2,cp_order=page,page=16,order=NHD`; defaults are 1, page, `page_tokens` and NHD.
+
+        `page.c4=64` is the rows of a page of component c4, `dtype=fp8_e4m3` the form of the cache.
 
         Raises LayoutError naming the first wrong word.
         """
@@ -66,7 +68,9 @@ class FleetText:
             else:
                 known = ", ".join((*_SIZES, "page.COMPONENT", "order", "cp_order", "dtype"))
                 raise LayoutError(f"unknown word {word!r} in {text!r}; known are {known}")
-        return cls(Fleet(**sizes, cp_order=cp_order, pages=tuple(pages.items())), order, form)
+        return cls(
+            Fleet(**{"page_tokens": page_tokens, **sizes}, cp_order=cp_order, pages=tuple(pages.items())), order, form
+        )
 
     def stored(self, component: Component) -> Component:
         """Returns a component in this fleet's form; opaque bytes as they are. Raises LayoutError if unfit."""
@@ -83,6 +87,15 @@ def _size(key: str, value: str, text: str) -> int:
     if size > _MOST:
         raise LayoutError(f"{key} = {value} in {text!r} is more than {_MOST}, the most that there may be")
     return size
+
+
+def usual_page(components: Iterable[Component]) -> int:
+    """Returns the tokens of a page where none are given: 64, or the least multiple of it that ends no row early.
+
+    >>> usual_page([Component("c128", 20, 1, 1, 584, "uint8", row_tokens=128)])
+    128
+    """
+    return lcm(64, *(each.row_tokens for each in components))
 
 
 def component_of(text: str) -> Component:

@@ -1,12 +1,13 @@
 """A model's cache components are derived from its Hugging Face `config.json`.
 
-Only keys and layer kinds of the configuration decide; this module knows no model by name.
+Keys and layer kinds of the configuration decide. Of a model's architecture the name alone counts: one that is not known
+to keep what its keys say is refused.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +16,24 @@ from kvmover.errors import LayoutError
 from kvmover.layout.component import Component
 
 Config = Mapping[str, Any]
+
+#: Values of `model_type` whose caches follow from the keys below. Encoders, and decoders with more than these tell (an
+#: attention beside a state in each layer, values of another size than keys, heads under other names) are left out.
+KNOWN_TYPES = frozenset(
+    (
+        *("apertus", "arcee", "bitnet", "bloom", "codegen", "cohere", "cohere2", "cwm", "deepseek_v2", "deepseek_v3"),
+        *("deepseek_v32", "deepseek_v4", "ernie4_5", "ernie4_5_moe", "exaone4", "flex_olmo", "gemma", "gemma2"),
+        *("gemma3", "gemma3_text", "gemma4", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite"),
+        *("glm_moe_dsa", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj", "granite", "granitemoe"),
+        *("granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "internlm2"),
+        *("internlm3", "kimi_k2", "kimi_linear", "llama", "llama4", "llama4_text", "minicpm3", "minimax_m2"),
+        *("ministral", "mistral", "mistral3", "mixtral", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3"),
+        *("olmo_hybrid", "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe"),
+        *("qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next"),
+        *("qwen3_vl_moe_text", "qwen3_vl_text", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2"),
+        *("vaultgemma"),
+    )
+)
 
 #: Values of `layer_types`, by what such a layer keeps. Any other kind is named in the note of a cache.
 _FULL = ("full_attention", "indexed_attention", "attention")
@@ -38,10 +57,8 @@ class ModelCache:
     note: str = ""
 
 
-def read_cache(path: Path, dtype: str | None = None) -> ModelCache:
-    """Read a `config.json`, or the one in a folder; `dtype` overrides the file's own. Raises LayoutError if it is
-    unreadable or incomplete.
-    """
+def read_config(path: Path) -> Config:
+    """Read a `config.json`, or the one in a folder. Raises LayoutError if it is unreadable or no object of JSON."""
     file = path / "config.json" if path.is_dir() else path
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -51,14 +68,14 @@ def read_cache(path: Path, dtype: str | None = None) -> ModelCache:
         raise LayoutError(f"{file} is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise LayoutError(f"{file} is not a model's config.json: it has no object")
-    try:
-        return cache_of(cast("dict[str, Any]", found), dtype)
-    except LayoutError as error:
-        raise LayoutError(f"{file}: {error}") from None
+    return cast("dict[str, Any]", found)
 
 
-def cache_of(config: Config, dtype: str | None = None) -> ModelCache:
-    """Derive the components from the keys of Transformers. Pure. Raises LayoutError naming a missing key.
+def cache_of(config: Config, dtype: str | None = None, known: Collection[str] | None = KNOWN_TYPES) -> ModelCache:
+    """Derive the components from the keys of Transformers; `dtype` overrides the configuration's own. Pure.
+
+    Raises LayoutError for a missing key, and for a `model_type` that is not `known`. None takes any by its keys; a
+    configuration without a `model_type` is always taken so.
 
     Multi-head latent attention has `kv_lora_rank`: a latent of that and `qk_rope_head_dim`, 512 + 64 for DeepSeek-V3.
 
@@ -67,6 +84,11 @@ def cache_of(config: Config, dtype: str | None = None) -> ModelCache:
     [327680]
     """
     text: Config = {**config, **(config.get("text_config") or {})}
+    kind = text.get("model_type")
+    if known is not None and kind is not None and kind not in known:
+        raise LayoutError(f"nothing says what cache a model of model_type {kind!r} keeps")
+    if text.get("is_encoder_decoder"):
+        raise LayoutError("is_encoder_decoder is true: the cache of such a model is more than its decoder's")
     name = dtype or str(text.get("dtype") or text.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     kinds = _kinds(text)
     found = (*_kept_by_token(text, kinds, name), *_kept_by_request(text, kinds, name))
@@ -84,6 +106,8 @@ def _kinds(text: Config) -> list[str]:
     layers = _size(text, "num_hidden_layers", "n_layer")
     if given := text.get("linear_attn_config"):
         recurrent: Sequence[int] = given.get("kda_layers") or ()
+        if not recurrent:
+            raise LayoutError("linear_attn_config names no kda_layers, so no layer of linear attention")
         return ["linear_attention" if layer in recurrent else "full_attention" for layer in range(1, layers + 1)]
     if ratios := text.get("compress_ratios"):
         return ["sliding_attention" if ratio < 2 else f"every {ratio} tokens" for ratio in ratios[:layers]]
@@ -187,7 +211,12 @@ def _heads(text: Config) -> _Heads:
     queries = _size(text, "num_attention_heads", "n_head")
     heads = 1 if text.get("multi_query") else queries
     heads = _size(text, "num_key_value_heads", default=heads)
-    return heads, _size(text, "head_dim", default=_size(text, "hidden_size", "n_embd", default=queries) // queries)
+    if text.get("head_dim") is not None:
+        return heads, _size(text, "head_dim")
+    hidden = _size(text, "hidden_size", "n_embd")
+    if hidden % queries:
+        raise LayoutError(f"{hidden} elements over {queries} heads are no whole head, and there is no head_dim")
+    return heads, hidden // queries
 
 
 def _global_heads(text: Config) -> _Heads:

@@ -17,13 +17,15 @@ if TYPE_CHECKING:
         verify_stores,
     )
     from kvmover.store.files import DIRECT_BYTES, Access, FileRun, Files, OpenFile, PlainFiles, memory_of_buffer
-    from kvmover.store.keeper.server import serve_keeper
+    from kvmover.store.keeper.keeper_metrics import KeeperCollector, KeeperSnapshot
+    from kvmover.store.keeper.server import KeeperServer, serve_keeper
     from kvmover.store.location import is_keeper, is_service, store_location
     from kvmover.store.manifest import Found, namespaces
     from kvmover.store.namespace import HASH_BYTES, Namespace
     from kvmover.store.nixl_files import NixlFiles, StoragePlugin, files_for
     from kvmover.store.page_store import PageStore, PartView
     from kvmover.store.part import PageBox, PagePart, elected, replicas
+    from kvmover.store.store_metrics import StoreCollector
     from kvmover.store.store_policy import Policy
     from kvmover.store.store_results import (
         Collected,
@@ -42,12 +44,14 @@ if TYPE_CHECKING:
 _HOMES = {
     "command": ("StoreRow", "chosen_stores", "clear_stores", "collect_stores", "stat_stores", "verify_stores"),
     "files": ("DIRECT_BYTES", "Access", "FileRun", "Files", "OpenFile", "PlainFiles", "memory_of_buffer"),
-    "keeper.server": ("serve_keeper",),
+    "keeper.keeper_metrics": ("KeeperCollector", "KeeperSnapshot"),
+    "keeper.server": ("KeeperServer", "serve_keeper"),
     "location": ("is_keeper", "is_service", "store_location"),
     "manifest": ("Found", "namespaces"),
     "namespace": ("HASH_BYTES", "Namespace"),
     "nixl_files": ("NixlFiles", "StoragePlugin", "files_for"),
     "part": ("PageBox", "PagePart", "elected", "replicas"),
+    "store_metrics": ("StoreCollector",),
     "store_policy": ("Policy",),
     "store_results": (
         "Collected",
@@ -78,6 +82,9 @@ __all__ = [
     "Got",
     "GotResult",
     "HostBoot",
+    "KeeperCollector",
+    "KeeperServer",
+    "KeeperSnapshot",
     "Namespace",
     "NixlFiles",
     "OpenFile",
@@ -92,6 +99,7 @@ __all__ = [
     "Recovered",
     "Stat",
     "StoragePlugin",
+    "StoreCollector",
     "StoreRow",
     "Verified",
     "chosen_stores",

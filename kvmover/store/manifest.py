@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from kvmover.errors import StoreError
 from kvmover.layout import PACKED_ORDER
+from kvmover.prepared import prepared
 from kvmover.store.namespace import Namespace
 from kvmover.store.record import PREAMBLE_BYTES, Preamble
 from kvmover.store.segment import HEAD, segments_in, sync_folder
@@ -25,6 +26,7 @@ _FORMATS = "kvmover.store/"
 _FORMAT = f"{_FORMATS}1"
 
 
+@prepared
 class Manifest(Struct, frozen=True):
     """A description of a namespace. `salted` replaces the salt, which stays secret. Later releases may add fields."""
 
@@ -80,6 +82,7 @@ def decode_manifest(data: bytes, folder: str) -> Manifest | None:
     return manifest if mine else None
 
 
+@prepared
 class _AnyFormat(Struct):
     format: str
 

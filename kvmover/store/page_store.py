@@ -342,7 +342,11 @@ class PageStore:
         deleted, and the next put writes them again.
         """
         with self._tenure.using() as objects:
-            objects.flush()
+            try:
+                objects.flush()
+            except (OSError, StoreError):
+                objects.counters.failed_flushes += 1
+                raise
 
     def clear(self) -> int:
         """Delete every page of this namespace. Returns their number. Raises StoreError."""

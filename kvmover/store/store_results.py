@@ -68,6 +68,7 @@ class Counters:
     deleted: Counter[str] = field(default_factory=Counter[str])
     lagged: Counter[str] = field(default_factory=Counter[str])
     spared: int = 0
+    failed_flushes: int = 0
     written_bytes: int = 0
     read_bytes: int = 0
     evicted_pages: int = 0

@@ -32,13 +32,14 @@ class Column:
 class Sheet:
     """A rich renderable of rows under columns; the first `keys` columns name the row and are repeated in each part.
 
-    At 60 columns a table of 90 is printed as two, each with the keys.
+    At 60 columns a table of 90 is printed as two, each with the keys; as one of the two if `band` is its number.
     """
 
     columns: Sequence[Column]
     keys: int = 1
     heading_style: str = "bold"
     rows: list[tuple[Text, ...]] = field(default_factory=list[tuple[Text, ...]])
+    band: int | None = None
 
     def add(self, *cells: str | Text) -> None:
         """Append a row; missing cells at its end are empty. Unprintable characters of a `str` are escaped."""
@@ -47,7 +48,13 @@ class Sheet:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         widths = [self._width(number) for number in range(len(self.columns))]
-        for number, band in enumerate(bands(widths, self.keys, options.max_width)):
+        parts = bands(widths, self.keys, options.max_width)
+        if self.band is not None and len(parts) > 1:
+            number = self.band % len(parts)
+            yield self._table(parts[number])
+            yield Text(f"columns {number + 1} of {len(parts)}: left and right", "dim")
+            return
+        for number, band in enumerate(parts):
             if number:
                 yield Text()
             yield self._table(band)

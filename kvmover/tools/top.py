@@ -2,164 +2,37 @@
 
 from __future__ import annotations
 
-import http.client
-import re
+import json
+import sys
 import time
-import urllib.error
-import urllib.request
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import reduce
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from kvmover.errors import KvmoverError, need
+from kvmover.errors import KvmoverError
 from kvmover.observe.formats import bytes_in_words
+from kvmover.tools.rank_rows import RankRow, engine_rows, holding, ordered, rank_rows, sum_row, window
+from kvmover.tools.scrape import Change, FleetScrape, Scrape, ask, fetch, in_short
 from kvmover.tools.tables import Column, Sheet
+from kvmover.tools.top_keys import USUAL, Fold, Keyboard, TopState, pressed
 
-#: Longest answer accepted; no kvmover endpoint sends more.
-_MOST_BYTES = 64 << 20
+#: Most ranks that are shown each by itself unless a viewer wants it, most reasons, by tokens lost, and most groups, by
+#: prompt tokens.
+MOST_RANKS, MOST_REASONS, MOST_GROUPS = 16, 5, 16
 
-Labels = frozenset[tuple[str, str]]
+#: Fewest rows of ranks on a screen, and the lines of a frame around them: title, keys, headings, sums and notes.
+_LEAST_ROWS, _FRAME_LINES = 3, 7
 
+#: Most columns of a table that fits any screen.
+_NARROW = 7
 
-@dataclass(frozen=True, slots=True)
-class Scrape:
-    """The kvmover samples of an exposition, by name and labels, at a time in seconds of any one clock."""
-
-    time_s: float
-    samples: Mapping[str, Mapping[Labels, float]]
-
-    @classmethod
-    def of(cls, text: str, time_s: float) -> Scrape:
-        """Parse an exposition. Raises KvmoverError if it is malformed or has no kvmover metric."""
-        need("prometheus_client", "reading metrics", "metrics")
-        from prometheus_client.parser import text_string_to_metric_families
-
-        samples: defaultdict[str, dict[Labels, float]] = defaultdict(dict)
-        try:
-            for family in text_string_to_metric_families(text):
-                for sample in family.samples:
-                    if sample.name.startswith("kvmover_"):
-                        samples[sample.name][frozenset(sample.labels.items())] = sample.value
-        except ValueError as error:
-            raise KvmoverError(f"the endpoint's answer is no exposition of metrics: {error}") from error
-        if not samples:
-            raise KvmoverError("the endpoint has no metric of kvmover")
-        return cls(time_s, dict(samples))
-
-    def by(self, name: str, label: str, **fixed: str) -> Mapping[str, float]:
-        """Returns the sums of a metric by one label, of the samples with the `fixed` labels."""
-        found = defaultdict[str, float](float)
-        for labels, value in self.samples.get(name, {}).items():
-            if fixed.items() <= labels:
-                found[dict(labels).get(label, "")] += value
-        return found
-
-    def values(self, name: str, *labels: str) -> set[tuple[str, ...]]:
-        """Returns the distinct values of these labels of a metric; a missing label is ""."""
-        found = (dict(each) for each in self.samples.get(name, {}))
-        return {tuple(each.get(label, "") for label in labels) for each in found}
-
-    def total(self, name: str, **fixed: str) -> float:
-        """Returns the sum of a metric's samples with the `fixed` labels; 0 if the metric is absent."""
-        return sum(value for labels, value in self.samples.get(name, {}).items() if fixed.items() <= labels)
-
-    def and_of(self, other: Scrape) -> Scrape:
-        """Returns both scrapes, with samples of equal labels added."""
-        samples = {name: dict(each) for name, each in self.samples.items()}
-        for name, each in other.samples.items():
-            mine = samples.setdefault(name, {})
-            for labels, value in each.items():
-                mine[labels] = mine.get(labels, 0.0) + value
-        return Scrape(max(self.time_s, other.time_s), samples)
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """The difference of two scrapes of counters."""
-
-    before: Scrape
-    now: Scrape
-
-    @property
-    def seconds(self) -> float:
-        """Seconds between the scrapes, at least a nanosecond."""
-        return max(self.now.time_s - self.before.time_s, 1e-9)
-
-    def since(self) -> Scrape:
-        """Returns each sample's increase; one that shrank counts in full, since its process restarted."""
-        grown: dict[str, Mapping[Labels, float]] = {}
-        for name, samples in self.now.samples.items():
-            old = self.before.samples.get(name, {})
-            grown[name] = {
-                labels: value - before if value >= (before := old.get(labels, 0.0)) else value
-                for labels, value in samples.items()
-            }
-        return Scrape(self.now.time_s, grown)
-
-
-def quantile_s(buckets: Mapping[str, float], share: float) -> float | None:
-    """Returns the upper bound of the bucket that holds the quantile `share`; None for an empty histogram.
-
-    >>> quantile_s({"0.1": 8, "0.2": 9, "+Inf": 10}, 0.5), quantile_s({"0.1": 8, "0.2": 9, "+Inf": 10}, 0.99)
-    (0.1, inf)
-    """
-    bounds = sorted((float(bound), count) for bound, count in buckets.items())
-    if not bounds or not bounds[-1][1]:
-        return None
-    return next(bound for bound, count in bounds if count >= share * bounds[-1][1])
-
-
-def endpoints(text: str) -> list[str]:
-    """Expand the port range of a host's ranks into addresses; other text is returned as it is.
-
-    Raises KvmoverError if the range descends or leaves 1 to 65535.
-
-    >>> endpoints("decode-0:9400-9402"), endpoints("http://decode-0:9400/metrics")
-    (['http://decode-0:9400/metrics', 'http://decode-0:9401/metrics', 'http://decode-0:9402/metrics'], \
-['http://decode-0:9400/metrics'])
-    """
-    scheme, _, rest = text.rpartition("://")
-    where, slash, path = rest.partition("/")
-    host, _, ports = where.rpartition(":")
-    path = f"/{path}" if slash else "/metrics"
-    found = re.fullmatch(r"(\d+)-(\d+)", ports)
-    if not found:
-        return [text]
-    first, last = int(found[1]), int(found[2])
-    if not 0 < first <= last < 1 << 16:
-        raise KvmoverError(f"{text} has no ports {ports}: a range goes from a port up to another, at most 65535")
-    return [f"{scheme or 'http'}://{host}:{port}{path}" for port in range(first, last + 1)]
-
-
-def fetch(url: str, timeout_s: float = 5.0) -> str:
-    """Return the text of a metrics endpoint. Raises KvmoverError with the address and the cause."""
-    if not url.startswith(("http://", "https://")):
-        url = f"http://{url}"
-    try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as answer:
-            content = answer.read(_MOST_BYTES + 1)
-    except urllib.error.HTTPError as error:
-        error.close()
-        raise KvmoverError(f"cannot read {url}: {error.code} {error.reason}") from error
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        raise KvmoverError(f"cannot read {url}: {reason}") from error
-    if len(content) > _MOST_BYTES:
-        raise KvmoverError(f"{url} says more than {_MOST_BYTES} bytes")
-    return content.decode("utf-8", "replace")
-
-
-#: Most ranks shown (sums cover all), most reasons, by tokens lost, and most groups, by prompt tokens.
-MOST_RANKS, MOST_REASONS, MOST_GROUPS = 32, 5, 16
-
-#: Most endpoints asked in parallel.
-_MOST_ASKED = 64
+_HEADINGS = (
+    *("open", "landed", "failed", "sent", "received", "receive p50"),
+    *("p99", "arena out", "in", "quarantine", "peers"),
+)
 
 _SOURCES = ("device", "host", "storage", "peer", "computed", "abandoned")
 _COPIES = {
@@ -203,73 +76,98 @@ class View:
         return None if self.seconds is None else count / self.seconds
 
 
-def screen(view: View) -> RenderableType:
-    """Returns the frame of a view."""
+def screen(view: View, state: TopState = USUAL, height: int | None = None) -> RenderableType:
+    """Returns the frame of a view. `height`: lines of a viewer's screen, which the ranks are cut to.
+
+    None shows all rows, and no keys.
+    """
     over = "since the start" if view.seconds is None else f"over the last {view.seconds:.1f} s"
-    parts = [Text(f"kvmover top  {view.address}  {over}", "bold"), Text()]
-    parts += [_transfers(view), Text()]
-    for table in (_hits(view), _groups(view), _predictions(view), _copies(view), _failures(view)):
-        if table.rows:
-            parts += [table, Text()]
+    others = [
+        each for each in (_hits(view), _groups(view), _predictions(view), _copies(view), _failures(view)) if each.rows
+    ]
+    room = None
+    if height is not None:
+        others, room = _fitting(others, height - _FRAME_LINES)
+        for table in others:
+            table.band = state.band
+    below = [part for table in others for part in (table, Text())]
+    parts: list[RenderableType] = [Text(f"kvmover top  {view.address}  {over}", "bold")]
+    parts += [Text() if height is None else Text(state.line(), "dim")]
+    parts += [_transfers(view, state, room), Text(), *below]
     return Group(*parts)
+
+
+def _fitting(tables: Sequence[Sheet], lines: int) -> tuple[list[Sheet], int]:
+    """Returns the tables that fit below the least rows of ranks, narrow ones first, and the lines left for ranks.
+
+    A table takes a heading and an empty line, and below a wide one a note on its columns.
+    """
+    kept: list[Sheet] = []
+    left = lines
+    for table in sorted(tables, key=lambda each: len(each.columns) > _NARROW):
+        taken = len(table.rows) + 2 + (len(table.columns) > _NARROW)
+        if left - taken >= _LEAST_ROWS:
+            kept.append(table)
+            left -= taken
+    return [table for table in tables if table in kept], max(_LEAST_ROWS, left)
+
+
+def frame_as_data(view: View, found: FleetScrape) -> dict[str, object]:
+    """Returns the JSON of `kvmover top --json`: every rank, engine and sum, since the processes began."""
+    tokens = view.now.by("kvmover_prompt_tokens_total", "source", attempt="first")
+    lost = view.now.by("kvmover_lost_tokens_total", "reason", attempt="first")
+    copies = {word: int(view.now.total(f"kvmover_tier_{word}_bytes_total")) for word in _COPIES}
+    ends = view.now.by("kvmover_transfers_total", "end")
+    return {
+        "endpoints": len(found.said),
+        "silent": dict(found.silent),
+        "all": asdict(sum_row(view.now, view.new)),
+        "engines": [asdict(row) for row in engine_rows(view.now, view.new)],
+        "ranks": [asdict(row) for row in rank_rows(view.now, view.new)],
+        "prompt_tokens": {source: int(count) for source, count in tokens.items()},
+        "lost_tokens": {reason: int(count) for reason, count in lost.items() if count},
+        "copied_bytes": {word: count for word, count in copies.items() if count},
+        "failed_transfers": {end: int(count) for end, count in ends.items() if count and end != "landed"},
+        "faults": {name: int(count) for name in _FAULTS if (count := view.now.total(name))},
+    }
 
 
 def _table(*columns: str) -> Sheet:
     return Sheet([Column(columns[0], "left"), *map(Column, columns[1:])], heading_style="dim")
 
 
-def _transfers(view: View) -> Sheet:
-    """Returns a row of sums and a row for each rank."""
-    numbers = (
-        "open",
-        "landed",
-        "failed",
-        "sent",
-        "received",
-        "receive p50",
-        "p99",
-        "arena out",
-        "in",
-        "quarantine",
-        "peers",
-    )
-    table = _table("transfers", *numbers)
-    found = (dict(labels) for labels in view.now.samples.get("kvmover_open_sends", {}))
-    ranks = sorted({(each.get("engine", ""), each.get("rank", "")) for each in found}, key=_by_number)
-    if len(ranks) != 1:
-        table.add(Text("all"), *_row(view))
-    for engine, rank in ranks[:MOST_RANKS]:
-        table.add(Text(f"{engine} {rank}"), *_row(view, engine=engine, rank=rank))
-    if len(ranks) > MOST_RANKS:
-        table.add(Text(f"and {len(ranks) - MOST_RANKS} more", "dim"))
+def _transfers(view: View, state: TopState, room: int | None) -> Sheet:
+    """Returns a row of sums, and a row for each rank or engine, as many as `room` lines take; None for all."""
+    table = _table("transfers", *_HEADINGS)
+    table.band = None if room is None else state.band
+    now, new = view.now, view.new
+    ranks = len(now.values("kvmover_open_sends", "engine", "rank"))
+    folded = state.fold == Fold.ENGINES or (state.fold == Fold.MANY and ranks > MOST_RANKS)
+    rows = ordered(holding(engine_rows(now, new) if folded else rank_rows(now, new), state.text), state.sort)
+    if ranks != 1:
+        table.add(Text("all"), *_cells(view, sum_row(now, new)))
+    shown, others = window(rows, state.first, len(rows) if room is None else room)
+    for row in shown:
+        table.add(Text(row.name), *_cells(view, row))
+    if others:
+        table.add(Text(f"and {others} more", "dim"))
     return table
 
 
-def _by_number(rank: tuple[str, str]) -> tuple[str, int, str]:
-    """Returns a sort key that puts rank 2 before rank 10."""
-    return rank[0], len(rank[1]), rank[1]
-
-
-def _row(view: View, **of: str) -> Iterator[Text]:
-    now, new = view.now, view.new
-    ends = new.by("kvmover_transfers_total", "end", **of)
-    landed = ends.get("landed", 0.0)
-    failed = sum(ends.values()) - landed
-    buckets = new.by("kvmover_receive_seconds_bucket", "le", **of)
-    quarantined = now.total("kvmover_incoming_quarantined_bytes", **of)
-    yield Text(f"{now.total('kvmover_open_sends', **of) + now.total('kvmover_open_receives', **of):,.0f}")
-    yield Text(_per_second(view.rate(landed), landed))
-    yield Text(f"{failed:,.0f}", "bold red" if failed else "")
-    yield Text(_bandwidth(view, new.total("kvmover_sent_bytes_total", **of)))
-    yield Text(_bandwidth(view, new.total("kvmover_received_bytes_total", **of)))
-    for share in (0.5, 0.99):
-        yield Text(_seconds(quantile_s(buckets, share)))
-    for side in ("outgoing", "incoming"):
-        reserved, whole = (now.total(f"kvmover_{side}_{each}_bytes", **of) for each in ("reserved", "arena"))
-        share = reserved / whole if whole else 0.0
+def _cells(view: View, row: RankRow) -> Iterator[Text]:
+    """Yields the cells below _HEADINGS."""
+    yield Text(f"{row.open:,}")
+    yield Text(_per_second(view.rate(row.landed), row.landed))
+    yield Text(f"{row.failed:,}", "bold red" if row.failed else "")
+    yield Text(_bandwidth(view, row.sent_bytes))
+    yield Text(_bandwidth(view, row.received_bytes))
+    for seconds in (row.receive_p50_s, row.receive_p99_s):
+        yield Text(_seconds(seconds))
+    for share in (row.arena_out, row.arena_in):
         yield Text(f"{share:.0%}", "yellow" if share > 0.9 else "")
-    yield Text(bytes_in_words(int(quarantined)) if quarantined else "-", "yellow" if quarantined else "")
-    yield Text(f"{now.total('kvmover_peers', **of):,.0f}")
+    held = row.quarantined_bytes
+    yield Text(bytes_in_words(held) if held else "-", "yellow" if held else "")
+    yield Text(f"{row.peers:,}")
 
 
 def _hits(view: View) -> Sheet:
@@ -374,73 +272,62 @@ def _seconds(seconds: float | None) -> str:
     return f"<={seconds * 1e3:.3g} ms" if seconds < 1 else f"<={seconds:.3g} s"
 
 
-@dataclass(frozen=True, slots=True)
-class FleetScrape:
-    """Scrapes by address of the endpoints that answered, and the errors of the silent ones."""
-
-    said: Mapping[str, Scrape]
-    silent: Sequence[str]
-
-    def whole(self) -> Scrape | None:
-        """Returns the sum of all scrapes; None if no endpoint answered."""
-        return reduce(Scrape.and_of, self.said.values()) if self.said else None
-
-
-def ask(addresses: Sequence[str], get: Callable[[str], str], clock: Callable[[], float]) -> FleetScrape:
-    """Scrape all endpoints in parallel, so that a silent host delays no other."""
-
-    def one(address: str) -> Scrape | str:
-        try:
-            return Scrape.of(get(address), clock())
-        except KvmoverError as error:
-            return str(error) if address in str(error) else f"{address}: {error}"
-
-    with ThreadPoolExecutor(min(len(addresses), _MOST_ASKED)) as pool:
-        answers = dict(zip(addresses, pool.map(one, addresses), strict=True))
-    said = {address: each for address, each in answers.items() if isinstance(each, Scrape)}
-    return FleetScrape(said, [each for each in answers.values() if isinstance(each, str)])
-
-
-def _name(addresses: Sequence[str]) -> str:
-    return addresses[0] if len(addresses) == 1 else f"{addresses[0]} and {len(addresses) - 1} more"
-
-
 def watch(
     addresses: Sequence[str],
     interval_s: float,
     out: Console,
+    state: TopState = USUAL,
     get: Callable[[str], str] = fetch,
     clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
+    key: Callable[[float], str | None] | None = None,
 ) -> None:
-    """Show frames every `interval_s` seconds until interrupted.
+    """Show frames every `interval_s` seconds, and after each key, until `q` or an interrupt.
 
-    A frame has the errors of lost endpoints, whose last samples still count: total rates do not jump.
-
-    Raises KvmoverError if no endpoint answers at first.
+    A frame has the errors of lost endpoints, whose last samples still count: total rates do not jump. `key(within_s)`
+    returns a key or None. Raises KvmoverError if no endpoint answers at first.
     """
-    name = _name(addresses)
-    found = _some(ask(addresses, get, clock))
-    with Live(_frame(name, None, found), console=out, auto_refresh=False) as live:
-        while True:
-            sleep(interval_s)
-            before, new = found, ask(addresses, get, clock)
-            found = FleetScrape({**before.said, **new.said}, new.silent)
-            live.update(_frame(name, before.whole() if new.said else None, found), refresh=True)
+    name = in_short(addresses)
+    before, found = None, _some(ask(addresses, get, clock))
+    with Keyboard() as keyboard, Live(console=out, auto_refresh=False) as live:
+        key = key or keyboard.key
+        due_s = time.monotonic() + interval_s
+        while not state.is_over:
+            live.update(_frame(View.of(name, before, _whole(found)), found, state, out.size.height), refresh=True)
+            told = key(max(0.0, due_s - time.monotonic()))
+            if told is not None:
+                state = pressed(state, told)
+                continue
+            due_s = time.monotonic() + interval_s
+            last, new = found, ask(addresses, get, clock)
+            found = FleetScrape({**last.said, **new.said}, new.silent)
+            before = last.whole() if new.said else None
 
 
-def show(addresses: Sequence[str], out: Console, get: Callable[[str], str] = fetch) -> None:
+def show(addresses: Sequence[str], out: Console, state: TopState = USUAL, get: Callable[[str], str] = fetch) -> None:
     """Print one frame, of sums since the processes began. Raises KvmoverError if no endpoint answers."""
-    out.print(_frame(_name(addresses), None, _some(ask(addresses, get, lambda: 0.0))))
+    found = _some(ask(addresses, get, lambda: 0.0))
+    out.print(_frame(View.of(in_short(addresses), None, _whole(found)), found, state, None))
+
+
+def show_json(addresses: Sequence[str], get: Callable[[str], str] = fetch) -> None:
+    """Print one frame as JSON. Raises KvmoverError if no endpoint answers."""
+    found = _some(ask(addresses, get, lambda: 0.0))
+    view = View.of(in_short(addresses), None, _whole(found))
+    sys.stdout.write(json.dumps(frame_as_data(view, found)) + "\n")
 
 
 def _some(found: FleetScrape) -> FleetScrape:
     if not found.said:
-        raise KvmoverError("; ".join(found.silent))
+        raise KvmoverError("; ".join(found.errors()))
     return found
 
 
-def _frame(name: str, before: Scrape | None, found: FleetScrape) -> RenderableType:
-    errors = [Text(f"kvmover top: {each}", "bold red") for each in found.silent]
-    now = found.whole()
-    return Group(*([screen(View.of(name, before, now))] if now else []), *errors)
+def _whole(found: FleetScrape) -> Scrape:
+    whole = found.whole()
+    assert whole is not None, "some endpoint has answered"
+    return whole
+
+
+def _frame(view: View, found: FleetScrape, state: TopState, height: int | None) -> RenderableType:
+    errors = [Text(f"kvmover top: {each}", "bold red") for each in found.errors()]
+    return Group(screen(view, state, None if height is None else height - len(errors)), *errors)

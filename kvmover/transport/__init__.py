@@ -24,6 +24,7 @@ from kvmover.transport.base import (
 if TYPE_CHECKING:
     from kvmover.transport.checks import MAX_NOTE_BYTES
     from kvmover.transport.loopback import LoopbackNetwork, LoopbackTransport
+    from kvmover.transport.nics import NET_DEVICES, read_topology
     from kvmover.transport.nixl import NixlTransport
     from kvmover.transport.nixl_agent import OLDEST_NIXL, NixlAgent, nixl_release, nixl_version, start_agent
 
@@ -35,6 +36,8 @@ _LAZY = {
     "NixlTransport": "nixl",
     "OLDEST_NIXL": "nixl_agent",
     "nixl_release": "nixl_agent",
+    "NET_DEVICES": "nics",
+    "read_topology": "nics",
     "nixl_version": "nixl_agent",
     "start_agent": "nixl_agent",
 }
@@ -42,6 +45,7 @@ _LAZY = {
 __all__ = [
     "MAX_NOTE_BYTES",
     "OLDEST_NIXL",
+    "NET_DEVICES",
     "Completed",
     "Descriptors",
     "Event",
@@ -59,6 +63,7 @@ __all__ = [
     "memory_of",
     "nixl_release",
     "nixl_version",
+    "read_topology",
     "start_agent",
     "union",
     "whole",

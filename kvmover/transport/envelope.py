@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvmover.errors import DescriptorError, PeerRefused
+from kvmover.prepared import prepared
 from kvmover.transport.base import Memory, MemoryKind
 from kvmover.transport.checks import Ranges
 
@@ -28,6 +29,7 @@ class Registration(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     serial: _Natural
 
 
+@prepared
 class TransportCard(Struct, frozen=True, forbid_unknown_fields=True):
     """A transport's description for peers. `revision` grows with its registrations' every change."""
 
@@ -49,6 +51,7 @@ class TransportCard(Struct, frozen=True, forbid_unknown_fields=True):
         return Ranges((Memory(r.kind, r.address, r.nbytes, r.device), r.serial) for r in self.registrations)
 
 
+@prepared
 class _Sealed(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     format: str
     nbytes: int

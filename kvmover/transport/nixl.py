@@ -24,6 +24,7 @@ from kvmover.errors import (
 from kvmover.transport.base import (
     Completed,
     Descriptors,
+    DeviceLike,
     Event,
     Failed,
     Memory,
@@ -35,6 +36,7 @@ from kvmover.transport.base import (
 )
 from kvmover.transport.checks import Operation, Ranges, check_note, touches
 from kvmover.transport.envelope import TransportCard, seal, unseal
+from kvmover.transport.nics import nics_near, only
 from kvmover.transport.nixl_agent import Handle, NixlAgent, spare_forks, start_agent
 
 log = logging.getLogger(__name__)
@@ -73,8 +75,16 @@ class NixlTransport(Transport):
         backends: Sequence[str] = ("UCX",),
         num_threads: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        device: DeviceLike | None = None,
     ) -> None:
-        self._agent: NixlAgent | None = start_agent(name_hint, backends, num_threads)
+        """Start an agent. `device`: of the rank's pools; of a GPU the nearest NICs carry, and `nics` has their ports.
+
+        `nics` is () where UCX chooses: without a GPU or RDMA, and where UCX_NET_DEVICES is set. Raises
+        TransportUnavailable.
+        """
+        self.nics = () if device is None or device.index is None else nics_near(device.index)
+        with only(self.nics):
+            self._agent: NixlAgent | None = start_agent(name_hint, backends, num_threads)
         self._name = self._agent.name
         self._telemetry = self._agent.telemetry
         self._clock = clock

@@ -64,6 +64,7 @@ OTHERS = {
 NEEDS = {
     "security.accepted_key_files": {"KVMOVER_SECURITY_SHARED_KEY_FILE": "/k"},
     "peers.engines": {"KVMOVER_PEERS_ADDRESS": "10.0.0.7:8400"},
+    "peers.directory": {"KVMOVER_PEERS_ADDRESS": "10.0.0.7:8400"},
 }
 
 
@@ -352,7 +353,7 @@ def test_reading_a_configuration_loads_the_values_of_its_sections_and_none_of_th
     assert not {name.split(".")[0] for name in loaded} & {"torch", "triton", "nixl", "cupy"}
     ours = [name for name in loaded if name.startswith("kvmover.")]
     parts = {"config", "errors", "faces", "fields", "layout", "plan", "store", "transfer"}
-    parts |= {"kernels", "shared_memory", "transport", "vocabulary"}
+    parts |= {"kernels", "prepared", "shared_memory", "transport", "vocabulary"}
     assert {name.split(".")[1] for name in ours} == parts
     assert [name for name in ours if name.startswith("kvmover.kernels.")] == ["kvmover.kernels.copy_engine"]
     assert [name for name in ours if name.startswith("kvmover.store.")] == [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -174,12 +175,13 @@ def use_peers(settings: Settings) -> None:
     with closing(LoopbackTransport(LoopbackNetwork(), "p")) as wire:
         tier = open_peer_tier(settings, ServedWeights("model", "1"), Fleet(page_tokens=TOKENS), 0, [pool], wire)
         assert tier is not None
-        with closing(tier), closing(Neighbours([tier], settings.peers, nobody)) as neighbours:
+        with closing(tier), closing(Neighbours([tier], settings, no_cards)) as neighbours:
             assert not neighbours.connected()
+            assert tier.question("r", b"").engines == ()
 
 
-def nobody(host: str, port: int, timeout_s: float) -> Cards:
-    raise TransportError(f"nobody at {host}:{port}")
+def no_cards(host: str, port: int, timeout_s: float, allow: Sequence[str]) -> Cards:
+    raise TransportError(f"no cards at {host}:{port}")
 
 
 def test_every_key_is_read_by_a_part_of_kvmover(noted: Noted) -> None:

@@ -42,7 +42,7 @@ PACKAGES = (
 #: Modules without an `__all__`, of which every public class and function is promised.
 WHOLE = (
     "kvmover.errors",
-    "kvmover.transfer.rendezvous",
+    "kvmover.engines.common.directories",
     "kvmover.observe.observers",
     "kvmover.observe.metrics",
     "kvmover.plan.calibration",
@@ -98,6 +98,7 @@ TEXTS = {
     "kvmover.plan.RDMA": "Assumed costs between GPUs over 400 Gb/s RDMA.",
     "kvmover.transport.MAX_NOTE_BYTES": "The longest note a transport carries.",
     "kvmover.transport.OLDEST_NIXL": "The oldest release of NIXL that is taken: major, minor, patch.",
+    "kvmover.transport.NET_DEVICES": "The variable by which UCX chooses network devices.",
     "kvmover.transport.Event": "What `poll` returns: a Note, or that an operation Completed or Failed.",
     "kvmover.store.DIRECT_BYTES": "What O_DIRECT asks of addresses, offsets and lengths on every disk: 4,096.",
     "kvmover.store.HASH_BYTES": "Bytes of a page's hash: 32.",

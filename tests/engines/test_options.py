@@ -150,3 +150,39 @@ def test_an_option_of_vllms_connector_that_is_misspelt_is_told_by_settings_too()
 def test_a_port_that_cannot_be_is_named_with_its_option(port: object) -> None:
     with pytest.raises(ConfigError, match=f"vLLM connector: port = {port!r}: "):
         vllm.parse({"port": port})
+
+
+HINTED = {"router_capabilities": ["router_hint"], "control_advertise_host": "10.0.0.7", "control_ports": ["8400", 8401]}
+
+
+@pytest.mark.parametrize(
+    ("said", "rank", "address"),
+    [
+        (HINTED, 0, "10.0.0.7:8400"),
+        (HINTED, 1, "10.0.0.7:8401"),
+        ({**HINTED, "address": "10.0.0.7:8400"}, 0, "10.0.0.7:8400"),
+        ({**HINTED, "control_advertise_host": "2001:DB8:0::1"}, 0, "[2001:db8::1]:8400"),
+        ({"address": "Chat-0:1"}, 3, "chat-0:1"),
+    ],
+    ids=["the first rank", "the second", "both say the same", "IPv6", "no router"],
+)
+def test_a_tier_of_peers_serves_at_the_address_that_dynamos_worker_tells_its_router(
+    said: dict[str, Any], rank: int, address: str
+) -> None:
+    assert vllm.parse_peer_tier(said, rank)[1].peers.address == address
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {**HINTED, "control_ports": ["8400"]},
+        {**HINTED, "control_advertise_host": ""},
+        {**HINTED, "control_ports": ["8400", "port"]},
+        {**HINTED, "address": "10.0.0.8:8401"},
+        {**HINTED, "router_capabilities": ["teleport"]},
+    ],
+    ids=["no port for the rank", "no host", "no number", "another address", "another capability"],
+)
+def test_an_address_that_a_router_would_not_find_is_refused(said: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        vllm.parse_peer_tier(said, 1)

@@ -320,7 +320,11 @@ def _event_batches() -> Goldens:
             written, lambda raw: msgspec.msgpack.encode(msgspec.msgpack.decode(raw, type=kv_events.KVEventBatch))
         )
 
-    return {**dict(_named(_EVENTS, batch)), "batch": batch(*_EVENTS, rank=1)}
+    def again(raw: bytes) -> bytes:
+        return msgspec.msgpack.encode(msgspec.msgpack.decode(raw))
+
+    arrays = msgspec.msgpack.encode((1.5, kv_events.as_form(_EVENTS, kv_events.EventForm.ARRAYS), 1))
+    return {**dict(_named(_EVENTS, batch)), "batch": batch(*_EVENTS, rank=1), "arrays": Golden(arrays, again)}
 
 
 def _records() -> Goldens:

@@ -48,7 +48,8 @@ class Compiler:
             return self._reports(worker, Path(folder))
 
     def _reports(self, worker: str, folder: Path) -> dict[str, dict]:
-        version, path = importlib.metadata.version("triton"), ROOT
+        installed = importlib.metadata.distribution("triton")
+        version, path = installed.version, Path(str(installed.locate_file("")))
         if self.triton == "oldest":
             version, path = OLDEST, OLDEST_PATH
             if not (path / "triton").exists():

@@ -112,7 +112,12 @@ def legible(line: str) -> str:
     told = line
     while (rest := _BEFORE.sub("", told, count=1)) != told:
         told = rest
-    return _FOLDERS.sub(".../", _DIGEST.sub(r"\1...", told))
+    return shortened(told)
+
+
+def shortened(sentence: str) -> str:
+    """Returns a sentence with digests cut and without the folders of this machine."""
+    return _FOLDERS.sub(".../", _DIGEST.sub(r"\1...", sentence))
 
 
 def mistake(

@@ -55,7 +55,10 @@ class Ground:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """How a server is started. `name` is its log's; `bootstrap_port`: where SGLang's decode ranks find a prefill."""
+    """How a server is started. `name` is its log's; `bootstrap_port`: where SGLang's decode ranks find a prefill.
+
+    `health`: the path that answers with 200 once it serves.
+    """
 
     name: str
     ground: Ground
@@ -64,6 +67,7 @@ class Command:
     port: int
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     bootstrap_port: int = 0
+    health: str = "/health"
 
 
 def taking_images(command: Command) -> Command:
@@ -138,7 +142,7 @@ class Server:
             if self.ended():
                 raise ServerDied(f"{self.name} ended:\n{self.log()[-6000:]}")
             try:
-                if self.get("/health")[0] == 200:
+                if self.get(self.command.health)[0] == 200:
                     return self
             except OSError:
                 pass
@@ -174,15 +178,17 @@ class Server:
     def cpu_s(self) -> float:
         """CPU seconds of the server and all processes that it started, so far."""
         ticks = os.sysconf("SC_CLK_TCK")
-        total = 0
+        return sum(int(fields[11]) + int(fields[12]) for fields in self._session().values()) / ticks
+
+    def _session(self) -> dict[int, list[str]]:
+        """Returns the processes of the server's session, by pid: the numbers of `/proc/PID/stat` behind the name."""
+        found = dict[int, list[str]]()
         for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
+            with suppress(OSError):  # it has just ended
                 fields = stat.read_text().rpartition(")")[2].split()
-            except OSError:  # it has just ended
-                continue
-            if int(fields[3]) == self.pid:  # its session is the server's
-                total += int(fields[11]) + int(fields[12])
-        return total / ticks
+                if int(fields[3]) == self.pid:
+                    found[int(stat.parent.name)] = fields
+        return found
 
     def ask_to_end(self) -> None:
         """Send it the signal by which an operator stops it."""
@@ -200,8 +206,11 @@ class Server:
         self.kill()
 
     def kill(self) -> None:
-        """`kill -9` of all its processes."""
+        """`kill -9` of all its processes, of whichever groups."""
         self._signal(signal.SIGKILL)
+        for pid in self._session():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.ended(_STOP_S)
 
     def pause(self) -> None:

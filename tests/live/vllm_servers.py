@@ -12,7 +12,7 @@ from tests.live.server import ENVIRONMENTS, Command, Ground, Server, free_port
 #: A context that every prompt of the tests fits in, and room for some hundred blocks.
 _MODEL = ("--max-model-len", "2048", "--kv-cache-memory-bytes", "300000000")
 
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "VLLM_TARGET_DEVICE": "cpu",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -27,11 +27,11 @@ _GROUND = Ground(
         *("vllm.entrypoints.cli.main", "vllm.entrypoints.openai.api_server", "vllm.v1.engine.core"),
         *("vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker", "kvmover.engines.vllm.connector"),
     ),
-    _ENVIRONMENT,
+    ENVIRONMENT,
 )
 
 #: Nothing is imported yet.
-_BARE = Ground("vllm", (), _ENVIRONMENT)
+_BARE = Ground("vllm", (), ENVIRONMENT)
 
 #: vLLM's second model runner, the default on a GPU: its kernels are Triton's, and run in the interpreter.
 V2_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
@@ -131,7 +131,8 @@ def vllm(
     arguments += ["--worker-cls", "vllm_without_gpu.pipeline.StageWorker"] if pp > 1 else []
     arguments += ["--block-size", str(block_tokens), *more]
     if kv is not None:
-        arguments += ["--kv-transfer-config", json.dumps(kv)]
+        # As in every recipe: a server that comes back has the name that it had.
+        arguments += ["--kv-transfer-config", json.dumps({"engine_id": name, **kv})]
     own = environment or {}
     # Triton asks for its interpreter when it is imported.
     ground = _BARE if "TRITON_INTERPRET" in own else _GROUND

@@ -297,7 +297,10 @@ def test_a_port_that_cannot_be_had_is_a_warning_that_names_the_setting(caplog: p
         last = load(environ={"KVMOVER_METRICS_PORT": "65535"}).settings
         with Observers(last, "decode", 1) as third:
             assert third.serve() is None
+    remedy = "set another metrics.port (KVMOVER_METRICS_PORT), or 0 for any"
     assert [record.getMessage() for record in caplog.records] == [
-        f"no metrics are served at 127.0.0.1:{port} (metrics.port = {port - 1} and rank 1): Address already in use",
-        "no metrics are served at 127.0.0.1:65536 (metrics.port = 65535 and rank 1): a port is at most 65535",
+        f"no metrics are served at 127.0.0.1:{port} (metrics.port = {port - 1} and rank 1): Address already in use;"
+        f" {remedy}",
+        "no metrics are served at 127.0.0.1:65536 (metrics.port = 65535 and rank 1): a port is at most 65535;"
+        f" {remedy}",
     ]

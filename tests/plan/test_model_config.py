@@ -13,6 +13,7 @@ from kvmover.errors import LayoutError
 from kvmover.layout import Component
 from kvmover.plan.fleet_text import in_our_words
 from kvmover.plan.model_config import ModelCache, cache_of
+from kvmover.plan.public_models import PUBLIC
 
 LLAMA = {
     "num_hidden_layers": 80,
@@ -42,6 +43,10 @@ def attention(layers: int, heads: int, dim: int) -> Component:
 )
 def test_sizes_are_those_of_the_configuration(config: dict[str, Any], component: Component):
     assert cache_of(config) == ModelCache((component,))
+
+
+def test_an_architecture_that_is_not_known_is_taken_by_its_keys_where_that_is_asked_for():
+    assert cache_of(LLAMA | {"model_type": "own"}, known=None) == cache_of(LLAMA | {"model_type": "llama"})
 
 
 def test_a_dtype_that_is_given_stands_for_the_models_own():
@@ -94,6 +99,11 @@ def test_layers_are_told_by_the_letters_of_a_hybrid():
         ({"layer_types": ["mamba"]}, "there is no mamba_num_heads or mamba_n_heads"),
         (LLAMA | {"layer_types": ["sliding_attention"]}, "there is no sliding_window"),
         ({"num_hidden_layers": 2, "kv_lora_rank": 512}, "there is no qk_rope_head_dim"),
+        (LLAMA | {"model_type": "bert"}, "what cache a model of model_type 'bert' keeps"),
+        ({"model_type": "vlm", "text_config": LLAMA | {"model_type": "own"}}, "model of model_type 'own' keeps"),
+        (LLAMA | {"model_type": "llama", "is_encoder_decoder": True}, "is_encoder_decoder is true"),
+        (MLA | {"linear_attn_config": {"num_heads": 4}}, "linear_attn_config names no kda_layers"),
+        (LLAMA | {"hidden_size": 4096, "num_attention_heads": 31}, "4096 elements over 31 heads are no whole head"),
     ],
 )
 def test_a_configuration_that_does_not_say_is_refused_with_the_key(config: dict[str, Any], reason: str):
@@ -158,3 +168,30 @@ def test_equal_legs_of_large_fleets_are_one_line(capsys: pytest.CaptureFixture[s
     assert len(out.splitlines()) < 30
     _, whole = planned(capsys, *options, "--every-leg")
     assert len(whole.splitlines()) > 60
+
+
+def test_a_model_that_is_not_known_is_planned_on_demand(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"model_type": "own"}))
+    fleets = ("--model", str(tmp_path), "--src", "tp=4", "--dst", "tp=2")
+    status, told = planned(capsys, *fleets)
+    assert (status, told.count("\n")) == (2, 1)
+    assert "model_type 'own'" in told
+    assert told.endswith("--assume attention takes it by its keys\n")
+    status, told = planned(capsys, *fleets, "--assume", "attention")
+    assert status == 0
+    assert told.startswith("attention: 80 layers, 8 heads of 128 bfloat16")
+
+
+@pytest.mark.parametrize("model", PUBLIC)
+def test_every_public_model_is_planned_with_the_pages_that_it_gets_by_default(
+    model: str, capsys: pytest.CaptureFixture[str]
+):
+    status, told = planned(capsys, "--model", model, "--src", "tp=4", "--dst", "tp=2", "--json")
+    assert status == 0, told
+    assert json.loads(told)["total_bytes"] > 0
+
+
+def test_pages_that_end_within_a_row_are_refused_with_a_size_that_fits(capsys: pytest.CaptureFixture[str]):
+    status, told = planned(capsys, "--model", "deepseek-v4", "--src", "tp=4,page=64", "--dst", "tp=2")
+    assert status == 2
+    assert "take pages of a multiple of 128, or name its rows in `pages`" in told

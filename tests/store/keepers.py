@@ -71,7 +71,7 @@ def _serve(pipe: Connection, seals: bool) -> None:
             _break(*arguments)
             pipe.send(None)
         elif verb == "faults":
-            pipe.send(keepers[folder].faults)
+            pipe.send(keepers[folder].counts.faults)
         elif verb == "check":
             with keepers[folder].lock:
                 keepers[folder].state.check()

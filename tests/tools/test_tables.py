@@ -164,7 +164,7 @@ def test_top_shows_every_number_whole(width: int):
     before = counted.scrape(0.0)
     for rank in range(8):
         counted.receive(1 << 31, 1.5, rank=rank)
-    view = View.of("http://decode-0:9400/metrics", before, counted.scrape(2.0))
+    view = View.of("http://decode-0:24400/metrics", before, counted.scrape(2.0))
     numbers = re.findall(r"[\d,.]+(?:/s| [KMGT]iB(?:/s)?| m?s\b|%)?", printed(screen(view), 400))
     text = " ".join(printed(screen(view), width).split())
     assert not [number for number in numbers if number not in text]

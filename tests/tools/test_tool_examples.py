@@ -25,5 +25,5 @@ def test_the_examples_of_a_tool_hold(name: str) -> None:
 
 
 def test_tools_that_write_for_people_have_examples() -> None:
-    shown = {"doctor.host_checks", "report.run_summary", "report.run_trace", "top", "plan_views.plan_words"}
+    shown = {"doctor.host_checks", "report.run_summary", "report.run_trace", "scrape", "plan_views.plan_words"}
     assert {f"kvmover.tools.{name}" for name in shown} <= {name for name in MODULES if examples(name)}

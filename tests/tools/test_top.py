@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -21,7 +22,9 @@ from kvmover.cache.tiers.tier_metrics import TierCollector
 from kvmover.errors import KvmoverError
 from kvmover.observe.metrics import MoverCollector
 from kvmover.tools import top
-from kvmover.tools.top import MOST_GROUPS, MOST_RANKS, Change, Scrape, View, endpoints, fetch, quantile_s, screen
+from kvmover.tools.scrape import Change, Scrape, endpoints, fetch, quantile_s
+from kvmover.tools.top import MOST_GROUPS, MOST_RANKS, View, screen
+from kvmover.tools.top_keys import USUAL, Fold, TopState, pressed
 from kvmover.transfer.meter import Count, Gauge, Meter, Snapshot, Stage
 from kvmover.transfer.protocol.auth import Refusal
 
@@ -77,10 +80,10 @@ class Rank:
         return Snapshot("decode", self._rank, self._engine.meters[self._rank], self._engine.gauges[self._rank])
 
 
-def shown(view: View, width: int = 160) -> dict[str, list[str]]:
+def shown(view: View, width: int = 160, state: TopState = USUAL, height: int | None = None) -> dict[str, list[str]]:
     """Cells by the first one of each line, which is the name of a row."""
     out = Console(file=io.StringIO(), width=width, highlight=False, markup=False)
-    out.print(screen(view))
+    out.print(screen(view, state, height))
     assert isinstance(out.file, io.StringIO)
     lines = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in out.file.getvalue().splitlines()]
     return {line[0]: line[1:] for line in lines if line}
@@ -215,14 +218,114 @@ def test_an_engine_that_restarted_counts_from_nothing_and_not_backwards():
     assert dict(zip(rows["transfers"], rows["decode 0"], strict=True))["received"] == "1 MiB/s"
 
 
-def test_many_ranks_are_summed_and_only_some_are_shown():
+def test_the_ranks_of_an_engine_are_one_row_where_there_are_many():
     engine = Engine(MOST_RANKS + 8)
     for rank in range(MOST_RANKS + 8):
         engine.receive(1 << 20, 1.0, rank=rank)
-    rows = shown(View.of("here", None, engine.scrape(0.0)))
-    assert dict(zip(rows["transfers"], rows["all"], strict=True))["received"] == "40 MiB"
-    assert [name for name in rows if name.startswith("decode")] == [f"decode {rank}" for rank in range(MOST_RANKS)]
-    assert "and 8 more" in rows
+    view = View.of("here", None, engine.scrape(0.0))
+    rows = shown(view)
+    assert dict(zip(rows["transfers"], rows["all"], strict=True))["received"] == "24 MiB"
+    assert [name for name in rows if name.startswith("decode")] == [f"decode, {MOST_RANKS + 8} ranks"]
+    assert rows["all"] == rows[f"decode, {MOST_RANKS + 8} ranks"]
+    every = shown(view, state=TopState(Fold.RANKS))
+    assert [name for name in every if name.startswith("decode")] == [f"decode {n}" for n in range(MOST_RANKS + 8)]
+
+
+def of_64_ranks() -> View:
+    engine = Engine(64)
+    for rank in range(64):
+        engine.receive((rank * 37 % 64) << 20, 0.01 * (rank + 1), rank=rank)
+    engine.receive(0, 1.0, "deadline", rank=7)
+    engine.serve("r1", Credit(30, 20, 10), 40, {Loss.LATE: 25})
+    return View.of("here", None, engine.scrape(0.0))
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 45), (200, 60)])
+def test_64_ranks_fit_the_screen_with_what_stands_below_them(width: int, height: int):
+    view = of_64_ranks()
+    for fold in (Fold.RANKS, Fold.ENGINES):
+        out = Console(file=io.StringIO(), width=width, highlight=False, markup=False)
+        out.print(screen(view, TopState(fold), height))
+        assert isinstance(out.file, io.StringIO)
+        lines = out.file.getvalue().splitlines()
+        assert len(lines) <= height, lines
+        assert any(line.startswith("prompt tokens") for line in lines)
+        assert any(line.startswith("transfers: deadline") for line in lines)
+        assert ("columns 1 of" in out.file.getvalue()) == (width == 80)
+
+
+def test_ranks_are_sorted_filtered_and_scrolled():
+    view = of_64_ranks()
+
+    def names(state: TopState, height: int | None = None) -> list[str]:
+        return [name for name in shown(view, state=state, height=height) if name.startswith("decode ")]
+
+    assert names(TopState(Fold.RANKS, "failed"))[0] == "decode 7"
+    assert names(TopState(Fold.RANKS, "received"))[:2] == ["decode 19", "decode 38"]
+    assert names(TopState(Fold.RANKS, "p99"))[0] == "decode 7"
+    assert names(TopState(Fold.RANKS, text="DECODE 6")) == ["decode 6", *(f"decode {n}" for n in range(60, 64))]
+    first = names(TopState(Fold.RANKS), 40)
+    assert first[0] == "decode 0"
+    assert names(TopState(Fold.RANKS, first=3), 40)[0] == "decode 3"
+    assert names(TopState(Fold.RANKS, first=1000), 40)[-1] == "decode 63"
+    assert shown(view, state=TopState(Fold.RANKS), height=40).get(f"and {64 - len(first)} more") == []
+    with pytest.raises(KvmoverError, match="--sort speed is none of name, open"):
+        TopState(sort="speed")
+
+
+def test_a_key_is_one_step_of_what_is_chosen():
+    def after(keys: list[str], state: TopState = USUAL) -> TopState:
+        for key in keys:
+            state = pressed(state, key)
+        return state
+
+    assert after(["f"]).fold == Fold.ENGINES
+    assert after(["f", "f"]).fold == Fold.RANKS
+    assert (after(["s", "s"]).sort, after(["S"]).sort) == ("landed", "peers")
+    assert (after(["j", "down", "k"]).first, after(["page down", "up"]).first, after(["up"]).first) == (1, 9, 0)
+    assert (after(["right", "l", "left"]).band, after(["left"]).band) == (1, 0)
+    typed = after(["/", "q", "f", "x", "backspace"])
+    assert (typed.text, typed.typing, typed.is_over) == ("qf", True, False)
+    assert "filter: qf_" in typed.line()
+    assert (after(["enter"], typed).text, after(["enter"], typed).typing) == ("qf", False)
+    assert after(["escape"], typed) == after(["escape"], after(["enter"], typed)) == USUAL
+    assert after(["q"]).is_over
+    assert after(["?", "home"]) == USUAL
+
+
+def test_keys_change_the_frame_at_once_and_end_the_view():
+    view, frames = Engine(2), io.StringIO()
+    keys = iter(["f", None, "/", "1", "enter", "q"])
+    out = Console(file=frames, width=160, force_terminal=True, highlight=False, markup=False, color_system=None)
+    scrapes: list[str] = []
+
+    def get(address: str) -> str:
+        scrapes.append(address)
+        return view.text()
+
+    top.watch(["here"], 2.0, out, USUAL, get, iter(range(9)).__next__, lambda _: next(keys))
+    text = frames.getvalue()
+    assert len(scrapes) == 2
+    places = [text.index(words) for words in ("decode 1", "decode, 2 ranks", "filter: 1_", "/ filter: 1")]
+    assert places == sorted(places)
+
+
+def test_the_json_has_every_rank_engine_and_sum(endpoint: tuple[str, Engine], capsys: pytest.CaptureFixture[str]):
+    address, engine = endpoint
+    engine.receive(5 << 20, 0.1)
+    engine.receive(0, 30.0, "deadline")
+    engine.serve("r1", Credit(30, 20, 10), 40, {Loss.LATE: 25})
+    with pytest.raises(SystemExit) as end:
+        cli.main(["top", address, "--json"])
+    data = json.loads(capsys.readouterr().out)
+    assert not end.value.code
+    assert (data["endpoints"], data["silent"]) == (1, {})
+    (rank,), (whole,) = data["ranks"], data["engines"]
+    assert (rank["engine"], rank["rank"], rank["received_bytes"], rank["landed"]) == ("decode", "0", 5 << 20, 1)
+    assert {**whole, "rank": "0"} == rank
+    assert data["failed_transfers"] == {"deadline": 1}
+    assert data["prompt_tokens"]["storage"] == 10
+    assert data["lost_tokens"] == {"late": 25}
 
 
 @given(st.lists(st.integers(0, 1 << 50), min_size=1, max_size=8), st.lists(st.integers(0, 1 << 50), max_size=8))
@@ -333,7 +436,7 @@ def test_the_view_goes_on_after_the_endpoint_was_away():
     step = "begin"
     out = Console(file=frames, width=160, force_terminal=True, highlight=False, markup=False, color_system=None)
     with pytest.raises(Enough):
-        top.watch(["here"], 2.0, out, get, lambda: next(clock), sleep)
+        top.watch(["here"], 2.0, out, USUAL, get, lambda: next(clock), sleep)
     text = frames.getvalue()
     away = "kvmover top: cannot read here: refused"
     in_order = ["since the start", "over the last 2.0 s", "4 MiB/s", away, "over the last 4.0 s"]
@@ -343,10 +446,10 @@ def test_the_view_goes_on_after_the_endpoint_was_away():
 
 
 def test_a_range_of_ports_is_an_endpoint_a_rank():
-    assert endpoints("decode-0:9400-9402") == [f"http://decode-0:{port}/metrics" for port in (9400, 9401, 9402)]
-    assert endpoints("https://decode-0:9400-9400/other") == ["https://decode-0:9400/other"]
-    assert endpoints("http://decode-0:9400/metrics") == ["http://decode-0:9400/metrics"]
-    for bad in ("decode-0:9402-9400", "decode-0:0-3", "decode-0:9400-70000"):
+    assert endpoints("decode-0:24400-24402") == [f"http://decode-0:{port}/metrics" for port in (24400, 24401, 24402)]
+    assert endpoints("https://decode-0:24400-24400/other") == ["https://decode-0:24400/other"]
+    assert endpoints("http://decode-0:24400/metrics") == ["http://decode-0:24400/metrics"]
+    for bad in ("decode-0:24402-24400", "decode-0:0-3", "decode-0:24400-70000"):
         with pytest.raises(KvmoverError, match="a range goes from a port up to another"):
             endpoints(bad)
 
@@ -362,11 +465,15 @@ def test_ranks_of_several_endpoints_stand_together_and_a_silent_one_is_named():
         return ranks[address].text()
 
     out = Console(file=io.StringIO(), width=160, highlight=False, markup=False)
-    top.show([*ranks, "http://three/metrics"], out, get)
+    top.show([*ranks, "http://three/metrics"], out, get=get)
     assert isinstance(out.file, io.StringIO)
     text = out.file.getvalue()
     assert "http://one/metrics and 2 more" in text
     assert "2 GiB" in text
     assert "kvmover top: cannot read http://three/metrics: Connection refused" in text
+    dead = [f"http://gone:{port}/metrics" for port in range(24400, 24464)]
+    with pytest.raises(KvmoverError) as refused:
+        top.show(dead, out, get=get)
+    assert str(refused.value) == "cannot read http://gone:24400/metrics and 63 more: Connection refused"
     with pytest.raises(KvmoverError, match="cannot read http://three/metrics"):
-        top.show(["http://three/metrics"], out, get)
+        top.show(["http://three/metrics"], out, get=get)

@@ -3,6 +3,7 @@
 from kvmover.cache.hints.actions import (
     Declined,
     DemoteHint,
+    FetchHint,
     Hint,
     HintAction,
     HintAnswer,
@@ -15,6 +16,7 @@ from kvmover.cache.hints.actions import (
     RetainHint,
     ShareHint,
     read_hints,
+    read_source,
 )
 from kvmover.cache.hints.desk import HintDesk, HintedTiers
 from kvmover.cache.hints.pin_collector import PinCollector, PinGauges
@@ -24,6 +26,7 @@ from kvmover.errors import HintError
 __all__ = [
     "Declined",
     "DemoteHint",
+    "FetchHint",
     "Hint",
     "HintAction",
     "HintAnswer",
@@ -46,4 +49,5 @@ __all__ = [
     "RetainHint",
     "ShareHint",
     "read_hints",
+    "read_source",
 ]

@@ -2,12 +2,14 @@
 
 SGLang 0.5.23 and vLLM 0.33.0 carry them beside a request in the same envelope, KvHintsEnvelope, and leave an action's
 payload to its executor. These classes are the payloads: a field is a key of the same name, seconds are `ttl_seconds`,
-and a key of unknown effect is refused.
+and a key of unknown effect is refused. Dynamo's router sends `kv.fetch`; llm-d's names the same source in other words,
+RemoteKvSource.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,6 +18,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 
 from kvmover.errors import HintError
+from kvmover.prepared import prepared
 
 #: Most actions of an envelope, and most tokens of an action: more are refused before any is carried out.
 MOST_ACTIONS = 16
@@ -29,6 +32,7 @@ _Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 _Tokens = Annotated[tuple[_Token, ...], msgspec.Meta(min_length=1, max_length=MOST_TOKENS)]
 
 
+@prepared
 class ShareHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A hint to write the prefix to the page store, where other engines find it.
 
@@ -38,12 +42,14 @@ class ShareHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token_ids: _Tokens | None = None
 
 
+@prepared
 class PrefetchHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A hint to bring the prefix up from the page store and the host before it is requested."""
 
     token_ids: _Tokens | None = None
 
 
+@prepared
 class PinHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"ttl_s": "ttl_seconds"}):
     """A hint to keep the prefix on the device for `ttl_s`, whatever else is evicted; 0 ends the pin of this name."""
 
@@ -71,6 +77,7 @@ class LeaseHint(PinHint, frozen=True, forbid_unknown_fields=True):
             raise ValueError("include_current_request must be true: blocks of other requests are not found by hashes")
 
 
+@prepared
 class RetainHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A hint to evict pages of lower priority before the prefix."""
 
@@ -78,23 +85,81 @@ class RetainHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token_ids: _Tokens | None = None
 
 
+@prepared
 class DemoteHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A hint to move the prefix from device to host now, as its conversation rests."""
 
     token_ids: _Tokens | None = None
 
 
-Hint: TypeAlias = ShareHint | PrefetchHint | PinHint | RetainHint | DemoteHint
+#: An address with a name, or an IP address, before its port. Digits of a port are ASCII.
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253}):([0-9]{1,5})")
+
+
+@prepared
+class FetchHint(msgspec.Struct, frozen=True):
+    """A hint to read the prefix from the engine at `source`, host:port, before it is computed.
+
+    Raises ValueError for another address.
+    """
+
+    source: str
+    token_ids: None = None
+
+    def __post_init__(self) -> None:
+        found = _ADDRESS.fullmatch(self.source)
+        if found is None or not 0 < int(found[2]) < 1 << 16:
+            raise ValueError(f"the source is at {self.source!r}, and an address is host:port")
+
+
+@prepared
+class DynamoFetch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The payload of `kv.fetch` as Dynamo's router sends it. `source_control_endpoint`: tcp://host:port.
+
+    `block_hashes` are the router's names for blocks that the source has. They select none here: pages are found by the
+    digest of their tokens, which depends on no engine's block size.
+    """
+
+    source_control_endpoint: str
+    block_hashes: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(min_length=1, max_length=MOST_TOKENS)
+    ]
+    mode: Literal["copy"] = "copy"
+
+    def hint(self) -> FetchHint:
+        """Returns the hint. Raises ValueError for an endpoint without host or port."""
+        return FetchHint(self.source_control_endpoint.removeprefix("tcp://"))
+
+
+@prepared
+class RemoteKvSource(msgspec.Struct, frozen=True):
+    """The source of a prefix in llm-d's words. `kv_request_id`: its router's name of the fetch."""
+
+    kv_request_id: _Text
+    remote_host: str
+    remote_port: Annotated[int, msgspec.Meta(gt=0, lt=1 << 16)]
+
+    def hint(self) -> FetchHint:
+        """Returns the hint. Raises ValueError for a host that is no name and no address."""
+        host = f"[{self.remote_host}]" if ":" in self.remote_host else self.remote_host
+        return FetchHint(f"{host}:{self.remote_port}")
+
+
+Hint: TypeAlias = FetchHint | ShareHint | PrefetchHint | PinHint | RetainHint | DemoteHint
 
 #: The payload of each action type.
-KINDS: Mapping[str, type[Hint]] = {
+KINDS: Mapping[str, type[Hint] | type[DynamoFetch]] = {
+    "kv.fetch": DynamoFetch,
     "kv.share": ShareHint,
     "kv.prefetch": PrefetchHint,
     "kv.pin": PinHint,
     "kv.retain": RetainHint,
     "kv.demote": DemoteHint,
 }
-_KIND_OF = {made: kind.removeprefix("kv.") for kind, made in KINDS.items()} | {LeaseHint: "retain"}
+_KIND_OF = {made: kind.removeprefix("kv.") for kind, made in KINDS.items()} | {LeaseHint: "retain", FetchHint: "fetch"}
+
+#: The keys of llm-d among the parameters of a request: the source of a prefix, and a prefill that has computed it.
+SOURCE_KEYS = ("remote_kv_source", "remote_prefiller")
 
 
 class HintRefusal(StrEnum):
@@ -112,6 +177,12 @@ class HintRefusal(StrEnum):
     BUSY = "busy"
     OWN_ALONE = "own_alone"
     ABORTED = "aborted"
+    NO_PEERS = "no_peers"
+    NOT_ALLOWED = "not_allowed"
+    UNREACHABLE = "unreachable"
+    NOT_A_PEER = "not_a_peer"
+    READ_FAILED = "read_failed"
+    NEEDLESS = "needless"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +219,9 @@ class HintAction:
     def is_due_at_once(self) -> bool:
         """True if the hint runs on arrival.
 
-        A hint on the request's own KV, unless a prefetch, waits for the request's end.
+        A hint on the request's own KV waits for the request's end, unless it brings KV for the request.
         """
-        return self.hint.token_ids is not None or isinstance(self.hint, PrefetchHint)
+        return self.hint.token_ids is not None or isinstance(self.hint, PrefetchHint | FetchHint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +232,7 @@ class Declined:
     answer: HintRefused
 
 
+@prepared
 class _Action(msgspec.Struct):
     """An action as both engines write it; a later version's further keys are ignored."""
 
@@ -170,6 +242,7 @@ class _Action(msgspec.Struct):
     payload: dict[str, Any] = {}
 
 
+@prepared
 class _Envelope(msgspec.Struct):
     protocol_version: str
     message_id: str
@@ -209,11 +282,28 @@ def _read(said: object) -> HintAction | Declined:
         return Declined(kind, HintRefused(HintRefusal.UNKNOWN, words))
     if made is RetainHint and "ttl_seconds" in action.payload:
         made = LeaseHint
+    return _made(action.action_id, kind, action.payload, made)
+
+
+def read_source(params: Mapping[str, Any]) -> HintAction | Declined | None:
+    """Return the fetch that llm-d asks for among the parameters of a request, under the first of `SOURCE_KEYS`.
+
+    >>> read_source({"remote_kv_source": {"kv_request_id": "q-3", "remote_host": "10.0.0.7", "remote_port": 8400}})
+    HintAction(name='q-3', hint=FetchHint(source='10.0.0.7:8400', token_ids=None))
+    """
+    for key in SOURCE_KEYS:
+        if params.get(key) is not None:
+            found = _made(key, "fetch", params[key], RemoteKvSource)
+            return HintAction(params[key]["kv_request_id"], found.hint) if isinstance(found, HintAction) else found
+    return None
+
+
+def _made(name: str, kind: str, payload: object, made: type[Any]) -> HintAction | Declined:
     try:
-        hint: Hint = msgspec.convert(action.payload, made)
-    except msgspec.ValidationError as error:
-        return Declined(kind, HintRefused(HintRefusal.MALFORMED, f"{action.action_id}: {action.action_type}: {error}"))
+        read: Hint | DynamoFetch | RemoteKvSource = msgspec.convert(payload, made)
+        hint = read.hint() if isinstance(read, DynamoFetch | RemoteKvSource) else read
+    except (msgspec.ValidationError, ValueError) as error:
+        return Declined(kind, HintRefused(HintRefusal.MALFORMED, f"{name}: kv.{kind}: {error}"))
     if isinstance(hint, PinHint) and not math.isfinite(hint.ttl_s):
-        words = f"{action.action_id}: {action.action_type}: ttl_seconds = {hint.ttl_s}"
-        return Declined(kind, HintRefused(HintRefusal.MALFORMED, words))
-    return HintAction(action.action_id, hint)
+        return Declined(kind, HintRefused(HintRefusal.MALFORMED, f"{name}: kv.{kind}: ttl_seconds = {hint.ttl_s}"))
+    return HintAction(name, hint)

@@ -28,11 +28,12 @@ class PageRequest:
     """An engine's request, for which pages are looked up.
 
     `name` is unique until the request is released. `key` holds the prompt's tokens, for a tier with another page size
-    than the engine's: a page's name depends on its size.
+    than the engine's: a page's name depends on its size. `source`: the engine to ask, of those that are tiers.
     """
 
     name: str
     key: RadixKey
+    source: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

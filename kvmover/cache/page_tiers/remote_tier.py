@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvmover.cache.page_tiers.page_tier import FinishedJob, PageJob, PageRequest, PageTier, PageVerb
-from kvmover.cache.peers import PeerPrefix, PeerRead, PeerTier
+from kvmover.cache.peers import PeerAnswer, PeerMiss, PeerPrefix, PeerQuestion, PeerRead, PeerTier
 from kvmover.repeats import Repeats, form_of
 
 log = logging.getLogger(__name__)
@@ -28,13 +28,13 @@ _MOST_NAME = 128
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """A look-up sent to all peers, of pages from `first` on. `numbers`: pages of the prompt, by name.
+    """A look-up of pages from `first` on. `numbers`: pages of the prompt, by name.
 
     `pages`: leading pages that `source` offers, None until all peers have replied. `used`: the offer was read or
     declined.
     """
 
-    name: str
+    question: PeerQuestion
     numbers: dict[bytes, int]
     first: int
     pages: int | None = None
@@ -68,7 +68,8 @@ class RemoteTier(PageTier):
     """A PageTier of prompt pages in other engines' host memory, of any TP and page size. Outcomes: read, failed, LENT.
 
     Peers are asked once a request, from the first page of its first look-up to the prompt's end; one job reads the run
-    of pages that they offer. A write copies no bytes. Call `freed` before the bytes of a place change.
+    of pages that they offer. A write copies no bytes. Call `freed` before the bytes of a place change. `sourced`, if
+    there is one, hears what the named source of a request brought, in pages, or why none.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class RemoteTier(PageTier):
         self._reads: list[_Reading] = []
         self._ended: list[FinishedJob] = []
         self._serial, self._repeats = 0, Repeats()
+        self.sourced: Callable[[PageRequest, int | PeerMiss], None] | None = None
 
     def lookup(self, job: PageJob) -> None:
         request, asked = job.request, None
@@ -110,12 +112,12 @@ class RemoteTier(PageTier):
         def ended(outcome: int | BaseException) -> None:
             reading.outcome, reading.seconds = outcome, self._clock() - reading.began_s
             if isinstance(outcome, BaseException):
-                self._unread(f"{len(run)} pages of {asked.name}", outcome)
+                self._unread(f"{len(run)} pages of {asked.question.request}", outcome)
 
         reading.read = PeerRead(lambda: False, ended)
         positions = range(first * self._page_tokens, stop * self._page_tokens)
         table = [0] * first + [places[name] for name in run]
-        self.peers.read(asked.name, asked.source, positions, [table] * self.peers.pools, reading.read)
+        self.peers.read(asked.question, asked.source, positions, [table] * self.peers.pools, reading.read)
 
     def write(self, job: PageJob) -> None:
         self.peers.came(job.names, job.places)
@@ -131,6 +133,8 @@ class RemoteTier(PageTier):
 
     def release(self, request: PageRequest) -> None:
         asked = self._asked.pop(request.name, None)
+        if asked is None or not asked.used:
+            self._tell(request, PeerMiss.NEEDLESS)
         if asked is not None:
             self._decline(asked)
 
@@ -139,6 +143,8 @@ class RemoteTier(PageTier):
         for reading in [each for each in self._reads if each.over]:
             self._reads.remove(reading)
             came = isinstance(reading.outcome, int)
+            assert reading.job.request is not None
+            self._tell(reading.job.request, len(reading.run) if came else PeerMiss.READ_FAILED)
             run, nbytes = (reading.run, reading.outcome) if came else (frozenset[bytes](), 0)
             assert isinstance(nbytes, int)
             self._end_read(reading.job, run, nbytes, reading.seconds)
@@ -162,27 +168,34 @@ class RemoteTier(PageTier):
         if first is None:
             return None
         self._serial += 1
-        asked = _Asked(f"{self._serial}-{request.name}"[:_MOST_NAME], numbers, first)
+        name = f"{self._serial}-{request.name}"[:_MOST_NAME]
+        asked = _Asked(self.peers.question(name, hashes[0], request.source), numbers, first)
         self._asked[request.name] = asked
 
-        def answered(tokens: Sequence[int]) -> None:
+        def answered(said: Sequence[PeerAnswer]) -> None:
+            tokens = [each.tokens for each in said]
             most = max(tokens, default=0)
-            asked.source = list(tokens).index(most) if tokens else 0
+            asked.source = tokens.index(most) if tokens else 0
             asked.pages = most // self._page_tokens
             if asked.pages <= first:
+                self._tell(request, next((each.miss for each in said if each.miss), PeerMiss.ABSENT))
                 self._decline(asked)
             self._answer(asked)
 
         prefix = PeerPrefix(request.key, first * self._page_tokens, len(hashes) * self._page_tokens)
-        self.peers.look(asked.name, prefix, answered)
+        self.peers.look(asked.question, prefix, answered)
         return asked
 
     def _decline(self, asked: _Asked) -> None:
         """Decline the offer, unless it was read, and end the waiting look-ups."""
         if not asked.used:
             asked.used = True
-            self.peers.decline(asked.name)
+            self.peers.decline(asked.question)
         self._answer(asked)
+
+    def _tell(self, request: PageRequest, brought: int | PeerMiss) -> None:
+        if request.source is not None and self.sourced is not None:
+            self.sourced(request, brought)
 
     def _answer(self, asked: _Asked) -> None:
         waiting, asked.waiting = asked.waiting, []

@@ -2,6 +2,7 @@
 
 from kvmover.cache.peers.loans import MOST_LOANS, HostInventory, Loan, Loans
 from kvmover.cache.peers.peer_tier import Lent, PeerPrefix, PeerRead, PeerTerms, PeerTier
+from kvmover.cache.peers.questions import PeerAnswer, PeerMiss, PeerQuestion
 
 __all__ = [
     "MOST_LOANS",
@@ -9,7 +10,10 @@ __all__ = [
     "Lent",
     "Loan",
     "Loans",
+    "PeerAnswer",
+    "PeerMiss",
     "PeerPrefix",
+    "PeerQuestion",
     "PeerRead",
     "PeerTerms",
     "PeerTier",

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from msgspec.structs import replace as replace_fields
 
 from kvmover.cache.peers.loans import MOST_LOANS, HostInventory, Loan, Loans
+from kvmover.cache.peers.questions import PeerAnswer, PeerMiss, PeerQuestion, question_of
 from kvmover.cache.prefix import RadixKey
 from kvmover.errors import PeerUnknown, PlanError, TierError, TransportError
 from kvmover.fields import settle_whole
@@ -36,9 +37,9 @@ _PACE = Pace(share=0.1, open_s=0.25e-3, idle_s=1e-3)
 class PeerTerms:
     """The engines that a rank asks, and its times in seconds.
 
-    `engines`: by name, in the same order on all ranks. `ask_s`: wait for an answer; an engine without one holds no
-    page. `quiet_s`: such an engine is not asked again. `lend_s`: wait for a borrower to read. `read_s`: deadline of a
-    read. `most_loans`: see `Loans`.
+    `engines`: by name, in the same order on all ranks, unless a request names its source; at most `most_asked` a
+    prompt. `ask_s`: wait for an answer; an engine without one holds no page. `quiet_s`: such an engine is not asked
+    again. `lend_s`: wait for a borrower to read. `read_s`: deadline of a read. `most_loans`: see `Loans`.
 
     Raises TierError for a time not above 0, or an engine named twice.
     """
@@ -49,11 +50,12 @@ class PeerTerms:
     lend_s: float = 5.0
     read_s: float = 10.0
     most_loans: int = MOST_LOANS
+    most_asked: int = 16
 
     def __post_init__(self) -> None:
         if min(self.ask_s, self.quiet_s, self.lend_s, self.read_s) <= 0 or len({*self.engines}) < len(self.engines):
             raise TierError(f"seconds that are not above 0, or an engine twice: {self}")
-        settle_whole(self, "terms of peers", TierError, most_loans=1)
+        settle_whole(self, "terms of peers", TierError, most_loans=1, most_asked=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +83,13 @@ class PeerPrefix:
 
 @dataclass(slots=True, eq=False)
 class PeerLook:
-    """A lookup of all engines. `tokens` [engine]: the prompt's length readable from it."""
+    """A lookup of all engines of a question, with `answers` of each."""
 
-    tokens: list[int]
+    question: PeerQuestion
+    prefix: PeerPrefix
+    ended: Callable[[Sequence[PeerAnswer]], None]
+    answers: list[PeerAnswer]
     waits: int
-    ended: Callable[[Sequence[int]], None]
     told: bool = False
 
 
@@ -111,7 +115,11 @@ class PeerRead:
 
 
 class PeerTier:
-    """A peer tier of one rank, driven from the engine's thread. The pools are the caller's, and outlive it."""
+    """A peer tier of one rank, driven from the engine's thread. The pools are the caller's, and outlive it.
+
+    `engines`: those asked where a request names no source; assign to replace them. `meet(engine, told)`, if there is
+    one, connects a named engine that is not connected, in a thread of its own, and tells why it could not.
+    """
 
     def __init__(
         self,
@@ -133,7 +141,8 @@ class PeerTier:
             if component.window is not None or component.states:
                 raise TierError(f"{component.name} is not kept for every page of a prompt; peers share what is")
         config = replace(config or MoverConfig(silence_s=2.0, drain_s=0.5), verb=Verb.PULL)
-        self.terms, self.engine = terms, place.engine
+        self.terms, self.engine, self.engines = terms, place.engine, terms.engines
+        self.meet: Callable[[str, Callable[[PeerMiss | None], None]], None] | None = None
         self.pools = len(pools)
         self._lock = threading.Lock()
         self._inventory, self._loans = HostInventory(), Loans(terms.most_loans)
@@ -171,6 +180,15 @@ class PeerTier:
         """Connect a rank to read from. Returns its name. Raises PeerRefused for another model."""
         return self._progress.submit(lambda mover: mover.connect(card)).result()
 
+    def disconnect(self, engine: str) -> None:
+        """Disconnect an engine out of service, and stop dialling it."""
+
+        def part(mover: Mover) -> None:
+            mover.disconnect(engine)
+            self._quiet.pop(engine, None)
+
+        self._progress.submit(part).result()
+
     def ranks(self, engine: str) -> frozenset[int]:
         """Return the connected ranks of an engine."""
         return self._progress.submit(lambda mover: mover.ranks(engine)).result()
@@ -195,37 +213,42 @@ class PeerTier:
 
     # Peers' pages
 
-    def look(self, request: str, prefix: PeerPrefix, ended: Callable[[Sequence[int]], None]) -> None:
-        """Ask all engines for a prefix, by a `request` unique in this engine.
+    def question(self, request: str, page_hash: bytes, source: str | None = None) -> PeerQuestion:
+        """Returns the question for a prompt whose first page has this hash: see `question_of`."""
+        return question_of(request, page_hash, self.engines, self.terms.most_asked, source)
 
-        `poll` gives `ended` the leading tokens readable from each, in the order of the terms.
+    def look(self, question: PeerQuestion, prefix: PeerPrefix, ended: Callable[[Sequence[PeerAnswer]], None]) -> None:
+        """Ask the engines of a question for a prefix.
+
+        `poll` gives `ended` the leading tokens readable from each, in the order of the question.
         """
-        look = PeerLook([0] * len(self.terms.engines), len(self.terms.engines), ended)
+        count = len(question.engines)
+        look = PeerLook(question, prefix, ended, [PeerAnswer(0, PeerMiss.UNREACHABLE)] * count, count)
         self._looks += 1
-        self._call(lambda mover: self._ask(mover, request, prefix, look), lambda error: self._looked(look))
+        self._call(lambda mover: self._ask_all(mover, look), lambda error: self._looked(look))
 
     def read(
         self,
-        request: str,
+        question: PeerQuestion,
         source: int,
         positions: range,
         tables: Sequence[npt.ArrayLike],
         read: PeerRead,
     ) -> None:
-        """Read `positions` that engine number `source` offered as `request` into host pages.
+        """Read `positions` that engine number `source` of a question offered into host pages.
 
         `tables`: host page ids a pool, from the prompt's first page on; copied. The pages are the read's until it is
         over. Raises PlanError for malformed tables.
         """
         into = page_tables(tables)
-        engine = self.terms.engines[source]
-        name = _name(self.engine, request, engine)
+        engine = question.engines[source]
+        name = _name(self.engine, question.request, engine)
         self._reads.append(read)
 
         def begin(mover: Mover) -> Transfer:
-            for number, other in enumerate(self.terms.engines):
-                if number != source:
-                    mover.asks.decline(_name(self.engine, request, other))
+            for other in question.engines:
+                if other != engine:
+                    mover.asks.decline(_name(self.engine, question.request, other))
             mover.asks.take(name)
             return mover.receive(name, engine, positions, into, deadline_s=self.terms.read_s)
 
@@ -241,9 +264,9 @@ class PeerTier:
         except TransportError as error:
             read.error = error
 
-    def decline(self, request: str) -> None:
-        """Decline all pages offered as `request`."""
-        names = [_name(self.engine, request, engine) for engine in self.terms.engines]
+    def decline(self, question: PeerQuestion) -> None:
+        """Decline all pages offered to a question."""
+        names = [_name(self.engine, question.request, engine) for engine in question.engines]
         self._call(lambda mover: [mover.asks.decline(name) for name in names])
 
     # Progress
@@ -332,30 +355,60 @@ class PeerTier:
         else:
             self._news.set()
 
-    def _ask(self, mover: Mover, request: str, prefix: PeerPrefix, look: PeerLook) -> None:
-        """Ask each engine once; one unknown or quiet counts as 0."""
-        if not self.terms.engines:
+    def _ask_all(self, mover: Mover, look: PeerLook) -> None:
+        if not look.question.engines:
             self._looked(look)
-        for number, engine in enumerate(self.terms.engines):
+        for number in range(len(look.question.engines)):
             try:
-                fleet = mover.asks.fleet(engine)
-                page = fleet.page_tokens * fleet.cp
-                first, hashes = prefix.hashes(page)
-                if not hashes or self._quiet.get(engine, 0.0) > time.monotonic():
-                    self._answered(look, number, 0)
-                    continue
-                told = partial(self._said, look, number, page, prefix.limit_tokens)
-                mover.asks.begin(_name(self.engine, request, engine), engine, first, hashes, self.terms.ask_s, told)
+                self._ask(mover, look, number)
             except PeerUnknown:
-                self._answered(look, number, 0)
+                self._introduce(look, number)
 
-    def _said(self, look: PeerLook, number: int, page_tokens: int, limit_tokens: int, pages: int | None) -> None:
+    def _ask(self, mover: Mover, look: PeerLook, number: int) -> None:
+        """Ask one engine; a quiet one counts as 0. Raises PeerUnknown unless it is connected."""
+        engine, prefix = look.question.engines[number], look.prefix
+        if engine == self.engine:
+            self._answered(look, number, PeerAnswer(0, PeerMiss.NEEDLESS))
+            return
+        fleet = mover.asks.fleet(engine)
+        page = fleet.page_tokens * fleet.cp
+        first, hashes = prefix.hashes(page)
+        if not hashes:
+            self._answered(look, number, PeerAnswer(0, PeerMiss.NEEDLESS))
+            return
+        if self._quiet.get(engine, 0.0) > time.monotonic():
+            self._answered(look, number, PeerAnswer(0, PeerMiss.UNREACHABLE))
+            return
+        name, told = _name(self.engine, look.question.request, engine), partial(self._said, look, number, page)
+        mover.asks.begin(name, engine, first, hashes, self.terms.ask_s, told)
+
+    def _introduce(self, look: PeerLook, number: int) -> None:
+        """Ask an engine that a request named once it is connected. Others are met without haste, and count as 0."""
+        unknown = PeerAnswer(0, PeerMiss.UNREACHABLE)
+        if look.question.source is None or self.meet is None:
+            self._answered(look, number, unknown)
+            return
+
+        def met(miss: PeerMiss | None) -> None:
+            if miss is None:
+                self._call(
+                    lambda mover: self._ask(mover, look, number), lambda error: self._answered(look, number, unknown)
+                )
+            else:
+                self._answered(look, number, PeerAnswer(0, miss))
+
+        self.meet(look.question.engines[number], met)
+
+    def _said(self, look: PeerLook, number: int, page_tokens: int, pages: int | None) -> None:
         if pages is None:
-            self._quiet[self.terms.engines[number]] = time.monotonic() + self.terms.quiet_s
-        self._answered(look, number, min((pages or 0) * page_tokens, limit_tokens))
+            self._quiet[look.question.engines[number]] = time.monotonic() + self.terms.quiet_s
+            self._answered(look, number, PeerAnswer(0, PeerMiss.UNREACHABLE))
+            return
+        tokens = min(pages * page_tokens, look.prefix.limit_tokens)
+        self._answered(look, number, PeerAnswer(tokens, None if tokens else PeerMiss.ABSENT))
 
-    def _answered(self, look: PeerLook, number: int, tokens: int) -> None:
-        look.tokens[number] = tokens
+    def _answered(self, look: PeerLook, number: int, answer: PeerAnswer) -> None:
+        look.answers[number] = answer
         look.waits -= 1
         if not look.waits:
             self._looked(look)
@@ -367,7 +420,7 @@ class PeerTier:
 
         def over() -> None:
             self._looks -= 1
-            look.ended(look.tokens)
+            look.ended(look.answers)
 
         self._over.append(over)
         self._news.set()

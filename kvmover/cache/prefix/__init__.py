@@ -19,14 +19,14 @@ from kvmover.cache.prefix.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
-    EventPublisher,
+    EventForm,
     KVEvent,
     KVEventBatch,
     Medium,
     block_removed,
-    block_stored,
     coalesce,
 )
+from kvmover.cache.prefix.publisher import EventPublisher
 from kvmover.cache.prefix.results import (
     ROOT,
     ActionList,
@@ -67,6 +67,7 @@ __all__ = [
     "CopyLeg",
     "CopyOut",
     "DeviceOnly",
+    "EventForm",
     "EventPublisher",
     "EvictionGranularity",
     "EvictionPolicy",
@@ -101,7 +102,6 @@ __all__ = [
     "WriteBack",
     "WriteThrough",
     "block_removed",
-    "block_stored",
     "chain",
     "coalesce",
     "restorable",

@@ -1,32 +1,25 @@
 """KV events tell a router a cache's contents, in the encoding that vLLM, SGLang and Dynamo share.
 
 An event is a msgpack map with its class's name under `type`; a batch is an array `[ts, events, rank]`. Fields that vLLM
-0.33 requires are always present, others if set; consumers ignore unknown fields.
+0.33 requires are always present, others if set; consumers ignore unknown fields. llm-d reads SGLang's events as arrays.
 """
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import msgspec
 from msgspec import structs
 
-from kvmover.cache.prefix.hashes import PrefixNamespace, as_int64, as_int64s
+from kvmover.cache.prefix.hashes import as_int64, as_int64s
 from kvmover.cache.prefix.node import Node, page_hashes
 from kvmover.cache.prefix.results import Action, ActionList, CopyOut, Tier
 from kvmover.cache.prefix.tree_config import TreeConfig
-from kvmover.errors import PrefixError, TransportError, need
+from kvmover.errors import PrefixError
 from kvmover.fields import member
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    import zmq
 
 
 class Medium(StrEnum):
@@ -134,30 +127,58 @@ def _joined(run: list[KVEvent]) -> KVEvent:
     return msgspec.structs.replace(first, block_hashes=hashes, token_ids=tokens)
 
 
+class EventForm(StrEnum):
+    """A way to write an event: a map, or an array of its class's name and its fields, as engines did until 2026."""
+
+    MAPS = "maps"
+    ARRAYS = "arrays"
+
+
+def as_form(events: Iterable[KVEvent], form: EventForm) -> list[object]:
+    """Returns events as they are encoded in a form.
+
+    An array has no place for `cache_salt`, so the pages of a salt are left out: a router would take them for anyone's.
+
+    >>> as_form([BlockRemoved((7,), Medium.GPU), AllBlocksCleared()], EventForm.ARRAYS)
+    [('BlockRemoved', (7,), <Medium.GPU: 'GPU'>), ('AllBlocksCleared',)]
+    """
+    if form is EventForm.MAPS:
+        return list(events)
+    return [_array(event) for event in events if not isinstance(event, BlockStored) or event.cache_salt is None]
+
+
+def _array(event: KVEvent) -> tuple[object, ...]:
+    fields = structs.astuple(event)
+    return type(event).__name__, *(fields[:_IN_ARRAYS] if isinstance(event, BlockStored) else fields)
+
+
+#: Fields of a BlockStored that arrays have, up to `lora_name`.
+_IN_ARRAYS = 7
+
 #: Called with each event as it happens, in the caller's thread.
 Sink: TypeAlias = Callable[[KVEvent], None]
 
 MEDIA = {Tier.DEVICE: Medium.GPU, Tier.HOST: Medium.CPU_PINNED, Tier.STORAGE: Medium.DISK}
 
 
-def block_stored(
-    hashes: Sequence[bytes],
-    parent: bytes | None,
-    tier: Tier,
-    page_tokens: int,
-    tokens: Sequence[int] = (),
-    namespace: PrefixNamespace | None = None,
-) -> BlockStored:
-    """Returns the event of pages stored on a tier, by position, named by their 32-byte hashes.
-
-    `parent` is the hash of the page before them, None at the beginning. A tree passes `tokens` and `namespace`;
-    storage, whose pages were in a tree before, does not. Raises PrefixError if `tier` is no Tier.
-    """
-    adapter, salt = (namespace.adapter, namespace.salt) if namespace is not None else ("", "")
-    above, medium = None if parent is None else as_int64(parent), MEDIA[member(Tier, tier, "tier", PrefixError)]
-    return BlockStored(
-        as_int64s(hashes), above, tuple(tokens), page_tokens, None, medium, adapter or None, salt or None
-    )
+def path_stored(node: Node, config: TreeConfig, tier: Tier, first_page: int, stop_page: int) -> BlockStored:
+    """Returns the event of the pages [first_page, stop_page) of the path to `node`, stored on a tier."""
+    tokens, hashes, page_bytes = list[bytes](), list[bytes](), config.page_bytes
+    above = max(0, first_page - 1)
+    while node.parent is not None and node.end > above:
+        first, stop = max(0, above - node.start), max(0, min(node.end, stop_page) - node.start)
+        hashes[:0] = page_hashes(node, config.page_words)[first:stop]
+        tokens.append(node.tokens[first * page_bytes : stop * page_bytes])
+        node = node.parent
+    while node.parent is not None:
+        node = node.parent
+    assert node.namespace is not None
+    adapter, salt = node.namespace.adapter or None, node.namespace.salt or None
+    parent = as_int64(hashes.pop(0)) if first_page else None
+    raw = memoryview(b"".join(reversed(tokens)))[(first_page - above) * page_bytes :]
+    # A bigram's second token is the next one's first: the first of each are the tokens.
+    words = tuple(raw.cast("I")[:: int(config.units)])
+    return BlockStored(as_int64s(hashes), parent, words, config.page_tokens, None, MEDIA[tier], adapter, salt)
 
 
 def block_removed(hashes: Sequence[bytes], tier: Tier) -> BlockRemoved:
@@ -200,13 +221,7 @@ class Journal:
 
     def stored(self, node: Node, tier: Tier) -> None:
         """Record that all pages of a node have come to a tier."""
-        config, parent = self._config, node.parent
-        above = page_hashes(parent, config.page_words) if parent is not None else ()
-        # A bigram's second token is the next one's first: the first of each are the tokens.
-        tokens = tuple(memoryview(node.tokens).cast("I")[:: int(config.units)])
-        hashes = page_hashes(node, config.page_words)
-        last = above[-1] if above else None
-        self._waiting.append(block_stored(hashes, last, tier, config.page_tokens, tokens, _namespace(node)))
+        self._waiting.append(path_stored(node, self._config, tier, node.start, node.end))
 
     def removed(self, hashes: Sequence[bytes], tier: Tier) -> None:
         """Record that pages have left a tier."""
@@ -215,169 +230,3 @@ class Journal:
     def cleared(self) -> None:
         """Record that all tiers were cleared."""
         self._waiting.append(AllBlocksCleared())
-
-
-def _namespace(node: Node) -> PrefixNamespace:
-    while node.parent is not None:
-        node = node.parent
-    assert node.namespace is not None
-    return node.namespace
-
-
-END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-_CLOSE_S = 1.0
-#: The approximate size of a snapshot's batch of whole events.
-_SNAPSHOT_BATCH_BYTES = 1 << 20
-
-
-class _Snapshot(NamedTuple):
-    """A cache's contents, as encoded events, when batch `number` was next."""
-
-    number: int
-    taken_s: float
-    events: tuple[bytes, ...]
-
-
-class EventPublisher:
-    """A publisher of event batches over ZMQ, for any one thread; it never waits for subscribers.
-
-    A subscriber with `most_waiting` batches queued misses the next; it sees the gap in the numbers, and can request the
-    last `keep_batches` at `replay_endpoint`. For port `*` the system chooses, and `endpoint` and `replay_endpoint` name
-    the choice. Close it, or use it as a context. Raises MissingLibrary without pyzmq, TransportError if an endpoint
-    cannot be bound.
-    """
-
-    def __init__(
-        self,
-        endpoint: str,
-        replay_endpoint: str = "",
-        topic: str = "",
-        rank: int = 0,
-        keep_batches: int = 10_000,
-        most_waiting: int = 1000,
-    ) -> None:
-        need("zmq", "publishing KV events", "events")
-        import zmq
-
-        self._zmq: Any = zmq
-        self._topic, self._rank = topic.encode(), rank
-        self._kept = deque[tuple[int, bytes]](maxlen=keep_batches)
-        self._keep_batches = keep_batches
-        self._snapshot = _Snapshot(0, time.time(), ())
-        self._keeping = threading.Lock()
-        self._next = 0
-        #: Malformed replay requests, which get no reply.
-        self.malformed_requests = 0
-        self._encoder = msgspec.msgpack.Encoder()
-        self._context = self._zmq.Context()
-        try:
-            self._subscribers, self.endpoint = self._bound(self._zmq.PUB, endpoint, most_waiting)
-            # Room for a snapshot and all kept batches: beyond it a socket drops messages to a slow reader.
-            self._askers, self.replay_endpoint = self._bound(
-                self._zmq.ROUTER, replay_endpoint or "inproc://replay", 2 * (keep_batches + 1)
-            )
-            self._stop, _ = self._bound(self._zmq.PAIR, "inproc://stop", 1)
-        except TransportError:
-            self._context.destroy(linger=0)
-            raise
-        self._answers = threading.Thread(target=self._answer, name="kv-events-replay", daemon=True)
-        self._answers.start()
-
-    def publish(self, events: Iterable[KVEvent]) -> int:
-        """Send `events` as one batch, neighbours joined. Returns its number, from 0."""
-        number = self._next
-        batch = KVEventBatch(time.time(), tuple(coalesce(events)), self._rank)
-        payload = self._encoder.encode(batch)
-        # Kept before it is sent, so that a subscriber that missed it can request it.
-        with self._keeping:
-            self._kept.append((number, payload))
-        self._next += 1
-        self._subscribers.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
-        return number
-
-    @property
-    def snapshot_due(self) -> bool:
-        """Returns True if the next batch drops one that the last snapshot does not include."""
-        return self._next - self._snapshot.number >= self._keep_batches
-
-    def snapshot(self, events: Iterable[KVEvent]) -> None:
-        """Keep `events`, all that is cached after every batch so far, for late subscribers.
-
-        They are `PrefixTree.resident()` and other pages announced to routers, such as those in storage: a reader
-        forgets pages that they leave out. Subscribers without a gap do not receive it. Held encoded.
-        """
-        encoded = tuple(map(self._encoder.encode, events))
-        with self._keeping:
-            self._snapshot = _Snapshot(self._next, time.time(), encoded)
-
-    def close(self) -> None:
-        """Close sockets and replay thread. Published batches still go out, for up to 1 s."""
-        if self._context.closed:
-            return
-        stop = self._context.socket(self._zmq.PAIR)
-        stop.connect("inproc://stop")
-        stop.send(b"")
-        self._answers.join()
-        for socket in (stop, self._stop, self._askers):
-            socket.close(linger=0)
-        self._subscribers.close(linger=int(_CLOSE_S * 1000))
-        self._context.term()
-
-    def __enter__(self) -> EventPublisher:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _bound(self, kind: int, endpoint: str, most_waiting: int) -> tuple[zmq.Socket[bytes], str]:
-        socket: zmq.Socket[bytes] = self._context.socket(kind)
-        socket.set_hwm(most_waiting)
-        try:
-            socket.bind(endpoint)
-        except self._zmq.ZMQError as error:
-            raise TransportError(f"cannot publish KV events at {endpoint}: {error}") from error
-        return socket, socket.getsockopt_string(self._zmq.LAST_ENDPOINT)
-
-    def _answer(self) -> None:
-        """Serve replays in a thread of its own, sole user of the replay socket, so that no batch waits for it."""
-        waiting = self._zmq.Poller()
-        waiting.register(self._askers, self._zmq.POLLIN)
-        waiting.register(self._stop, self._zmq.POLLIN)
-        while True:
-            ready = dict(waiting.poll())
-            if self._stop in ready:
-                return
-            self._replay(self._askers.recv_multipart())
-
-    def _replay(self, frames: list[bytes]) -> None:
-        if len(frames) != 3 or len(frames[2]) != 8:
-            self.malformed_requests += 1
-            return
-        asker, first = frames[0], int.from_bytes(frames[2], "big")
-        with self._keeping:
-            kept, snapshot = tuple(self._kept), self._snapshot
-        oldest = kept[0][0] if kept else self._next
-        if first < oldest <= snapshot.number:
-            payloads = self._payloads(snapshot, snapshot.number - first)
-            begin = snapshot.number - len(payloads)
-            kept = (*enumerate(payloads, begin), *(each for each in kept if each[0] >= snapshot.number))
-        for number, payload in kept:
-            if number >= first:
-                self._askers.send_multipart((asker, b"", self._topic, number.to_bytes(8, "big"), payload))
-        self._askers.send_multipart((asker, b"", b"", END_OF_REPLAY, b""))
-
-    def _payloads(self, snapshot: _Snapshot, most: int) -> list[bytes]:
-        """Returns a snapshot in at most `most` encoded batches, since each needs a number."""
-        encoder = msgspec.msgpack.Encoder()  # the other one is the publishing thread's
-        total = sum(map(len, snapshot.events))
-        batch_bytes = max(_SNAPSHOT_BATCH_BYTES, -(-2 * total // most))
-        batches, size = [[msgspec.Raw(encoder.encode(AllBlocksCleared()))]], 0
-        for event in snapshot.events:
-            if size and size + len(event) > batch_bytes and len(batches) < most:
-                batches.append([])
-                size = 0
-            batches[-1].append(msgspec.Raw(event))
-            size += len(event)
-        return [encoder.encode((snapshot.taken_s, events, self._rank)) for events in batches]

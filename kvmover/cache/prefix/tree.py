@@ -19,7 +19,7 @@ from kvmover.cache.prefix.forest import Forest
 from kvmover.cache.prefix.hashes import PrefixNamespace, TokenIds
 from kvmover.cache.prefix.insert import Insertion, Offer
 from kvmover.cache.prefix.keys import DEFAULT_NAMESPACE, NO_IDS, KeyUnits, PageIds, RadixKey, page_array, words
-from kvmover.cache.prefix.kv_events import Given, Journal, KVEvent, Sink
+from kvmover.cache.prefix.kv_events import BlockStored, Given, Journal, KVEvent, Sink, path_stored
 from kvmover.cache.prefix.locks import Locks
 from kvmover.cache.prefix.match import Descent, descend, join, matched, walk
 from kvmover.cache.prefix.node import Node, page_hashes
@@ -166,6 +166,14 @@ class PrefixTree:
         """Returns the chained SHA-256 of each page from the root to the node's end; computed once."""
         path = self._forest.view(node_id).path()
         return [name for node in reversed(path) for name in page_hashes(node, self.config.page_words)]
+
+    def path_stored(self, node_id: int, tier: Tier, first_page: int, pages: int) -> BlockStored:
+        """Returns the event of `pages` pages of the path to a node, from `first_page` on, stored on a tier.
+
+        Raises PrefixError if `tier` is no Tier.
+        """
+        tier = member(Tier, tier, "tier", PrefixError)
+        return path_stored(self._forest.view(node_id), self.config, tier, first_page, first_page + pages)
 
     def sizes(self, component: str = FULL, tier: Tier = Tier.DEVICE) -> Sizes:
         """Returns a component's pages on a tier. A host page also on the device counts as protected.

@@ -7,15 +7,19 @@ them again on the host.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
+from msgspec import structs
 
 from kvmover.cache.peers import PeerTier
 from kvmover.cache.prefix import (
     FULL,
+    BlockStored,
     CopyOut,
     InvariantBroken,
     KVEvent,
@@ -27,7 +31,6 @@ from kvmover.cache.prefix import (
     TierCopy,
     WriteBack,
     block_removed,
-    block_stored,
 )
 from kvmover.cache.tiers.agreement import VoteRow, agreed_count, counted
 from kvmover.cache.tiers.tier_metrics import TierCount, TierStage
@@ -236,8 +239,7 @@ class Backups:
         del self._writes[transfer.op]
         tree, first = self.parts.allocator.tree, transfer.first_page
         if agreed[0] and self.events is not None and hashes:
-            parent = tree.page_hashes(node)[first - 1] if first else None
-            self.events.stored(hashes, parent, tree.config.page_tokens)
+            self.events.stored(hashes, tree.path_stored(node, Tier.STORAGE, first, len(hashes)))
         self.parts.allocator.apply(tree.end(transfer.op))
 
 
@@ -245,18 +247,61 @@ def _ints(row: PageArray) -> list[int]:
     return row.tolist()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Announced:
+    """Consecutive pages that one event announced. `event` is without tokens, which are 4 bytes each in `tokens`."""
+
+    hashes: tuple[bytes, ...]
+    event: BlockStored
+    tokens: array[int]
+
+    def cut(self, first: int, stop: int) -> BlockStored:
+        """Returns the event of the pages [first, stop)."""
+        event, size = self.event, self.event.block_size
+        names = event.block_hashes
+        return structs.replace(
+            event,
+            block_hashes=names[first:stop],
+            parent_block_hash=names[first - 1] if first else event.parent_block_hash,
+            token_ids=tuple(self.tokens[first * size : stop * size]),
+        )
+
+
 class StorageEvents:
-    """The storage events of one rank, without tokens. The store calls `lost`, from any thread."""
+    """The storage events of one rank. The store calls `lost`, from any thread.
+
+    It remembers each announced page with its tokens, some 300 bytes a page of 16, for late subscribers.
+    """
 
     def __init__(self, sink: Callable[[KVEvent], None], exists: Callable[[Sequence[bytes]], Sequence[bool]]) -> None:
         self._sink, self._exists = sink, exists
-        self._pages: set[bytes] = set()
+        self._pages = dict[bytes, _Announced]()
         self._lost: deque[bytes] = deque()
 
-    def stored(self, hashes: Sequence[bytes], parent: bytes | None, page_tokens: int) -> None:
-        """Emit an event for consecutive pages; `parent` is the hash before the first."""
-        self._pages.update(hashes)
-        self._sink(block_stored(hashes, parent, Tier.STORAGE, page_tokens))
+    def stored(self, hashes: Sequence[bytes], event: BlockStored) -> None:
+        """Emit the event of consecutive pages with these hashes."""
+        kept = structs.replace(event, token_ids=())
+        announced = _Announced(tuple(hashes), kept, array("I", event.token_ids))
+        self._pages.update(dict.fromkeys(hashes, announced))
+        self._sink(event)
+
+    def resident(self) -> Iterator[KVEvent]:
+        """Yield events of all announced pages that were not taken back, in the order of their announcing."""
+        for announced in dict.fromkeys(self._pages.values()):
+            here = [self._pages.get(page) is announced for page in announced.hashes]
+            for is_here, run in groupby(range(len(here)), here.__getitem__):
+                if is_here:
+                    pages = list(run)
+                    yield announced.cut(pages[0], pages[-1] + 1)
+
+    def again(self) -> None:
+        """Emit the events of announced pages that storage still has: a reset has made routers forget every medium."""
+        pages = list(self._pages)
+        for page, there in zip(pages, self._exists(pages), strict=True):
+            if not there:
+                del self._pages[page]
+        for event in self.resident():
+            self._sink(event)
 
     def lost(self, page: bytes) -> None:
         """Note that an object of `page` was lost; `poll` asks if others still make it up."""
@@ -270,6 +315,7 @@ class StorageEvents:
         if not known:
             return
         gone = [page for page, there in zip(known, self._exists(known), strict=True) if not there]
-        self._pages.difference_update(gone)
+        for page in gone:
+            del self._pages[page]
         if gone:
             self._sink(block_removed(gone, Tier.STORAGE))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -233,9 +233,9 @@ class Controller:
         limit = key.tokens - 1 if limit_tokens is None else min(limit_tokens, key.tokens)
         return self._restores.begin(key, max(0, limit), self.config.policy)
 
-    def prefetch(self, key: RadixKey, limit_tokens: int) -> Restore:
-        """Begin a restore that ends on the host, for `load`."""
-        return self._restores.begin(key, limit_tokens, self._to_the_host(limit_tokens))
+    def prefetch(self, key: RadixKey, limit_tokens: int, source: str | None = None) -> Restore:
+        """Begin a restore that ends on the host, for `load`. `source`: the only engine to ask of peers."""
+        return self._restores.begin(key, limit_tokens, self._to_the_host(limit_tokens), source)
 
     def _to_the_host(self, limit_tokens: int) -> TierPolicy:
         return replace(self.config.policy, least_load_tokens=limit_tokens + 1)
@@ -310,8 +310,10 @@ class Controller:
         return self.allocator.evict_pools(pages)
 
     def reset(self) -> None:
-        """Empty device and host. Raises PrefixError while a lock or an operation is out."""
+        """Empty device and host, and announce storage anew. Raises PrefixError while a lock or an operation is out."""
         self.allocator.apply(self.tree.reset())
+        if self._events is not None:
+            self._events.again()
         self._paths.forget()
         self._asked.forget()
 
@@ -391,6 +393,15 @@ class Controller:
                 self.peers.wait(_NAP_S if self.worker.queued else _PEER_NAP_S)
             elif self.worker.queued:
                 self.worker.wait(_NAP_S)
+
+    def resident(self) -> Iterator[KVEvent]:
+        """Yield what a new router has to know: the tree's contents, then the pages that were announced in storage.
+
+        Consume all before the next poll.
+        """
+        yield from self.tree.resident()
+        if self._events is not None:
+            yield from self._events.resident()
 
     def snapshot(self) -> TierSnapshot:
         """Return a copy of current counts, times and gauges."""

@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import structs
 
 from kvmover.cache.ledger import Credit, Loss
-from kvmover.cache.peers import PeerPrefix, PeerRead, PeerTier
+from kvmover.cache.peers import PeerAnswer, PeerMiss, PeerPrefix, PeerQuestion, PeerRead, PeerTier
 from kvmover.cache.prefix import (
     FULL,
     NO_IDS,
@@ -63,10 +63,13 @@ class Restore:
     held: tuple[tuple[str, PageArray], ...] = ()
     handle: LockHandle | None = None
     gate: LayerGate | None = None
-    #: Hashes of all pages asked for; how many pages are on the host; the name under which peers offer theirs.
+    #: The engine that the request named, and the reason if it brought no page.
+    source: str | None = None
+    miss: PeerMiss = PeerMiss.NEEDLESS
+    #: Hashes of all pages asked for; how many pages are on the host; the question to peers.
     hashes: Sequence[bytes] = ()
     anchor: int = 0
-    request: str = ""
+    question: PeerQuestion | None = None
     borrow: PeerRead | None = None
     #: The tree's read operation, and the host pages that it reads into.
     reads: tuple[int, Sequence[int]] = (0, ())
@@ -142,7 +145,7 @@ class Restores:
         parts, allocator = self.parts, self.parts.allocator
         page_tokens = allocator.tree.config.page_tokens
         token_bytes = sum(pool.part.nbytes for pool in allocator.tiered_pools) // page_tokens
-        stored, peers = parts.storage is not None, len(parts.peers.terms.engines) if parts.peers is not None else 0
+        stored, peers = parts.storage is not None, parts.peers.terms.most_asked if parts.peers is not None else 0
         self.terms = RestoreTerms(page_tokens, token_bytes, parts.policy, allocator.partial, stored, peers)
 
     @property
@@ -151,12 +154,15 @@ class Restores:
         states = [restore.state for restore in (*self.open, *self.leaving)]
         return sum(state.op_pages for state in states if state.asked is RestorePhase.READ)
 
-    def begin(self, key: RadixKey, limit_tokens: int, policy: TierPolicy) -> Restore:
-        """Begin to restore the cached part of the first `limit_tokens`. It may be ready at once."""
+    def begin(self, key: RadixKey, limit_tokens: int, policy: TierPolicy, source: str | None = None) -> Restore:
+        """Begin to restore the cached part of the first `limit_tokens`. It may be ready at once.
+
+        `source`: the only engine to ask of peers.
+        """
         match = self.parts.allocator.tree.match(key, limit_tokens=limit_tokens)
         terms = structs.replace(self.terms, policy=policy)
         state, actions = restore_machine.start(terms, limit_tokens, match.tokens, match.best_tokens, self.clock())
-        restore = Restore(key, match, state)
+        restore = Restore(key, match, state, source=source)
         self._lock(restore, match)
         self.open.append(restore)
         self._carry_out(restore, actions)
@@ -203,7 +209,8 @@ class Restores:
             case restore_machine.BeginFetch(pages, source):
                 return self._fetch(restore, pages, source)
             case restore_machine.Decline():
-                self._peers.decline(restore.request)
+                assert restore.question is not None
+                self._peers.decline(restore.question)
             case restore_machine.BeginLoad(tokens):
                 return self._load(restore, tokens)
             case restore_machine.BeginNothing():
@@ -248,12 +255,14 @@ class Restores:
         tree, key, node = self.parts.allocator.tree, restore.key, restore.found.host_node
         restore.hashes = hashes = key.page_hashes(tree.config.page_words)[:pages]
         restore.anchor = anchor = len(tree.page_hashes(node)) if node != ROOT and tree.is_backed(node) else 0
-        self._join(restore, pages + 1 + self.terms.peers)
+        self._join(restore, pages + 1 + self.terms.peer_votes)
         assert restore.collective is not None
-        restore.request = f"{restore.collective.serial}-{hashes[-1].hex()[:16]}"
+        if self.terms.peers:
+            name = f"{restore.collective.serial}-{hashes[-1].hex()[:16]}"
+            restore.question = self._peers.question(name, hashes[0], restore.source)
         answers = _Answers((self.parts.storage is not None) + (self.terms.peers > 0))
         if self.terms.peers:
-            self._ask(restore, anchor, pages, answers)
+            self._ask(restore, pages, answers)
         if self.parts.storage is not None:
             self._look_up(restore, self.parts.storage, anchor, answers)
 
@@ -261,17 +270,21 @@ class Restores:
         answers.waits -= 1
         if not answers.waits:
             ways = self._way(), self._peer_way()
-            self.tell(restore, restore_machine.LookedUp(answers.pages, ways[0], answers.peers, ways[1]))
+            mark = restore.question.mark if restore.question is not None else 0
+            self.tell(restore, restore_machine.LookedUp(answers.pages, ways[0], answers.peers, ways[1], mark))
 
-    def _ask(self, restore: Restore, anchor: int, pages: int, answers: _Answers) -> None:
-        page_tokens, watch = self.terms.page_tokens, Stopwatch()
+    def _ask(self, restore: Restore, pages: int, answers: _Answers) -> None:
+        page_tokens, watch, anchor = self.terms.page_tokens, Stopwatch(), restore.anchor
+        assert restore.question is not None
 
-        def ended(tokens: Sequence[int]) -> None:
+        def ended(said: Sequence[PeerAnswer]) -> None:
             self.parts.meter.stages[TierStage.ASK].add(watch.seconds)
-            answers.peers = tuple(min(pages, each // page_tokens) for each in tokens)
+            answers.peers = tuple(min(pages, each.tokens // page_tokens) for each in said)
+            if restore.source is not None:
+                restore.miss = said[0].miss or PeerMiss.NEEDLESS
             self._looked(restore, answers)
 
-        self._peers.look(restore.request, PeerPrefix(restore.key, anchor * page_tokens, pages * page_tokens), ended)
+        self._peers.look(restore.question, PeerPrefix(restore.key, anchor * page_tokens, pages * page_tokens), ended)
 
     def _look_up(self, restore: Restore, storage: Storage, anchor: int, answers: _Answers) -> None:
         reach = max((pool.rule.reach_tokens or 0 for pool in self.parts.allocator.tiered_pools), default=0)
@@ -359,6 +372,7 @@ class Restores:
         """Read `pages` from a peer, all or not at all."""
         collective, page_tokens, watch = restore.collective, self.terms.page_tokens, Stopwatch()
         assert collective is not None
+        assert restore.question is not None
 
         def ended(outcome: int | BaseException) -> None:
             self.parts.meter.stages[TierStage.BORROW].add(watch.seconds)
@@ -370,13 +384,14 @@ class Restores:
                 return
             loss = Loss.LATE if collective.stopping else Loss.READ_FAILED
             self.parts.meter.dropped["borrow", str(loss)] += len(pages)
+            restore.miss = PeerMiss.READ_FAILED
             self.tell(restore, restore_machine.FetchEnded(0, loss))
 
         table = [0] * pages.start + list(ids)  # pages before the range are not read into
         tables = [table] * len(self.parts.allocator.tiered_pools)
         positions = range(pages.start * page_tokens, pages.stop * page_tokens)
         restore.borrow = PeerRead(lambda: collective.stopping, ended)
-        self._peers.read(restore.request, source, positions, tables, restore.borrow)
+        self._peers.read(restore.question, source, positions, tables, restore.borrow)
 
     def _abandon(self, restore: Restore, op: int) -> None:
         """Free a failed peer read's pages at one time on all ranks, once no rank's can be written."""

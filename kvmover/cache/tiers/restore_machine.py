@@ -46,7 +46,7 @@ _NO_REASONS: Mapping[Loss, int] = MappingProxyType({})
 class RestoreTerms(msgspec.Struct, frozen=True):
     """The terms that all restores of a rank share. `token_bytes`: bytes of KV a token on this rank.
 
-    `partial`: the fate of pages on some ranks alone. `peers`: engines to ask.
+    `partial`: the fate of pages on some ranks alone. `peers`: the most engines that are asked; 0 without a peer tier.
     """
 
     page_tokens: int
@@ -55,6 +55,11 @@ class RestoreTerms(msgspec.Struct, frozen=True):
     partial: PartialWork
     stored: bool
     peers: int = 0
+
+    @property
+    def peer_votes(self) -> int:
+        """Returns the numbers in a look's vote beside lengths: of each engine, and two of the digest of all."""
+        return self.peers + 2 if self.peers else 0
 
 
 #: The `source` that stands for storage; peers count from 0.
@@ -149,13 +154,15 @@ class LookedUp(msgspec.Struct, frozen=True):
     """The answers of peers and storage to this rank.
 
     `pages`: prefix lengths that storage can complete, ascending; 0 alone after a failure. `peers`: leading pages of
-    each. `way`, `peer_way`: measured speeds of the tiers to come by, if any.
+    each. `way`, `peer_way`: measured speeds of the tiers to come by, if any. `mark`: a digest of the engines asked,
+    which may differ while ranks hear of an engine one after another: peers are then not read.
     """
 
     pages: Sequence[int]
     way: tuple[Speed, ...] = ()
     peers: tuple[int, ...] = ()
     peer_way: tuple[Speed, ...] = ()
+    mark: int = 0
 
 
 class FetchBegun(msgspec.Struct, frozen=True):
@@ -415,7 +422,9 @@ def _looked_up(state: Restoring, event: LookedUp) -> RestoreStep:
     state = _short(state, Loss.THRESHOLD, (most - max(would, best)) * page)
     chosen = frozenset(beyond)
     votes = (int(pages in chosen) for pages in range(state.limit_tokens // page + 1))
-    return state, [Vote((*votes, *peers, *(0,) * (state.terms.peers - len(peers))))]
+    padding = (0,) * (state.terms.peers - len(peers))
+    marks = (event.mark, -event.mark) if state.terms.peers else ()
+    return state, [Vote((*votes, *peers, *padding, *marks))]
 
 
 def _would_read(state: Restoring, pages: int, way: tuple[Speed, ...]) -> bool:
@@ -428,7 +437,10 @@ def _chosen(state: Restoring, answer: Sequence[int]) -> RestoreStep:
     page, best = state.terms.page_tokens, state.best_tokens // state.terms.page_tokens
     lengths = state.limit_tokens // page + 1
     stored = max((number for number, votes in enumerate(answer[:lengths]) if votes), default=0)
-    peers = (ReadSource(pages, number) for number, pages in enumerate(answer[lengths : lengths + state.terms.peers]))
+    lent, marks = answer[lengths : lengths + state.terms.peers], answer[lengths + state.terms.peers :]
+    if sum(marks):  # the least mark of all ranks, less the greatest
+        lent = ()
+    peers = (ReadSource(pages, number) for number, pages in enumerate(lent))
     sources = sorted((*peers, ReadSource(stored, STORAGE)), key=_longest_and_nearest)
     state = replace(state, left=tuple(each for each in sources if each.pages > best))
     pages = state.left[0].pages if state.left else best

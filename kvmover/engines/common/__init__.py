@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     )
     from kvmover.engines.common.contract import Contract, EngineUnsupported, Need, is_of, odd_ones, of_known_fields
     from kvmover.engines.common.dialling import HostNotAllowed, address_of
+    from kvmover.engines.common.directories import Directory, open_directory
     from kvmover.engines.common.exchange import EXCHANGED_DTYPES, exchanged
     from kvmover.engines.common.first_token import FirstToken, ToldLogprobs, told_logprobs
-    from kvmover.engines.common.hinted_requests import HINTS_KEY, HintedRequests, outcome_of, pin_limits
+    from kvmover.engines.common.hinted_requests import HINTS_KEYS, HintedRequests, outcome_of, pin_limits
     from kvmover.engines.common.neighbours import Neighbours, open_peer_tier, peer_wire
     from kvmover.engines.common.options import STORE_KEYS, WEIGHT_KEYS, ContentOptions, read_options
     from kvmover.engines.common.pages import (
@@ -76,6 +77,7 @@ _HOMES = {
         "of_known_fields",
     ),
     "dialling": ("HostNotAllowed", "address_of"),
+    "directories": ("Directory", "open_directory"),
     "checkpoint": (
         "CheckpointDigest",
         "UnknownWeights",
@@ -93,7 +95,7 @@ _HOMES = {
         "told_logprobs",
     ),
     "hinted_requests": (
-        "HINTS_KEY",
+        "HINTS_KEYS",
         "HintedRequests",
         "outcome_of",
         "pin_limits",
@@ -161,7 +163,7 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "CARDS_PATH",
     "EXCHANGED_DTYPES",
-    "HINTS_KEY",
+    "HINTS_KEYS",
     "NO_VERSION",
     "STORE_KEYS",
     "TOKENS_ALONE",
@@ -173,6 +175,7 @@ __all__ = [
     "CheckpointDigest",
     "ContentOptions",
     "Contract",
+    "Directory",
     "Election",
     "EmptyBackend",
     "EngineMake",
@@ -219,6 +222,7 @@ __all__ = [
     "odd_ones",
     "of_all",
     "of_known_fields",
+    "open_directory",
     "open_peer_tier",
     "open_row_tier",
     "open_store",

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import msgspec
 
 from kvmover.errors import KvmoverError
+from kvmover.prepared import prepared
 
 #: The number of tensors that are sampled, and the bytes of each sample.
 SAMPLED_TENSORS = 768
@@ -53,6 +54,7 @@ class _Entry(msgspec.Struct, frozen=True):
     data_offsets: tuple[_Natural, _Natural]
 
 
+@prepared
 class _Index(msgspec.Struct, frozen=True):
     weight_map: dict[str, str]
 

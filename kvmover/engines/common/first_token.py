@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 
 from kvmover.errors import ProtocolError
+from kvmover.prepared import prepared
 
 log = logging.getLogger(__name__)
 
@@ -16,6 +17,7 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _MOST_TOP = 1024
 
 
+@prepared
 class FirstToken(msgspec.Struct, frozen=True, tag="FirstToken"):
     """The token behind the prompt. `cached_tokens` counts prompt tokens that the prefill found cached.
 
@@ -41,6 +43,7 @@ class FirstToken(msgspec.Struct, frozen=True, tag="FirstToken"):
             raise ProtocolError(f"{len(payload)} bytes beside the KV are no first token: {error}") from error
 
 
+@prepared
 class ToldLogprobs(msgspec.Struct, frozen=True):
     """Log probabilities of the first token that a router passes on, for a prefill engine that gives its transfer none.
 

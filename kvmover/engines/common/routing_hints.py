@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 
 from kvmover.cache.ledger import AccountGroup, Prediction, Predictor
+from kvmover.prepared import prepared
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +23,7 @@ MOST_TENANTS = 64
 OTHERS = "others"
 
 
+@prepared
 class RoutingHints(msgspec.Struct, frozen=True):
     """The hints among a request's parameters. Clients write them, so values are converted from any spelling."""
 

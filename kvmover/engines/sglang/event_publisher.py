@@ -10,7 +10,7 @@ import atexit
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvmover.cache.prefix import EventPublisher, KVEvent
+from kvmover.cache.prefix import EventForm, EventPublisher, KVEvent
 from kvmover.engines.common import EngineUnsupported
 from kvmover.engines.sglang import engine_radix
 
@@ -28,6 +28,8 @@ class KvmoverEventPublisher(engine_radix.EventPublisher):
 
     `max_queue_size` has no effect, because events are sent at once.
     """
+
+    form = EventForm.MAPS
 
     def __init__(
         self,
@@ -50,6 +52,7 @@ class KvmoverEventPublisher(engine_radix.EventPublisher):
             attn_dp_rank,
             buffer_steps,
             hwm,
+            self.form,
         )
         atexit.register(self.shutdown)
 
@@ -73,6 +76,12 @@ class KvmoverEventPublisher(engine_radix.EventPublisher):
     def shutdown(self) -> None:
         """Send the published events and close. Safe to call twice."""
         self._publisher.close()
+
+
+class KvmoverArrayEventPublisher(KvmoverEventPublisher):
+    """The same, of events in the form that llm-d's adapter for SGLang reads."""
+
+    form = EventForm.ARRAYS
 
 
 def _local(endpoint: str) -> str:

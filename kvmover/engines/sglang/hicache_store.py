@@ -18,6 +18,8 @@ from kvmover.engines.sglang.sglang_options import parse, said, served, served_we
 from kvmover.engines.sglang.sglang_weight_updates import UPDATES
 from kvmover.engines.sglang.store_adapter import Batches, ServedRank, StoreAdapter
 from kvmover.errors import StoreError
+from kvmover.observe.endpoint import serve_metrics
+from kvmover.store import StoreCollector
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +66,8 @@ class KvmoverStore(sglang_api.HiCacheStorage):
         sglang_api.HiCacheStorage.register_mem_pool_host(self, mem_pool_host)
         self._adapter = StoreAdapter(self._options, self._settings.store, self._rank, mem_pool_host.page_size)
         self._upkeep = Upkeep(self._adapter.store, self._settings.store)
+        shown = StoreCollector(self._adapter.store, sglang_api.served_name(), self._rank.place.number)
+        self._served = serve_metrics(self._settings.metrics, self._rank.place.number, shown)
         UPDATES.follow(self)
         self._backends[MAIN] = self._adapter.backend(mem_pool_host, MAIN)
         self._page_tokens[MAIN] = mem_pool_host.page_size
@@ -88,6 +92,8 @@ class KvmoverStore(sglang_api.HiCacheStorage):
     def close(self) -> None:
         """Flush and close the store. The pools stay the engine's."""
         UPDATES.leave(self)
+        if self._served is not None:
+            self._served.close()
         self._upkeep.close()
         self._adapter.store.close()
 

@@ -28,8 +28,9 @@ from kvmover.engines.sglang.sglang_options import parse, said, served, served_we
 from kvmover.engines.sglang.sglang_weight_updates import UPDATES
 from kvmover.engines.sglang.store_adapter import ServedRank, StoreAdapter
 from kvmover.errors import StoreError
+from kvmover.observe.endpoint import serve_metrics
 from kvmover.regions import CopyStream
-from kvmover.store import PagePart
+from kvmover.store import PagePart, StoreCollector
 
 SGLANG.require(LINKER)
 
@@ -85,6 +86,8 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         rank = ServedRank(weights, facts, place, self._placement)
         self._adapter = StoreAdapter(options, settings.store, rank, params.page_size)
         self._upkeep = Upkeep(self._adapter.store, settings.store)
+        shown = StoreCollector(self._adapter.store, sglang_api.served_name(), place.number)
+        self._served = serve_metrics(settings.metrics, place.number, shown)
         self._out = self._device_pools(kvcache)
         self._whole = {name: tuple(pages.whole() for pages in of) for name, of in self._out.items()}
         self._steps = _steps(self._device_pools(kvcache), self._group.num_layers)
@@ -187,6 +190,8 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         self.reset()
         for worker in (self._loads, self._offloads):
             worker.close()
+        if self._served is not None:
+            self._served.close()
         self._upkeep.close()
         self._adapter.store.close()
 

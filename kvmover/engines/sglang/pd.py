@@ -123,9 +123,10 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self._name, self._patience_s = engine_pd.name_of_this_engine(), settings.mover.deadline_s
         self._identity = settings.mover.identity
         self._weights = served_weights(settings, sglang_api.model_path())
-        self._wire = partial(NixlTransport, f"sglang-{disaggregation_mode.value}-{self._rank}")
+        self._wire = partial(NixlTransport, f"sglang-{disaggregation_mode.value}-{self._rank}", device=device)
+        wire = self._wire()
         mover = Mover(
-            self._wire(),
+            wire,
             self._weights.model(self._components),
             Place(self._name, self._fleet, self._rank),
             pools,
@@ -137,6 +138,8 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self._observers.watch(mover)
         self._observers.serve(MoverCollector([self._driver]))
         self._weights.log()
+        if wire.nics:
+            log.info("NICs nearest to its GPU: %s", ", ".join(wire.nics))
         self._outgoing: dict[int, Outgoing] = {}
         self._given_up: dict[int, float] = {}
         self._asked: dict[int, dict[str, PagesReady]] = defaultdict(dict)
@@ -430,7 +433,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
         return not self.is_moving(bootstrap_room)
 
     def _on_heartbeat_success(self, bootstrap_addr: str) -> None:
-        """Forget a prefill of another make that has started again, which has another name then."""
+        """Forget a prefill of another make that has started again, with other ranks."""
         if self._exchange.has_changed(bootstrap_addr):
             self._handle_node_failure(bootstrap_addr)
 

@@ -24,6 +24,7 @@ from kvmover.engines.common import (
 from kvmover.engines.sglang.pd_cache import RankCache
 from kvmover.errors import PeerRefused, ProtocolError, TransportError
 from kvmover.layout import DTYPE_BYTES
+from kvmover.prepared import prepared
 from kvmover.repeats import Repeats
 from kvmover.transfer.protocol.handshake import MAX_CARD_BYTES
 from kvmover.transfer.protocol.wire import MAX_RANKS
@@ -62,13 +63,14 @@ class Exchange:
     """The dealings of a rank with engines of another make.
 
     `model`: their name of its weights; None: it has no dealings. `allow`: hosts that requests may have dialled.
-    `foreign`: prefill engines of another make, by address. `repeats`: log lines about engines that cannot be met.
+    `foreign`: cards of prefill engines of another make, by address; None of one that may not be dialled. `repeats`: log
+    lines about engines that cannot be met.
     """
 
     model: str | None
     call: Callable[[str, int], Cards] = fetch_cards
     allow: tuple[str, ...] = ()
-    foreign: dict[str, str] = field(default_factory=dict[str, str])
+    foreign: dict[str, Cards | None] = field(default_factory=dict[str, "Cards | None"])
     repeats: Repeats = field(default_factory=Repeats)
 
     @classmethod
@@ -95,13 +97,13 @@ class Exchange:
             try:
                 address_of(host.strip("[]"), int(port), self.allow)
             except (TransportError, ValueError) as error:
-                self.foreign[bootstrap_addr] = ""
+                self.foreign[bootstrap_addr] = None
                 self.refused(f"the prefill at {bootstrap_addr}", str(error))
                 return Met("", str(error))
         found = foreign_cards(bootstrap_addr, self.call) if self.model else None
         if found is None:
             return None
-        self.foreign[bootstrap_addr] = found.engine
+        self.foreign[bootstrap_addr] = found
         try:
             for card in found.cards:
                 connect(card)
@@ -116,10 +118,10 @@ class Exchange:
             log.error("refused %s: %s%s", peer, words, more)
 
     def has_changed(self, bootstrap_addr: str) -> bool:
-        """Returns True if the address now has another engine than was met there."""
+        """Returns True if the address now has other ranks than were met there, also of an engine with the same name."""
         known = self.foreign.get(bootstrap_addr)
         found = foreign_cards(bootstrap_addr, self.call) if known else None
-        return found is not None and found.engine != known
+        return found is not None and found != known
 
 
 def foreign_cards(bootstrap_addr: str, call: Callable[[str, int], Cards] = fetch_cards) -> Cards | None:
@@ -133,6 +135,7 @@ def foreign_cards(bootstrap_addr: str, call: Callable[[str, int], Cards] = fetch
     return None if cards.make == EngineMake.SGLANG else cards
 
 
+@prepared
 class RankCard(msgspec.Struct, frozen=True):
     """The card that rank `rank` of `ranks` publishes at its engine's bootstrap server."""
 

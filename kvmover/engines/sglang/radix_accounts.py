@@ -19,6 +19,7 @@ from kvmover.engines.common import ParallelRank, TenantGroups, hints_of
 from kvmover.engines.sglang import engine_radix, sglang_api
 from kvmover.observe.logs import Guest
 from kvmover.observe.observers import Observers
+from kvmover.store import StoreCollector
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
@@ -68,7 +69,7 @@ class RadixAccounts:
         self._groups = TenantGroups(AccountGroup(model=model))
         self._attempts: dict[str, _Attempt] = {}
         self._lock = Lock()
-        self._beside: list[TierCollector | PinCollector] = []
+        self._beside: list[TierCollector | PinCollector | StoreCollector] = []
         self._observers.serve(self)
 
     def close(self) -> None:
@@ -81,9 +82,9 @@ class RadixAccounts:
             found = list(LedgerCollector(self.ledger).collect())
         return [*found, *(family for collector in self._beside for family in collector.collect())]
 
-    def show(self, collector: TierCollector | PinCollector) -> None:
-        """Serve the families of `collector` too."""
-        self._beside.append(collector)
+    def show(self, *collectors: TierCollector | PinCollector | StoreCollector) -> None:
+        """Serve the families of these too."""
+        self._beside += collectors
 
     def matched(self, request: str, lookup: Lookup, params: object = None) -> None:
         """Record a look-up of a waiting request; its last look-up before admission counts.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -360,9 +361,12 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         ranks = [[*((-weights[name], seen[name]) for name in path), (1, 0)] for path in paths]
         return sorted(range(len(paths)), key=ranks.__getitem__)
 
+    def _resident(self) -> Iterator[KVEvent]:
+        return self._tree.resident()
+
     def take_events(self) -> list[KVEvent]:
         """Returns the stores and removals since the last call, and the way to list all cached pages: `resident`."""
-        events = CacheEvents(coalesce(self._events), self._tree.resident)
+        events = CacheEvents(coalesce(self._events), self._resident)
         self._events.clear()
         return events
 

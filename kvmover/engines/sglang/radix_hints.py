@@ -1,8 +1,8 @@
 """RadixHints carry out an orchestrator's hints with SGLang's requests.
 
-Hints are `kv_hints` of `/generate`, or `kvmover_hints` in `custom_params`. Every rank gets the same requests in the
-same order and acts alike; only clocks differ. So when a request comes, the ranks agree on the pins that are over, and
-end them. Without new requests no pool needs room, so pins stay.
+Hints are `kv_hints` of `/generate`, or `kvmover_hints` and `remote_kv_source` in `custom_params`. Every rank gets the
+same requests in the same order and acts alike; only clocks differ. So when a request comes, the ranks agree on the pins
+that are over, and end them. Without new requests no pool needs room, so pins stay.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvmover.cache.hints import HintAction, HintAnswer, HintDesk, HintedTiers, PinLimits, Pins
+from kvmover.cache.peers import PeerMiss
 from kvmover.cache.prefix import PrefixTree
 from kvmover.cache.tiers import Consensus, Grouped, LocalConsensus
 from kvmover.engines.common import HintedRequests, ParallelRank, outcome_of, pin_limits
@@ -64,11 +65,21 @@ class RadixHints:
         self._accounts = accounts
         #: By open request: the pages that it takes, its answer included.
         self._needs: dict[str, int] = {}
-        self._requests = HintedRequests[Any](self._carry_out, self._told)
+        #: True if pages are read from other engines.
+        self.fetches = False
+        self._requests = HintedRequests[Any](self._carry_out, self._told, lambda: self.fetches)
 
     def reach(self, tiers: HintedTiers) -> None:
         """Carry out hints on the `tiers` below the device too."""
         self._desk.tiers = tiers
+
+    def source(self, rid: str) -> str | None:
+        """Returns the address of the engine to read a request's prompt from, if a hint names one."""
+        return self._requests.source(rid)
+
+    def brought(self, rid: str, outcome: int | PeerMiss) -> None:
+        """Answer a request's fetch: the tokens that its source brought, or why none."""
+        self._requests.brought(rid, outcome)
 
     def came(self, req: Any) -> None:
         """Carry out the hints of a request that waits, at its first look-up; SGLang may look it up at every step."""

@@ -7,8 +7,8 @@ pass at once: each layer waits for its own KV. Every step polls, and operations 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from kvmover.cache.prefix import (
     CopyOut,
     FreePages,
     Inserted,
+    KVEvent,
     PageArray,
     PrefixError,
     RadixKey,
@@ -40,6 +41,8 @@ from kvmover.engines.sglang.radix_hints import HintTerms
 from kvmover.engines.sglang.sglang_options import TierFlags
 from kvmover.engines.sglang.sglang_weight_updates import UPDATES
 from kvmover.engines.sglang.tier_pools import EnginePages, EngineTiers, EngineWindows, LayerGates, open_tiers
+from kvmover.observe.endpoint import ServedMetrics, serve_metrics
+from kvmover.store import StoreCollector
 
 #: Age at which the tier counts for scrapes are renewed, s.
 _SNAPSHOT_S = 0.5
@@ -80,10 +83,10 @@ class TieredRadixCache(KvmoverRadixCache):
         super().__init__(params, accounts, flags.tiers(), terms)
         self._tiers = tiers
         lent = tiers.peers.tier if tiers.peers is not None else None
-        self._controller = Controller(
-            self._tree, tiers.tiered_pools, tiers.storage, tiers.config, self._device_pages(), lent
-        )
+        config = replace(tiers.config, sink=self._events.append) if params.enable_kv_cache_events else tiers.config
+        self._controller = Controller(self._tree, tiers.tiered_pools, tiers.storage, config, self._device_pages(), lent)
         self._hints.reach(self._controller)
+        self._hints.fetches = lent is not None
         self.token_to_kv_pool_host = HostRoom(self._controller.allocator.host[ATTENTION], self.page_size)
         self.gates = LayerGates(self._controller.loads, tiers.depths)
         #: By request: the restore from storage that it waits for.
@@ -96,8 +99,14 @@ class TieredRadixCache(KvmoverRadixCache):
         self._no_room: set[str] = set()
         self._snapshot = self._controller.snapshot()
         self._snapshot_s = time.monotonic()
+        engine, number = tiers.config.engine, tiers.config.rank
+        shown: list[TierCollector | StoreCollector] = [TierCollector(lambda: self._snapshot)]
+        shown += [StoreCollector(tiers.store, engine, number)] if tiers.store is not None else []
+        self._served: ServedMetrics | None = None
         if accounts is not None:
-            accounts.show(TierCollector(lambda: self._snapshot))
+            accounts.show(*shown)
+        else:  # a prefill or decode, whose transfer has the port of this rank
+            self._served = serve_metrics(load().settings.metrics, number, *shown)
         UPDATES.follow(self)
 
     # Requests
@@ -120,7 +129,7 @@ class TieredRadixCache(KvmoverRadixCache):
             return False
         tokens = np.concatenate([np.asarray(matched_prefix_tokens, np.int64), np.asarray(new_input_tokens, np.int64)])
         key = self._keys.of_tokens(tokens, extra_key, cache_salt)
-        self.ongoing_prefetch[handle] = self._controller.prefetch(key, key.tokens)
+        self.ongoing_prefetch[handle] = self._controller.prefetch(key, key.tokens, self._hints.source(handle.rid))
         return True
 
     def check_prefetch_progress(self, handle: Any) -> bool:
@@ -149,6 +158,8 @@ class TieredRadixCache(KvmoverRadixCache):
         self._left[handle.rid] = restore.state.reasons
         if lent:
             self._lent[handle.rid] = restore.state.peer_tokens
+        if restore.source is not None:
+            self._hints.brought(handle.rid, lent or restore.miss)
         return came, first
 
     def init_load_back(self, params: Any) -> tuple[int, int]:
@@ -215,6 +226,9 @@ class TieredRadixCache(KvmoverRadixCache):
         if now >= self._snapshot_s + _SNAPSHOT_S:
             self._snapshot, self._snapshot_s = self._controller.snapshot(), now
 
+    def _resident(self) -> Iterator[KVEvent]:
+        return self._controller.resident()
+
     def reset(self) -> None:
         """Forget device and host, but not storage. Raises PrefixError while a request holds a lock."""
         self._hints.pins.forget()
@@ -241,6 +255,8 @@ class TieredRadixCache(KvmoverRadixCache):
     def release_host_resources(self) -> None:
         """End the storage's thread, close the store and part from peers. Waiting writes are dropped."""
         UPDATES.leave(self)
+        if self._served is not None:
+            self._served.close()
         self._controller.close()
         self._tiers.close()
 

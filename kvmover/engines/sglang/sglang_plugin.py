@@ -90,10 +90,11 @@ def register_radix_cache() -> None:
 
 
 def register_event_publisher() -> None:
-    """Enter the publisher in SGLang's registry, once per process."""
+    """Enter the publisher in SGLang's registry, once per process: `kvmover`, and `kvmover-arrays` for llm-d."""
     factory: Any = SGLANG.find("sglang.srt.disaggregation.kv_events").EventPublisherFactory
     if NAME not in factory._registry:
         factory.register_publisher(NAME, event_publisher)
+        factory.register_publisher(f"{NAME}-arrays", array_event_publisher)
 
 
 def register_weight_updates() -> None:
@@ -108,6 +109,11 @@ def register_weight_updates() -> None:
 def event_publisher(**options: Any) -> Any:
     """Returns the publisher of one cache's KV events, imported on this call."""
     return _module("event_publisher").KvmoverEventPublisher(**options)
+
+
+def array_event_publisher(**options: Any) -> Any:
+    """Returns the same publisher, of events as arrays."""
+    return _module("event_publisher").KvmoverArrayEventPublisher(**options)
 
 
 def radix_cache(context: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from kvmover.engines.common import (
 )
 from kvmover.engines.sglang import engine_radix
 from kvmover.engines.sglang.sglang_weight_updates import UPDATES
+from kvmover.transport import Transport
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -34,12 +35,13 @@ IN_STAGES = "pipeline stages (--pp-size) do not hear of it together: peers share
 
 @dataclass(slots=True)
 class EnginePeers:
-    """A rank's peers. `tier` lends its host pools; `neighbours` meets other engines.
+    """A rank's peers. `tier` lends its host pools over `wire`; `neighbours` meets other engines.
 
     `place`, `group`: among the ranks whose cards are published together.
     """
 
     tier: PeerTier
+    wire: Callable[[], Transport]
     neighbours: Neighbours
     weights: ServedWeights
     place: ParallelRank
@@ -60,7 +62,7 @@ class EnginePeers:
         if self.place.pp_size > 1:
             self.weights = self.weights.updated(None, IN_STAGES)
         self.weights.log()
-        self.tier.rejoin(peer_wire(self.neighbours.address, self.place.rank), self.weights.identity, UPDATED)
+        self.tier.rejoin(self.wire, self.weights.identity, UPDATED)
         if self.place.pp_size == 1:
             self.lay_out()
 
@@ -87,9 +89,10 @@ def open_peers(
         return None
     _refuse(tiered_pools, place)
     fleet, pools = place.fleet(page_tokens // place.cp_size), [each.host for each in tiered_pools]
-    tier = open_peer_tier(settings, weights, fleet, place.rank, pools)
+    wire = peer_wire(settings.peers.address, place.rank, tiered_pools[0].device.tensors[0].device)
+    tier = open_peer_tier(settings, weights, fleet, place.rank, pools, wire())
     assert tier is not None
-    peers = EnginePeers(tier, Neighbours([tier], settings.peers), weights, place, group)
+    peers = EnginePeers(tier, wire, Neighbours([tier], settings), weights, place, group)
     try:
         peers.lay_out()
     except BaseException:

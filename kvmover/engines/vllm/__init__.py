@@ -21,10 +21,14 @@ _HOMES = {
     "LendingPolicy": "peer_offloading",
 }
 
+#: Orchestrators have tables of connectors by name. Under this name, with our module path, vLLM makes KvmoverConnector.
+_IN_TABLES = "NixlConnector"
+
 __all__ = ["KvmoverConnector", "KvmoverOffloadingConnector", "KvmoverPeerTier", "KvmoverTier", "LendingPolicy"]
 
 
 def __getattr__(name: str) -> object:
+    name = "KvmoverConnector" if name == _IN_TABLES else name
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

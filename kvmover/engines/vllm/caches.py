@@ -359,7 +359,7 @@ class BackedTransport(NixlTransport):
     """A transport with `backing` registered, so that memory within it needs no registration of its own."""
 
     def __init__(self, name_hint: str, backing: torch.Tensor) -> None:
-        super().__init__(name_hint)
+        super().__init__(name_hint, device=backing.device)
         self._backing = memory_of(backing)
         super().register(self._backing)
 

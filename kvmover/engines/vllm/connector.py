@@ -49,7 +49,7 @@ from kvmover.layout import Fleet
 from kvmover.observe.logs import Guest
 from kvmover.observe.metrics import MoverCollector
 from kvmover.observe.observers import Observers
-from kvmover.store import Namespace, PagePart
+from kvmover.store import Namespace, PagePart, StoreCollector
 from kvmover.transfer import Mover, Place, Progress
 
 if TYPE_CHECKING:
@@ -277,8 +277,9 @@ class KvmoverConnector(vllm_api.KVConnectorBase, vllm_api.SupportsHMA):
         made = of_all_stages(held, layers_of(stages, "VLLM_PP_LAYER_PARTITION"))
         fleet = fleet_of(made, place, vllm_api.run_tokens(self._config))
         self._transport = partial(BackedTransport, f"vllm-{place.rank}", backing)
+        wire = self._transport()
         mover = Mover(
-            self._transport(),
+            wire,
             weights.model(tuple(cache.component for cache in made)),
             Place(self._kv_transfer_config.engine_id, fleet, place.rank),
             pools_of(made, backing),
@@ -288,8 +289,10 @@ class KvmoverConnector(vllm_api.KVConnectorBase, vllm_api.SupportsHMA):
         self._observers = Observers(settings, self._kv_transfer_config.engine_id, place.rank, guest)
         self._observers.watch(mover)
         progress = Progress(mover, settings.progress)
-        self._observers.serve(MoverCollector([progress]))
         parts, offload = self._offload_worker(self._space_of(weights), made, fleet, backing)
+        engine = self._kv_transfer_config.engine_id
+        stores = [StoreCollector(offload.blocks.store, engine, place.rank)] if offload else []
+        self._observers.serve(MoverCollector([progress]), *stores)
         self._introduction = KvmoverHandshakeMetadata(mover.card, parts, weights)
         first = place.layers(made[0].component.layers).start
         self._worker = ConnectorWorker(
@@ -306,6 +309,8 @@ class KvmoverConnector(vllm_api.KVConnectorBase, vllm_api.SupportsHMA):
         )
         follow_in_worker(self._kv_transfer_config.engine_id, self)
         log.info("%s", weights.told())
+        if wire.nics:
+            log.info("NICs nearest to its GPU: %s", ", ".join(wire.nics))
         log.info(
             "serves %d blocks of %s", self._described.num_blocks, "; ".join(cache.component.name for cache in made)
         )

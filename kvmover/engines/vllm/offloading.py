@@ -29,8 +29,10 @@ from kvmover.engines.vllm.served_model import PEER_TIER, ServedModel, weights_of
 from kvmover.engines.vllm.vllm_contract import OFFLOADING, V1, VLLM, job_result, layout_revision, make_tier
 from kvmover.engines.vllm.vllm_options import parse_tier
 from kvmover.engines.vllm.vllm_weight_updates import follow_in_scheduler
+from kvmover.observe.endpoint import serve_metrics
 from kvmover.observe.logs import Guest
 from kvmover.observe.observers import Observers, begin_logs
+from kvmover.store import StoreCollector
 from kvmover.transport import Memory, MemoryKind
 
 VLLM.require(OFFLOADING)
@@ -315,9 +317,19 @@ class KvmoverTier(PageTierManager):
         row_bytes = memory.nbytes // len(primary_kv_view)
         self._store_tier = open_row_tier(settings.store, space, what, memory, row_bytes)
         self.serve(self._store_tier, settings, "kvmover tier")
+        ranks = config.parallel.world_size
+        shown = StoreCollector(self._store_tier.store, config.engine_id, ranks)
+        self._metrics = serve_metrics(settings.metrics, ranks, shown)
         log.info("%s", weights.told())
         log.info("%d chunks of %d bytes in %s: %s", len(primary_kv_view), row_bytes, space, what)
         follow_in_scheduler(config.engine_id, self)
+
+    def shutdown(self) -> None:
+        """Finish all jobs, and close the tier and its metrics. Safe to call twice."""
+        metrics, self._metrics = self._metrics, None
+        if metrics is not None:
+            metrics.close()
+        PageTierManager.shutdown(self)
 
     def updated(self, version: str | None) -> None:
         """Switch to chunks of other weights, named `version` by the caller; to none with None. vLLM's own memory is
@@ -375,6 +387,7 @@ class KvmoverOffloadingConnector(OffloadingConnector):
                 AccountGroup(model=vllm_config.model_config.model), self._observers.account
             )
             self._observers.serve(self._accounts)
+            self._served.hinted = self._accounts.hinted
 
     def on_new_request(self, request: Any) -> None:
         """Do as vLLM's, and note the request for tiers."""

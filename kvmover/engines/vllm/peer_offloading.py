@@ -15,10 +15,12 @@ from functools import partial
 from typing import Any, ClassVar
 from weakref import ReferenceType, ref
 
+from kvmover.cache.hints import HintAction, HintAnswer, HintRefusal, HintRefused
 from kvmover.cache.page_tiers import LENT, PageRequest, PageVerb, RemoteTier
+from kvmover.cache.peers import PeerMiss
 from kvmover.cache.prefix import DEFAULT_NAMESPACE, KeyUnits, RadixKey
 from kvmover.config import ConfigError
-from kvmover.engines.common import UPDATED, EngineUnsupported, Neighbours, odd_ones, open_peer_tier
+from kvmover.engines.common import UPDATED, EngineUnsupported, HintedRequests, Neighbours, odd_ones, open_peer_tier
 from kvmover.engines.vllm import vllm_api
 from kvmover.engines.vllm.offloading import (
     CounterMetadata,
@@ -29,7 +31,7 @@ from kvmover.engines.vllm.offloading import (
 )
 from kvmover.engines.vllm.served_model import ServedModel, weights_of_tier
 from kvmover.engines.vllm.vllm_content import is_tokens_alone, token_hashes
-from kvmover.engines.vllm.vllm_contract import PEER_TIER, VLLM, make_tier
+from kvmover.engines.vllm.vllm_contract import PEER_TIER, VLLM, make_tier, request_hints
 from kvmover.engines.vllm.vllm_options import parse_peer_tier
 from kvmover.engines.vllm.vllm_weight_updates import follow_in_scheduler
 from kvmover.layout import Component, Fleet, Layout, Pool, PoolSpec
@@ -141,6 +143,11 @@ def chunk_layout(config: Any, component: Component, row_bytes: int) -> ChunkLayo
     return ChunkLayout(component, chunk_tokens(config), row_bytes, TokenOrder(config.kv_cache_layout))
 
 
+def _fetches_alone(request: Any, action: HintAction) -> HintAnswer:
+    words = f"{action.name}: KvmoverOffloadingConnector carries out kv.fetch alone, and not kv.{action.kind}"
+    return HintRefused(HintRefusal.UNKNOWN, words)
+
+
 class KvmoverPeerTier(PageTierManager):
     """The chunks in the host memory of other engines, of any TP, block size and make. Every failure is a miss.
 
@@ -160,14 +167,16 @@ class KvmoverPeerTier(PageTierManager):
     ) -> None:
         """`primary_kv_view` [chunk, byte] stays vLLM's. Raises ConfigError or EngineUnsupported, in a sentence."""
         make_tier(self, offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        options, settings = parse_peer_tier(said)
         served, config = ServedModel.being_made, offloading_spec.config
+        options, settings = parse_peer_tier(said, getattr(config.parallel, "data_parallel_rank_local", None) or 0)
         if served is None:
             raise ConfigError(
                 "KvmoverPeerTier needs requests' tokens: the connector must be KvmoverOffloadingConnector"
             )
         if settings.peers.address is None:
-            raise ConfigError("KvmoverPeerTier has no address: set peers.address (KVMOVER_PEERS_ADDRESS)")
+            raise ConfigError(
+                "KvmoverPeerTier has no address: set peers.address (KVMOVER_PEERS_ADDRESS), or control_ports"
+            )
         policy = LendingPolicy.take()
         memory = memory_of_view(primary_kv_view)
         layout = chunk_layout(config, served.component(), memory.nbytes // len(primary_kv_view))
@@ -177,8 +186,10 @@ class KvmoverPeerTier(PageTierManager):
         tier = open_peer_tier(settings, weights, Fleet(page_tokens=layout.tokens), 0, [pool])
         assert tier is not None
         self._served, self._weights, self._chunk_tokens = served, weights, layout.tokens
-        self._policy, self._neighbours = policy, Neighbours([tier], settings.peers)
+        self._policy, self._neighbours = policy, Neighbours([tier], settings)
         self._remote = RemoteTier(tier, layout.tokens, self._neighbours.close)
+        self._remote.sourced = self._sourced
+        self._hints = HintedRequests[Any](_fetches_alone, self._told, lambda: True)
         self.serve(self._remote, settings, "kvmover peers")
         try:
             self._neighbours.lay_out([tier.card])
@@ -203,12 +214,28 @@ class KvmoverPeerTier(PageTierManager):
 
     def begun(self, req_context: Any) -> Looked:
         """Returns the state of a request, without pages if its KV depends on more than tokens."""
-        request = self._served.request(req_context.req_id)
-        if request is None or not is_tokens_alone(request):
+        request, name = self._served.request(req_context.req_id), req_context.req_id
+        if request is None:
+            return Looked()
+        self._hints.came(name, request, request_hints(request), request.kv_transfer_params)
+        if not is_tokens_alone(request):
+            self._hints.brought(name, PeerMiss.ABSENT)
             return Looked()
         tokens = request.all_token_ids[: request.num_tokens // self._chunk_tokens * self._chunk_tokens]
         key = RadixKey.of(list(tokens), DEFAULT_NAMESPACE, KeyUnits.PLAIN)
-        return Looked(PageRequest(req_context.req_id, key), request)
+        return Looked(PageRequest(name, key, self._hints.source(name)), request)
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """Do as other tiers, and answer what is left of the request's hints."""
+        PageTierManager.on_request_finished(self, req_context)
+        self._hints.ended(req_context.req_id, None)
+
+    def _told(self, request: Any, kind: str, answer: HintAnswer) -> None:
+        self._served.hinted(request, kind, answer)  # the connector's ledger is made after its tiers
+
+    def _sourced(self, request: PageRequest, brought: int | PeerMiss) -> None:
+        tokens = brought * self._chunk_tokens if isinstance(brought, int) else brought
+        self._hints.brought(request.name, tokens)
 
     def name(self, key: bytes, looked: Looked, req_context: Any) -> bytes | None:
         """Returns the hash of the tokens up to the end of the chunk; None while some are unknown."""

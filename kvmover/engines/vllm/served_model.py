@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
+from kvmover.cache.hints import HintAnswer
 from kvmover.config import Settings
 from kvmover.engines.common import (
     EngineUnsupported,
@@ -37,6 +39,8 @@ class ServedModel:
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         self._config, self._caches = vllm_config, kv_cache_config
         self._requests: WeakValueDictionary[str, Any] = WeakValueDictionary()
+        #: Counts the answers to hints that a tier carries out, in the connector's ledger.
+        self.hinted: Callable[[Any, str, HintAnswer], None] = lambda request, kind, answer: None
 
     def __enter__(self) -> ServedModel:
         ServedModel.being_made = self

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from kvmover.prepared import prepared
 from kvmover.transfer.protocol.content import Content
 
 
@@ -62,6 +63,7 @@ _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 _Said = Annotated[str, msgspec.Meta(pattern="^[0-9]{1,18}:([0-9a-f]{32})?$")]
 
 
+@prepared
 class _Params(msgspec.Struct, frozen=True):
     """The keys read from `kv_transfer_params`. Clients write them, so values are converted from any spelling.
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from kvmover.config import Settings
+from kvmover.config import ConfigError, Settings
+from kvmover.config.settings import canonical_address
 from kvmover.engines.common import STORE_KEYS, WEIGHT_KEYS, ContentOptions, read_options
 from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.protocol.wire import Verb
@@ -82,6 +84,44 @@ def parse_tier(said: Mapping[str, Any]) -> tuple[TierOptions, Settings]:
     return read_options(said, TierOptions, STORE_KEYS, "the options of kvmover's vLLM tier")
 
 
-def parse_peer_tier(said: Mapping[str, Any]) -> tuple[ContentOptions, Settings]:
-    """Returns the options beside the `type` of KvmoverPeerTier in `secondary_tiers`, like `parse`."""
-    return read_options(said, ContentOptions, PEER_KEYS, "the options of kvmover's vLLM tier of peers")
+class PeerTierOptions(ContentOptions, frozen=True, forbid_unknown_fields=True):
+    """The options of KvmoverPeerTier.
+
+    With `router_capabilities` Dynamo's worker tells its router that requests may name a source, and this engine's
+    address as such: `control_advertise_host`, and of `control_ports` the one of the data-parallel rank.
+    """
+
+    router_capabilities: tuple[Literal["router_hint"], ...] = ()
+    control_ports: tuple[int | str, ...] = ()
+    control_advertise_host: str = ""
+
+    def address(self, data_parallel_rank: int) -> str | None:
+        """Returns the address that is told to the router; None without ports. Raises ConfigError.
+
+        >>> PeerTierOptions(control_ports=("8400", "8401"), control_advertise_host="10.0.0.7").address(1)
+        '10.0.0.7:8401'
+        """
+        if not self.control_ports and not self.router_capabilities:
+            return None
+        ports = self.control_ports
+        if not self.control_advertise_host or not 0 <= data_parallel_rank < len(ports):
+            raise ConfigError(
+                f"control_advertise_host = {self.control_advertise_host!r} and control_ports = {list(ports)} in the"
+                f" options of kvmover's vLLM tier of peers: a router needs a host, and a port for data-parallel rank"
+                f" {data_parallel_rank}"
+            )
+        host = self.control_advertise_host.strip("[]")
+        host = f"[{host}]" if ":" in host else host
+        return canonical_address(f"{host}:{ports[data_parallel_rank]}")
+
+
+def parse_peer_tier(said: Mapping[str, Any], data_parallel_rank: int = 0) -> tuple[PeerTierOptions, Settings]:
+    """Returns the options beside the `type` of KvmoverPeerTier in `secondary_tiers`, like `parse`.
+
+    An address that is told to a router is `peers.address`, and no other may be.
+    """
+    options, settings = read_options(said, PeerTierOptions, PEER_KEYS, "the options of kvmover's vLLM tier of peers")
+    told, own = options.address(data_parallel_rank), settings.peers.address
+    if told is not None and own not in (None, told):
+        raise ConfigError(f"control_ports tell a router of {told}, and peers.address is {own}: leave one out")
+    return options, settings if told is None else replace(settings, peers=replace(settings.peers, address=told))

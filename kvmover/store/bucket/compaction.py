@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
+from kvmover.prepared import prepared
 from kvmover.store.bucket.sealed import SealedSegment
 from kvmover.store.namespace import HASH_BYTES
 from kvmover.store.part import PartKey
@@ -41,6 +42,7 @@ class _Listed(msgspec.Struct, frozen=True):
     rows: int
 
 
+@prepared
 class _Contents(msgspec.Struct, frozen=True):
     """The part of a catalog before its columns.
 

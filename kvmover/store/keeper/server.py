@@ -31,6 +31,7 @@ from kvmover.store.files import reason_of
 from kvmover.store.keeper import memory
 from kvmover.store.keeper.journal import JournalChange, encode_entry, page_and_digests
 from kvmover.store.keeper.keeper_machine import is_overgrown, rewritten, step
+from kvmover.store.keeper.keeper_metrics import KeeperCounts, KeeperSnapshot
 from kvmover.store.keeper.messages import (
     PACKET_BYTES,
     Attach,
@@ -40,6 +41,7 @@ from kvmover.store.keeper.messages import (
     decode_request,
     encode,
 )
+from kvmover.store.keeper.service_manager import notify, watchdog_s
 from kvmover.store.keeper.state import (
     AppendEntry,
     CopyObjects,
@@ -167,6 +169,9 @@ class SlabProver:
 #: Concurrent connections; further ones are closed on accept.
 SESSIONS = 1024
 
+#: Between two snapshots, and the age at which the loop counts as stuck, s.
+_SNAPSHOT_S, _WELL_S = 1.0, 10.0
+
 #: A slab is 1/64 of the keeper's capacity, within these limits.
 _SHARE, _LEAST_BYTES, _MOST_BYTES = 64, 2 << 20, 256 << 20
 
@@ -200,8 +205,9 @@ class KeeperServer:
         self._journals: dict[bytes, int] = {}
         self._sockets: dict[int, socket.socket] = {}
         self._next_session, self._over = 1, False
-        #: Exceptions raised by the state machine so far.
-        self.faults = 0
+        self.counts = KeeperCounts()
+        #: The state at most a second ago, while `serve` runs; for any thread.
+        self.snapshot = KeeperSnapshot.of(self.state, self.counts, time.monotonic())
         host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if capacity_bytes > host_bytes:
             raise StoreError(f"a keeper of {capacity_bytes} bytes on a host that has {host_bytes}")
@@ -216,6 +222,14 @@ class KeeperServer:
         while not self._over and not until():
             for key, _ in self._selector.select(poll_s):
                 key.data()
+            now = time.monotonic()
+            if now - self.snapshot.taken_s >= _SNAPSHOT_S:
+                self.snapshot = KeeperSnapshot.of(self.state, self.counts, now)
+
+    @property
+    def is_well(self) -> bool:
+        """Returns True if `serve` went round in the last 10 s. For any thread, while `serve` has a `poll_s` below."""
+        return time.monotonic() - self.snapshot.taken_s < _WELL_S
 
     def wake(self) -> None:
         """Make `serve` check `until` now. Callable from any thread or signal handler."""
@@ -249,6 +263,7 @@ class KeeperServer:
             log.warning("nobody can connect: %s", reason_of(error))
             return
         if len(self._sockets) >= SESSIONS:
+            self.counts.turned_away += 1
             near.close()
             return
         near.setblocking(False)
@@ -303,6 +318,7 @@ class KeeperServer:
                     refused = Refused(KeeperRefusal.FULL, words)
                     if not self._reply(Reply(action.session, refused) if words else action):
                         gone.append(action.session)
+        self.counts.failed_slabs += len(failed)
         for number in failed:
             self._step(SlabFailed(number))
         for number in gone:
@@ -317,10 +333,10 @@ class KeeperServer:
         try:
             return step(self.state, event, now)
         except Exception:
-            self.faults += 1
+            self.counts.faults += 1
             number = None if isinstance(event, SlabFailed | SlabProved | KeeperTick) else event.session
             asked = type(event.request if isinstance(event, SessionHeard) else event).__name__
-            log.exception("fault %d of this keeper, which ends session %s: its %s", self.faults, number, asked)
+            log.exception("fault %d of this keeper, which ends session %s: its %s", self.counts.faults, number, asked)
         self._undo(event, number, now)
         if number in self._sockets:
             self._end(number)
@@ -364,6 +380,7 @@ class KeeperServer:
             self._slabs[number] = memory.make(f"slab-{number}", nbytes)
         except OSError as error:
             return f"the host has no {nbytes} bytes: {reason_of(error)}"
+        self.counts.made_slabs += 1
         return ""
 
     def _copy(self, source: int, number: int, moves: list[tuple[int, int, int]]) -> bool:
@@ -402,12 +419,14 @@ class KeeperServer:
     def _proved(self) -> None:
         for event in self._prover.take():
             if event.bad:
+                self.counts.poisoned_objects += len(event.bad)
                 log.error("slab %d has %d objects that are not what was said", event.slab, len(event.bad))
             self._step(event)
 
     def _drop(self, number: int) -> None:
         if number in self._slabs:
             memory.give_back(self._slabs.pop(number))
+            self.counts.dropped_slabs += 1
 
     def _append(self, namespace: bytes, entry: bytes) -> None:
         os.pwrite(self._journal(namespace), entry, self._journal_bytes(namespace))
@@ -419,6 +438,8 @@ class KeeperServer:
 
     def _reply(self, reply: Reply) -> bool:
         """Send an answer with duplicates of the granted descriptors. Returns False if the client did not take it."""
+        if isinstance(reply.answer, Refused):
+            self.counts.refused[reply.answer.refusal] += 1
         granted: list[int] = []
         try:
             match reply.grant:
@@ -502,10 +523,11 @@ def _listen(path: Path) -> tuple[int, socket.socket]:
     return fd, listener
 
 
-def serve_keeper(path: Path, capacity_bytes: int, begun: Callable[[], None] = lambda: None) -> None:
+def serve_keeper(path: Path, capacity_bytes: int, begun: Callable[[KeeperServer], None] = lambda server: None) -> None:
     """Run a keeper at `path` until SIGINT or SIGTERM, then free all its pages. Raises as `KeeperServer`.
 
-    `begun` is called once engines can connect. Sets handlers of both signals, so call it in the main thread.
+    `begun` is called once engines can connect; then a service manager (`NOTIFY_SOCKET`) is told so, and later that it
+    ends, and that it goes round if there is a watchdog. Sets handlers of both signals, so call it in the main thread.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each slab needs a descriptor
@@ -518,8 +540,26 @@ def serve_keeper(path: Path, capacity_bytes: int, begun: Callable[[], None] = la
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end)
-    begun()
     try:
-        server.serve(is_over.is_set)
+        begun(server)
+        notify("READY=1", f"STATUS=serving {capacity_bytes} bytes at {path}")
+        every_s = watchdog_s(os.getpid())
+        until = is_over.is_set if every_s is None else _heard_by_manager(is_over.is_set, every_s)
+        server.serve(until, min(_SNAPSHOT_S, every_s or _SNAPSHOT_S))
     finally:
+        notify("STOPPING=1")
         server.close()
+
+
+def _heard_by_manager(is_over: Callable[[], bool], every_s: float) -> Callable[[], bool]:
+    """Returns `is_over` with a word to the manager's watchdog, at most every `every_s`: `serve` asks it each round."""
+    told_s = 0.0
+
+    def asked() -> bool:
+        nonlocal told_s
+        if time.monotonic() - told_s >= every_s:
+            notify("WATCHDOG=1")
+            told_s = time.monotonic()
+        return is_over()
+
+    return asked

@@ -17,12 +17,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvmover.layout import Component
+from kvmover.observe.formats import bytes_in_words
 from kvmover.plan.fleet_text import FleetText
 from kvmover.tools.advise.candidate import (
     Advice,
     AdviseError,
     Candidate,
-    Quantiles,
     TierRates,
     advice,
     cheapest,
@@ -149,8 +149,8 @@ def _as_data(options: AdviseOptions, found: Advice) -> dict[str, Any]:
 
 def _print(options: AdviseOptions, found: Sequence[Advice], best: Advice | None, out: Console) -> None:
     keys = ("P:D", "prefill", "decode", "device", "host", "storage")
-    times = ("load ms", "wait ms", "transfer ms", "share ms")
-    numbers = ("ranks", "hit rate", "MB a request", *times)
+    times = [f"{name} {q}" for name in ("load", "wait", "transfer", "share") for q in ("p50", "p99")]
+    numbers = ("ranks", "hit rate", "KV a request", *times)
     sheet = Sheet([Column(each, "left") for each in keys] + [Column(each) for each in numbers], keys=len(keys))
     for each in found:
         cache = each.candidate.cache
@@ -161,28 +161,35 @@ def _print(options: AdviseOptions, found: Sequence[Advice], best: Advice | None,
             *("any" if tokens is None else f"{tokens:,}" for tokens in sizes),
             str(each.candidate.ranks),
             f"{each.hit_rate:.3f}",
-            f"{each.nbytes / 1e6:,.1f}",
-            *map(_both, (each.load, each.wait, each.transfer, each.share)),
+            bytes_in_words(round(each.nbytes)),
+            *(
+                f"{us / 1e3:,.2f} ms"
+                for times in (each.load, each.wait, each.transfer, each.share)
+                for us in (times.p50_us, times.p99_us)
+            ),
         )
     out.print(sheet)
-    out.print("times are p50 and p99 of what KV adds to the time to first token" + _computing(options.rates))
+    out.print(
+        f"share: what KV adds to the time to first token of a request: load from host and storage + wait for a wire +"
+        f" transfer{_computing(options.rates)}; of half of the requests at most p50, of 99 in 100 at most p99",
+        soft_wrap=True,
+    )
     if options.target_us is None:
         return
     if best is None:
         fastest = min(found, key=lambda each: each.share.p99_us)
-        out.print(f"none stays below {options.target_us / 1e3:g} ms; the fastest takes {_both(fastest.share)} ms")
+        least = f"{fastest.share.p99_us / 1e3:,.2f} ms"
+        out.print(f"no share p99 is below {options.target_us / 1e3:g} ms; the least of all is {least}")
         return
     src, dst = _names(options, best.candidate)
     ratio = f"{best.candidate.prefills} of {src} and {best.candidate.decodes} of {dst}"
-    out.print(f"the cheapest below {options.target_us / 1e3:g} ms: {ratio}, {best.candidate.ranks} ranks")
+    out.print(
+        f"the cheapest whose share p99 is below {options.target_us / 1e3:g} ms: {ratio}, {best.candidate.ranks} ranks"
+    )
 
 
 def _computing(rates: TierRates) -> str:
-    return f", computing at {rates.compute_rate * 1e6:,.0f} tokens/s included" if rates.compute_rate else ""
-
-
-def _both(times: Quantiles) -> str:
-    return f"{times.p50_us / 1e3:,.2f} {times.p99_us / 1e3:,.2f}"
+    return f" + computing at {rates.compute_rate * 1e6:,.0f} tokens/s" if rates.compute_rate else ""
 
 
 def _costs(

@@ -11,7 +11,7 @@ import typer
 
 from kvmover.errors import LayoutError
 from kvmover.tools.cli.command_options import POLICIES, TRACE_FORMATS, Json, count
-from kvmover.tools.cli.plan_options import cache_of_model, fleet_option, known_models, measured_link
+from kvmover.tools.cli.plan_options import Assume, cache_of_model, fleet_option, known_models, measured_link
 
 _FLEET = "tp=4,pp=1,cp=1,page=64,order=NHD|HND"
 
@@ -32,6 +32,7 @@ class AdviseArguments:
             autocompletion=known_models,
         ),
     ]
+    assume: Assume = None
     src: Annotated[
         list[str], typer.Option(help="A prefill engine's ranks; or as engines are told: 'vllm -tp 8'.", metavar=_FLEET)
     ]
@@ -41,18 +42,20 @@ class AdviseArguments:
     ] = None
     device_tokens: Annotated[
         list[int] | None,
-        typer.Option(parser=count, metavar="N", help="Tokens that a prefill engine's device holds; any if not given."),
+        typer.Option(
+            parser=count, metavar="N", help="Tokens that fit a prefill engine's device; unlimited if not given."
+        ),
     ] = None
     host_tokens: Annotated[
-        list[int] | None, typer.Option(min=0, max=1 << 53, metavar="N", help="Tokens that its host holds beside.")
+        list[int] | None, typer.Option(min=0, max=1 << 53, metavar="N", help="Tokens that fit its host memory.")
     ] = None
     storage_tokens: Annotated[
         list[int] | None,
-        typer.Option(min=0, max=1 << 53, metavar="N", help="Tokens that storage behind the host holds."),
+        typer.Option(min=0, max=1 << 53, metavar="N", help="Tokens that fit the storage behind the host."),
     ] = None
     target_ms: Annotated[
         float | None,
-        typer.Option(min=0, metavar="MS", help="What KV may add to the time to first token of 99 in 100 requests."),
+        typer.Option(min=0, metavar="MS", help="Most that KV may add to the first token of 99 in 100 requests."),
     ] = None
     calibration: Annotated[
         Path | None, typer.Option(help="Costs measured on a link; a NIC of 400 Gb/s if not given.", metavar="FILE")
@@ -61,17 +64,17 @@ class AdviseArguments:
         str | None, typer.Option(help="Which link of the calibration, if it has several.", metavar="HOST[/TRANSPORT]")
     ] = None
     request_us: Annotated[
-        float, typer.Option(min=0, metavar="US", help="What any transfer takes beside its bytes.")
+        float, typer.Option(min=0, metavar="US", help="Fixed time of a transfer, beside the time of its bytes.")
     ] = 500.0
-    host_rate: Annotated[float, typer.Option(metavar="GB/S", help="Of a rank from its host.")] = 50.0
-    storage_rate: Annotated[float, typer.Option(metavar="GB/S", help="Of an engine from storage.")] = 5.0
+    host_rate: Annotated[float, typer.Option(metavar="GB/S", help="Rate at which a rank loads from its host.")] = 50.0
+    storage_rate: Annotated[float, typer.Option(metavar="GB/S", help="Rate at which an engine reads storage.")] = 5.0
     prefill_rate: Annotated[
         float | None,
-        typer.Option(metavar="TOKENS/S", help="Of a prefill engine: what is computed then counts too."),
+        typer.Option(metavar="TOKENS/S", help="Rate at which a prefill engine computes; counts in the share then."),
     ] = None
-    policy: Annotated[str, typer.Option(help="Which page is given up first.", metavar="|".join(POLICIES))] = "lru"
+    policy: Annotated[str, typer.Option(help="Which page is evicted first.", metavar="|".join(POLICIES))] = "lru"
     cost_table: Annotated[
-        Path | None, typer.Option(help="Also write what transfers take, for simulators of serving.", metavar="FILE")
+        Path | None, typer.Option(help="Also write the times of transfers, for simulators of serving.", metavar="FILE")
     ] = None
     trace_format: Annotated[
         str | None,
@@ -93,13 +96,14 @@ def show_advice(given: AdviseArguments) -> None:
 
     measured = measured_link(given.calibration, given.link)
     policy = policy_named(given.policy)
+    components = cache_of_model(given.model, None, given.assume).components
     sizes = product(given.device_tokens or [None], given.host_tokens or [0], given.storage_tokens or [0])
     run_advise(
         AdviseOptions(
             trace=given.trace,
-            components=cache_of_model(given.model, None).components,
-            src=tuple((text, fleet_option("--src", text)) for text in dict.fromkeys(given.src)),
-            dst=tuple((text, fleet_option("--dst", text)) for text in dict.fromkeys(given.dst)),
+            components=components,
+            src=tuple((text, fleet_option("--src", text, components)) for text in dict.fromkeys(given.src)),
+            dst=tuple((text, fleet_option("--dst", text, components)) for text in dict.fromkeys(given.dst)),
             ratios=tuple(dict.fromkeys(map(_ratio, given.ratio or ["1:1"]))),
             caches=tuple(ReplayConfig(1, *each, policy=policy) for each in sizes),
             link=LinkCosts(measured.costs(RDMA) if measured else RDMA, request_us=given.request_us),

@@ -129,13 +129,13 @@ class DemoArguments:
         float | None,
         typer.Option(help="Lengths of the trace are multiplied by this; 0.02 if not given.", metavar="FACTOR"),
     ] = None
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of weights and conversations.")] = 0
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the weights and conversations.")] = 0
     watch: Annotated[bool, typer.Option("--watch", help="Show `kvmover top` of its ranks while it runs.")] = False
     report: Annotated[
         Path | None,
         typer.Option(help="Also write its run log, as run.jsonl, and its trace, as run.json.", metavar="FILE.json"),
     ] = None
-    device: Annotated[str, typer.Option(help="Where pools lie: cpu, or cuda for a GPU.", metavar="NAME")] = "cpu"
+    device: Annotated[str, typer.Option(help="Device of the pools: cpu, or cuda for a GPU.", metavar="NAME")] = "cpu"
     store: Annotated[
         str | None,
         typer.Option(
@@ -157,22 +157,24 @@ class ReplayArguments:
     page_size: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a page.")] = 64
     capacity_tokens: Annotated[
         int | None,
-        typer.Option(parser=count, metavar="N", help="Tokens that the device holds; any number if not given."),
+        typer.Option(parser=count, metavar="N", help="Tokens that fit the device; unlimited if not given."),
     ] = None
     host_tokens: Annotated[
-        int | None, typer.Option(parser=count, metavar="N", help="Tokens that the host holds, if there is one.")
+        int | None,
+        typer.Option(parser=count, metavar="N", help="Tokens that fit the host memory, if there is one."),
     ] = None
     storage_tokens: Annotated[
-        int | None, typer.Option(parser=count, metavar="N", help="Tokens that storage behind the host holds.")
+        int | None,
+        typer.Option(parser=count, metavar="N", help="Tokens that fit storage, if there is some."),
     ] = None
     policy: Annotated[
         str,
-        typer.Option(help="Which page is given up first.", metavar="|".join(POLICIES), autocompletion=_policies),
+        typer.Option(help="Which page is evicted first.", metavar="|".join(POLICIES), autocompletion=_policies),
     ] = "lru"
     write_policy: Annotated[
         str,
         typer.Option(
-            help="When pages come to the host: as they are given up, at their first use, at their second.",
+            help="When pages are copied to the host: at their eviction, their first use, or their second.",
             metavar="|".join(WRITE_POLICIES),
             autocompletion=_write_policies,
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -41,6 +42,13 @@ def known_models() -> tuple[str, ...]:
     from kvmover.plan.public_models import PUBLIC
 
     return tuple(PUBLIC)
+
+
+#: For every command with `--model`.
+Assume = Annotated[
+    Literal["attention"] | None,
+    typer.Option(help="Take a config.json of an architecture that is not known by the keys of an attention."),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +92,7 @@ class PlanOptions:
         str | None,
         typer.Option(help="Element type, by torch's name: float8_e4m3fn; bfloat16 if not given.", metavar="DTYPE"),
     ] = None
+    assume: Assume = None
     replicas: Annotated[
         Literal["stripe", "elect"],
         typer.Option(help="Sources that hold the same bytes share the pages out, or one sends them all."),
@@ -122,8 +131,12 @@ def show_plan(options: PlanOptions) -> None:
     from kvmover.plan import HOST, RDMA
     from kvmover.plan.explain import link_as_data
 
+    if options.svg and options.svg.suffix.lower() != ".svg":
+        raise LayoutError(f"--svg {options.svg}: the picture is SVG; name a file that ends in .svg")
     cache = _cache(options)
-    source, target = fleet_option("--src", options.src), fleet_option("--dst", options.dst)
+    source, target = (
+        fleet_option(name, text, cache.components) for name, text in (("--src", options.src), ("--dst", options.dst))
+    )
     _check_size(options.tokens, source, target)
     measured = measured_link(options.calibration, options.link)
     assumed = HOST if options.one_host else RDMA
@@ -204,7 +217,7 @@ def _cache(given: PlanOptions) -> ModelCache:
 
 def _of_model(given: PlanOptions, model: str) -> ModelCache:
     """Returns the model's components, or only the one named; given sizes replace the model's."""
-    cache = cache_of_model(model, given.dtype)
+    cache = cache_of_model(model, given.dtype, given.assume)
     if given.component is not None:
         named = {each.name: each for each in cache.components}
         if given.component not in named:
@@ -216,13 +229,21 @@ def _of_model(given: PlanOptions, model: str) -> ModelCache:
     return cache
 
 
-def cache_of_model(model: str, dtype: str | None) -> ModelCache:
-    """Returns the cache of a public model by its name, or of a `config.json`, or its folder. Raises LayoutError."""
-    from kvmover.plan.model_config import cache_of, read_cache
+def cache_of_model(model: str, dtype: str | None, assume: Literal["attention"] | None) -> ModelCache:
+    """Returns the cache of a public model by its name, or of a `config.json`, or its folder.
+
+    `assume`: take a model of any type by its keys. Raises LayoutError.
+    """
+    from kvmover.plan.model_config import KNOWN_TYPES, cache_of, read_config
     from kvmover.plan.public_models import public_config
 
     path = Path(model)
-    return read_cache(path, dtype) if path.exists() else cache_of(public_config(model), dtype)
+    config = read_config(path) if path.exists() else public_config(model)
+    try:
+        return cache_of(config, dtype, None if assume else KNOWN_TYPES)
+    except LayoutError as error:
+        hint = "; --assume attention takes it by its keys" if "model_type" in str(error) else ""
+        raise LayoutError(f"{model}: {error}{hint}") from None
 
 
 def _resized(cache: ModelCache, name: str, value: int) -> Component:
@@ -268,12 +289,15 @@ def _component(given: PlanOptions, kind: str, layers: int) -> Component:
     return getattr(Component, kind)(layers, dtype=given.dtype or "bfloat16", **of_kind)
 
 
-def fleet_option(option: str, text: str) -> FleetText:
-    """Parse a fleet in our words or an engine's. Raises LayoutError naming the option."""
-    from kvmover.plan.fleet_text import FleetText, in_our_words
+def fleet_option(option: str, text: str, components: Sequence[Component]) -> FleetText:
+    """Parse a fleet in our words or an engine's; pages are of a size that fits `components` where none is given.
+
+    Raises LayoutError naming the option.
+    """
+    from kvmover.plan.fleet_text import FleetText, in_our_words, usual_page
 
     try:
-        return FleetText.parse(in_our_words(text))
+        return FleetText.parse(in_our_words(text), usual_page(components))
     except LayoutError as error:
         raise LayoutError(f"{option} {text}: {error}") from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +16,7 @@ from kvmover.errors import StoreError
 from kvmover.tools.cli.command_options import HELP, Json, OneNamespace, Root, count, size
 
 if TYPE_CHECKING:
-    from kvmover.store import StoreRow
+    from kvmover.store import KeeperServer, StoreRow
 
 store_app = typer.Typer(help="Look after page stores: directories of KV pages.", context_settings=HELP)
 
@@ -142,11 +143,39 @@ def keep(
     capacity: Annotated[
         int, typer.Option("--bytes", parser=size, metavar="BYTES", help="Memory that it owns, as 64GiB.")
     ],
+    port: Annotated[
+        int | None,
+        typer.Option(
+            "--metrics-port", help="Serve metrics, and /healthz, at this port.", metavar="PORT", min=0, max=65535
+        ),
+    ] = None,
+    address: Annotated[
+        str, typer.Option("--metrics-address", help="The address of that port.", metavar="ADDRESS")
+    ] = "0.0.0.0",
 ) -> None:
     """Keep pages in host memory for engines that die, restart or change their shape. Ends with SIGTERM."""
     from kvmover.observe.formats import bytes_in_words
     from kvmover.store import serve_keeper
 
-    serve_keeper(
-        socket, capacity, lambda: typer.echo(f"serving {bytes_in_words(capacity)} at {socket}, Ctrl-C ends it")
-    )
+    with ExitStack() as ended:
+
+        def begun(server: KeeperServer) -> None:
+            """Serve metrics, and say so on one line."""
+            served = "" if port is None else _keeper_metrics(server, address, port, ended)
+            typer.echo(f"serving {bytes_in_words(capacity)} at {socket}{served}, Ctrl-C ends it")
+
+        serve_keeper(socket, capacity, begun)
+
+
+def _keeper_metrics(server: KeeperServer, address: str, port: int, ended: ExitStack) -> str:
+    """Serve a keeper's metrics until `ended`. Returns the words that say where; a port that is taken is a warning."""
+    from kvmover.observe.endpoint import MetricsEndpoint
+    from kvmover.store import KeeperCollector
+
+    try:
+        endpoint = ended.enter_context(MetricsEndpoint(address, port, lambda: server.is_well))
+    except OSError as error:
+        typer.echo(f"no metrics are served at {address}:{port}: {error.strerror}; say another --metrics-port", err=True)
+        return ""
+    endpoint.add(KeeperCollector(lambda: server.snapshot))
+    return f", metrics at {address}:{endpoint.port}"

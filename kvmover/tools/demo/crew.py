@@ -12,50 +12,84 @@ from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvmover.errors import TransferFailed
 from kvmover.tools.demo import verbs
 
+if TYPE_CHECKING:
+    from kvmover.tools.demo.scenarios import Scenario
+
 #: Signals that end a program unless caught.
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 
-#: Time for idle processes to end, s.
+#: Time for idle processes to end, s, and for one that hangs up to have an exit code.
 END_S = 5.0
 
-#: Longest wait for an answer, s: above every rank's own deadlines.
-ANSWER_S = 90.0
+#: Longest wait for an answer, s. A dead process is noticed at once, and ranks have deadlines of their own: this is for
+#: one that hangs, and long enough for sixteen processes that import torch on two cores with other work.
+ANSWER_S = 600.0
 
 
 class CrewError(TransferFailed):
-    """A failed, dead or silent rank: the message has its traceback or exit code."""
+    """A failed, dead or silent rank: the message has scenario, engine and rank, and its error or exit code."""
 
 
-@dataclass(frozen=True, slots=True)
+class RankSeat(Protocol):
+    """The seat of a rank."""
+
+    @property
+    def scenario(self) -> Scenario:
+        """Returns the scenario that is played."""
+        ...
+
+    @property
+    def engine(self) -> str:
+        """Returns the engine's name."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """Returns the rank's number."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
 class Member:
-    """A process and the pipe to it."""
+    """A process and the pipe to it. `role`: its seat, once it has one; `verb`: the last that it was told."""
 
     process: BaseProcess
     pipe: Connection
+    role: RankSeat | None = None
+    verb: str = ""
 
-    def tell(self, verb: str, *arguments: object) -> None:
+    def __str__(self) -> str:
+        """Returns scenario, engine, rank and process, for messages."""
+        if self.role is None:
+            return f"process {self.process.pid}"
+        return f"scenario {self.role.scenario.name}: rank {self.role.rank} of {self.role.engine}"
+
+    def tell(self, verb: str, *arguments: Any) -> None:
         """Send a verb; `answer` waits for its result. Raises CrewError if the process has ended."""
+        self.verb = verb
+        if verb == "seat":
+            (self.role,) = arguments
         try:
             self.pipe.send((verb, arguments))
         except OSError as error:
-            raise CrewError(f"process {self.process.pid} has ended: {error.strerror}") from None
+            raise CrewError(f"{self} has ended: {error.strerror}") from None
 
     def answer(self) -> Any:
-        """Return the last verb's result. Raises CrewError if the process failed, died, or is silent for 90 s."""
+        """Return the last verb's result. Raises CrewError if the process failed, died, or is silent for ANSWER_S."""
         if not self.pipe.poll(ANSWER_S):
-            raise CrewError(f"process {self.process.pid} did not answer within {ANSWER_S:.0f} s")
+            raise CrewError(f"{self} did not answer `{self.verb}` within {ANSWER_S:.0f} s")
         try:
             value, trouble = self.pipe.recv()
         except (EOFError, ConnectionResetError):
-            self.process.join(1)
-            raise CrewError(f"process {self.process.pid} ended with exit code {self.process.exitcode}") from None
+            self.process.join(END_S)
+            raise CrewError(f"{self} ended in `{self.verb}` with exit code {self.process.exitcode}") from None
         if trouble is not None:
-            raise CrewError(f"process {self.process.pid} failed:\n{trouble}")
+            raise CrewError(f"{self} failed in `{self.verb}`: {trouble}")
         return value
 
 

@@ -76,7 +76,8 @@ class DemoRank:
         self._model, self._agree = Transformer(seat.scenario.model, share, comm), Grouped(comm.group)
         model = Model(seat.scenario.name, (component,))
         place = Place(seat.engine, fleet, seat.rank)
-        self._mover = Mover(NixlTransport(f"{seat.engine}-{seat.rank}"), model, place, [self._pool], config)
+        wire = NixlTransport(f"{seat.engine}-{seat.rank}", device=self._pool.tensors[0].device)
+        self._mover = Mover(wire, model, place, [self._pool], config)
         self._offered: dict[str, Transfer] = {}
         self._watched = Watched(seat.settings, seat.engine, seat.rank, seat.first_port)
         self._watched.mover(self._mover)

@@ -28,6 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvmover.config import ConfigError, load
 from kvmover.config.settings import Settings
 from kvmover.errors import KvmoverError, need
+from kvmover.exposition import FIRST_METRICS_PORT
 from kvmover.observe.runlog import LineReader, read_lines
 from kvmover.plan.cost import HOST
 from kvmover.store import store_location
@@ -42,9 +43,9 @@ from kvmover.tools.demo.model import Alone, ModelShard, Transformer
 from kvmover.tools.demo.requests import Chats, Traced, TraceError, TraceScale
 from kvmover.tools.demo.rolling import Rolling
 from kvmover.tools.demo.scenarios import Scenario, choose
-from kvmover.tools.report.run_trace import write_trace
+from kvmover.tools.report.run_trace import check_name, write_trace
+from kvmover.tools.scrape import endpoints, fetch
 from kvmover.tools.tables import console
-from kvmover.tools.top import endpoints, fetch
 from kvmover.transfer.config import Exports, MoverConfig
 from kvmover.transport import nixl_version
 
@@ -82,9 +83,6 @@ Stage = ScenarioRun | Lives | Lenders | Rolling | Migrations
 
 #: Defaults for processes of one machine that move a few MB.
 MOVER = MoverConfig(costs=HOST, arena_bytes=8 << 20, exports=Exports.POOLS)
-
-#: First port tried for a watched demo without a configured port.
-_FIRST_PORT = 9400
 
 #: Seconds between two frames.
 _FRAME_S = 1.0
@@ -153,9 +151,8 @@ def run_demo(options: DemoOptions) -> int:
 
 def _log_beside(trace: Path) -> Path:
     """Returns the run log of a trace. An older run log there is overwritten; any other file raises KvmoverError."""
+    check_name("--report", trace)
     log = trace.with_suffix(".jsonl")
-    if log == trace:
-        raise KvmoverError(f"--report {trace} is a trace: {log} is where its run log goes")
     if not trace.absolute().parent.is_dir():
         raise KvmoverError(f"cannot write {trace}: there is no folder {trace.absolute().parent}")
     if log.exists():
@@ -179,7 +176,7 @@ def _watched(options: DemoOptions) -> DemoOptions:
 
 def _free_ports(address: str, count: int) -> int:
     """Returns the first of `count` consecutive free ports. Raises KvmoverError if too few are free."""
-    for first in range(_FIRST_PORT, (1 << 16) - count, count):
+    for first in range(FIRST_METRICS_PORT, (1 << 16) - count, count):
         with ExitStack() as taken:
             try:
                 for port in range(first, first + count):
@@ -247,6 +244,8 @@ def run(options: DemoOptions, step: Callable[[str, int], None]) -> RunReport:
     plays = [(scenario, _requests(options, scenario)) for scenario in scenarios]  # bad ones start no process
     size = max(scenario.processes for scenario in scenarios)
     nixl_version()  # raises without NIXL
+    if options.store is not None:
+        _need_store(options.store)
     if options.device != "cpu":
         _need_device(options.device)
     if settings.metrics.port is not None:
@@ -274,6 +273,13 @@ def _stage(scenario: Scenario, crew: Crew, folder: Path, options: DemoOptions) -
     if scenario.answer_tokens:
         return Migrations(scenario, crew.members, folder, options.seed, options.settings)
     return ScenarioRun(scenario, crew, folder, options)
+
+
+def _need_store(location: str) -> None:
+    """Raise KvmoverError for a directory that is not there, before any process starts."""
+    place = store_location(location)
+    if isinstance(place, Path) and not place.is_dir():
+        raise KvmoverError(f"--store {location} is not a directory")
 
 
 def _need_device(name: str) -> None:

@@ -8,6 +8,8 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
+from kvmover.errors import KvmoverError
+
 #: Pause between polls of an idle rank, s. Peers wait for an answer for seconds.
 _IDLE_S = 0.05
 
@@ -21,7 +23,9 @@ class Seated(Protocol):
 
 
 def main(pipe: Connection) -> None:
-    """Answer (verb, arguments) with (value, None) or (None, traceback) until the pipe closes.
+    """Answer (verb, arguments) with (value, None) or (None, error) until the pipe closes.
+
+    The error is the sentence of a KvmoverError, and the traceback of any other.
 
     `seat` takes a Seat, or that of another kind of rank. `close` ends the rank. Ctrl-C goes to all processes of a
     terminal, and is left to the parent.
@@ -49,6 +53,8 @@ def main(pipe: Connection) -> None:
                 value = getattr(rank, verb)(*arguments)
                 rank = None if verb == "close" else rank
             said: tuple[Any, str | None] = (value, None)
+        except KvmoverError as error:
+            said = (None, str(error))
         except Exception:
             said = (None, traceback.format_exc())
         try:

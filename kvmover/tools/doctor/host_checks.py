@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kvmover.errors import KvmoverError
 from kvmover.tools.doctor.process_checks import Finding, Status
+from kvmover.transport import NET_DEVICES, read_topology
 
 _ROOT = Path("/")
 
@@ -71,6 +72,30 @@ def peer_memory(root: Path = _ROOT) -> Iterator[Finding]:
     else:
         remedy = "modprobe nvidia-peermem, or install the open kernel modules"
         yield Finding("gpu rdma", Status.PROBLEM, "NICs cannot reach GPU memory: neither peermem nor dma-buf", remedy)
+
+
+def near_nics(root: Path = _ROOT, environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Report the NICs nearest to each GPU, by which its rank sends, and a variable that gives all ranks fewer."""
+    topology = read_topology(root)
+    if not (topology.gpus and _has_nic(root)):
+        return
+    if not topology.ports:
+        detail = "no port of a NIC is active and may be opened by this user"
+        yield Finding("nic a gpu", Status.MISSING, detail, "give the container /dev/infiniband; ibstat shows the ports")
+        return
+    near = topology.near()
+    shown = "; ".join(f"{gpu} {', '.join(ports)} ({way.name})" for gpu, (way, ports) in sorted(near.items()))
+    given = environ.get(NET_DEVICES, "")
+    wanted = {port for _, ports in near.values() for port in ports}
+    allowed = {port for port in wanted if {port, port.partition(":")[0], "all"} & {*given.split(",")}}
+    if 0 < len(allowed) < len(wanted):
+        detail = f"{NET_DEVICES}={given} gives the ranks of all GPUs the same; by PCIe: {shown}"
+        yield Finding(
+            "nic a gpu", Status.PROBLEM, detail, f"unset {NET_DEVICES}: each rank then takes the NIC of its GPU"
+        )
+    else:
+        chosen = f"{NET_DEVICES}={given} is taken instead of: " if given else ""
+        yield Finding("nic a gpu", Status.OK, chosen + shown)
 
 
 def nvlink(root: Path = _ROOT, environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
@@ -182,6 +207,7 @@ def huge_pages(root: Path = _ROOT) -> Iterator[Finding]:
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     storage_to_gpu,
     peer_memory,
+    near_nics,
     nvlink,
     iommu,
     acs,

@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from kvmover.prepared import prepared
 from kvmover.tools.replay.trace_reader import (
     BLOCK_TOKENS,
     MOST_DISTINCT_TOKENS,
@@ -189,6 +190,7 @@ VERSION = 2
 _Name = Annotated[str, Meta(min_length=1)]
 
 
+@prepared
 class _Header(msgspec.Struct, gc=False):
     schema: str
     version: int

@@ -130,4 +130,6 @@ def run_replay(options: ReplayOptions, out: Console) -> None:
     if options.as_json:
         sys.stdout.write(json.dumps(report.as_data()) + "\n")
     else:
+        if back := requests.backward:
+            out.print(f"{options.trace.name}: {back:,} times run backwards; requests were replayed in order of time")
         print_report(report, out)

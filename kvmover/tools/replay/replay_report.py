@@ -97,6 +97,8 @@ def print_report(report: Report, out: Console) -> None:
             " write back"
         )
     out.print(f"hit rate {totals.hit_rate:.4f} of an ideal {report.ideal_hit_rate:.4f}")
+    if totals.reusable_tokens and not report.ideal_hit_rate:
+        out.print(f"no two prompts are equal for a whole page of {config.page_tokens:,} tokens: take smaller pages")
     if lived := report.residency.lifetimes.count:
         lifetime, idle = _mean(report.residency.lifetimes), _mean(report.residency.idles)
         out.print(f"a page lives {lifetime:,.0f} s, the last {idle:,.0f} s of it idle (mean of {lived:,} sampled)")

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -85,6 +86,12 @@ class ReplayTrace:
     def block_tokens(self) -> int:
         """Returns the tokens of a hash id."""
         return self._reader.block_tokens
+
+    @property
+    def backward(self) -> int:
+        """Returns the number of sessions whose time is before that of the line above; they are replayed by time."""
+        begins = [session.begins_ms for session in self._sessions if session.begins_ms is not None]
+        return sum(later < earlier for earlier, later in pairwise(begins))
 
     @property
     def distinct_blocks(self) -> int:

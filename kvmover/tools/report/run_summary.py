@@ -17,7 +17,7 @@ from kvmover.cache.ledger import AccountGroup, Totals
 from kvmover.errors import KvmoverError
 from kvmover.observe.formats import bytes_in_words, seconds_in_words
 from kvmover.observe.runlog import Accounted, AnyLine, LineReader, Moved, Run
-from kvmover.tools.report.run_trace import write_trace
+from kvmover.tools.report.run_trace import check_name, write_trace
 from kvmover.tools.tables import Column, Sheet
 from kvmover.transfer.meter import Stage
 
@@ -27,21 +27,27 @@ _PARTS = (Stage.CREDIT_WAIT, Stage.STAGING_WAIT, Stage.GATHER, Stage.POST, Stage
 _TIERS = ("device", "host", "storage", "peer")
 
 
-def report_run(logs: Sequence[Path], trace: Path | None, most: int, out: Console) -> None:
-    """Print the summary of run logs, with up to `most` slow and failed requests, and write the trace to `trace`.
+def summed(logs: Sequence[Path], trace: Path | None, most: int) -> tuple[Summary, int]:
+    """Sum up run logs, with up to `most` slow and failed requests, and write the trace to `trace`.
 
-    Reads each log once. Raises KvmoverError if a file is no run log, `trace` is one of `logs`, or no transfer or
-    request ended.
+    Reads each log once. Returns the sums, and the number of unfinished lines. Raises KvmoverError if a file is no run
+    log, `trace` is one of `logs`, or no transfer or request ended.
     """
     reader, summary = LineReader(logs), Summary(most)
     if trace is not None:
         if trace.resolve() in {log.resolve() for log in logs}:
             raise KvmoverError(f"--trace {trace} is a run log that is read: name another file")
+        check_name("--trace", trace)
         write_trace(summary.counted(reader), trace)
     else:
         for _ in summary.counted(reader):
             pass
-    print_summary(summary, reader.cut, out)
+    return summary, reader.cut
+
+
+def report_run(logs: Sequence[Path], trace: Path | None, most: int, out: Console) -> None:
+    """Print the summary of run logs. Raises KvmoverError as `summed` does."""
+    print_summary(*summed(logs, trace, most), out)
     if trace is not None:
         out.print(f"wrote {trace}, for ui.perfetto.dev or chrome://tracing", soft_wrap=True)
 

@@ -25,6 +25,12 @@ _PLACED = {"type", "time_s", "seconds", "engine", "rank", "verb", "request", "be
 _SOURCES = ("device", "host", "storage", "peer", "computed", "abandoned")
 
 
+def check_name(option: str, out: Path) -> None:
+    """Raise KvmoverError for a trace whose name does not end in .json, naming the command's option."""
+    if out.suffix != ".json":
+        raise KvmoverError(f"{option} {out}: a trace is JSON; name a file that ends in .json")
+
+
 def write_trace(lines: Iterable[AnyLine], out: Path) -> None:
     """Write the trace of `lines`, event by event. Raises KvmoverError if `out` cannot be written.
 

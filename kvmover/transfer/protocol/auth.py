@@ -200,6 +200,11 @@ class MessageAuth:
         return card
 
 
+def sealed_part(card: bytes) -> bytes:
+    """Returns the card within its seal, unverified, or an unsealed one as it is. Nothing may be trusted of it."""
+    return card[_HEAD + _TAG :] if card.startswith(SEALED) else card
+
+
 def _parts(sealed: bytes, what: str) -> tuple[bytes, bytes, bytes]:
     """Returns (number, tag, message). Raises Unverified for bytes without a seal; `what` names them in the error."""
     if not sealed.startswith(SEALED) or len(sealed) < _HEAD + _TAG:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from ipaddress import ip_address
@@ -21,8 +21,10 @@ from kvmover.layout.component import Component
 from kvmover.layout.fleet import Fleet
 from kvmover.layout.pool import PoolSpec
 from kvmover.plan.recode import error_between, form_text
+from kvmover.prepared import prepared
 from kvmover.shared_memory import HostProcess, SharedRange
-from kvmover.transfer.protocol.wire import CURRENT, MAX_COMPONENTS, MAX_RANKS, MOST, Dialect, Natural
+from kvmover.transfer.protocol.auth import sealed_part
+from kvmover.transfer.protocol.wire import CURRENT, MAX_COMPONENTS, MAX_RANKS, MOST, SEALED, Dialect, Natural
 from kvmover.transport.base import Memory
 
 Value = TypeVar("Value", bound=Hashable)
@@ -209,6 +211,7 @@ class Listener(msgspec.Struct, frozen=True, array_like=True):
         return not (address.is_loopback or address.is_unspecified or address.is_link_local or address.is_multicast)
 
 
+@prepared
 class Rank(msgspec.Struct, frozen=True):
     """The description of a rank for its peers: its rank id, the layout of its pools, and how to reach its memory.
 
@@ -245,6 +248,7 @@ class Rank(msgspec.Struct, frozen=True):
     ] = ()
 
 
+@prepared
 class Card(msgspec.Struct, frozen=True):
     """The handshake: `body` is a Rank, decoded only if versions and `fields` (`Model.fields`) agree.
 
@@ -271,9 +275,7 @@ def read_card(model: Model, card: bytes, dialect: Dialect = CURRENT) -> Rank:
     try:
         envelope = msgspec.msgpack.decode(card, type=Card)
         if common_version(dialect.speaks, envelope.speaks) is None:
-            (least, most), (own_least, own_most) = envelope.speaks, dialect.speaks
-            theirs = f"peer speaks protocol versions {least} to {most}"
-            raise PeerRefused(f"{theirs}; this side speaks {own_least} to {own_most}")
+            raise PeerRefused(_no_common_version(dialect.speaks, envelope.speaks))
         _check_fields(model, envelope)
         rank = msgspec.msgpack.decode(envelope.body, type=Rank)
         _check(model, rank)
@@ -291,13 +293,42 @@ def agreed_version(card: bytes, dialect: Dialect = CURRENT) -> int:
 
 
 def _check_fields(model: Model, card: Card) -> None:
-    own, theirs = model.fields(), card.fields
-    unlike = [name for name in (own | theirs) if own.get(name) != theirs.get(name)]
+    unlike = _unlike(model.fields(), card.fields)
     if unlike:
         refused = OtherWeights if "weights" in unlike else PeerRefused
-        rest = f" and {len(unlike) - _LISTED_FIELDS} more" if len(unlike) > _LISTED_FIELDS else ""
-        differ = f"{', '.join(unlike[:_LISTED_FIELDS])}{rest}"
-        raise refused(f"peer holds {card.model}; this side holds {model.text()}; they differ in {differ}")
+        raise refused(_differ(model.text(), card.model, unlike))
+
+
+def _unlike(own: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+    return [name for name in {**own, **theirs} if own.get(name) != theirs.get(name)]
+
+
+def _differ(own: str, theirs: str, unlike: Sequence[str]) -> str:
+    rest = f" and {len(unlike) - _LISTED_FIELDS} more" if len(unlike) > _LISTED_FIELDS else ""
+    return f"peer holds {theirs}; this side holds {own}; they differ in {', '.join(unlike[:_LISTED_FIELDS])}{rest}"
+
+
+def why_refused(own: bytes, theirs: bytes) -> str | None:
+    """Returns the sentence with which the rank of card `own` refuses the card `theirs`, by seal, version and model.
+
+    None if it takes it as far as these go. Seals are not verified: for one who has no key and looks for a fault.
+    """
+    if own.startswith(SEALED) != theirs.startswith(SEALED):
+        sealed, bare = ("this side's", "the peer's") if own.startswith(SEALED) else ("the peer's", "this side's")
+        return f"{sealed} card is sealed with a shared key, and {bare} is not"
+    try:
+        mine, peer = (msgspec.msgpack.decode(sealed_part(card), type=Card) for card in (own, theirs))
+    except msgspec.MsgspecError as error:
+        return f"card cannot be read: {error}"
+    if common_version(mine.speaks, peer.speaks) is None:
+        return _no_common_version(mine.speaks, peer.speaks)
+    unlike = _unlike(mine.fields, peer.fields)
+    return _differ(mine.model, peer.model, unlike) if unlike else None
+
+
+def _no_common_version(own: tuple[int, int], theirs: tuple[int, int]) -> str:
+    said = f"peer speaks protocol versions {theirs[0]} to {theirs[1]}"
+    return f"{said}; this side speaks {own[0]} to {own[1]}"
 
 
 def check_generation(place: Place, wall_ns: int) -> None:

@@ -11,6 +11,7 @@ import pytest
 from kvmover.cache.hints import (
     Declined,
     DemoteHint,
+    FetchHint,
     HintAction,
     HintError,
     HintRefusal,
@@ -20,7 +21,9 @@ from kvmover.cache.hints import (
     RetainHint,
     ShareHint,
     read_hints,
+    read_source,
 )
+from kvmover.cache.hints.actions import SOURCE_KEYS
 
 
 class KvHintAction(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +96,7 @@ def test_the_engines_own_structs_are_read_as_their_json_is() -> None:
 
 
 def test_one_that_is_refused_spoils_no_other() -> None:
-    read = read_hints(envelope(action("kv.fetch"), 7, action("kv.pin"), action("kv.demote")))
+    read = read_hints(envelope(action("kv.lease"), 7, action("kv.pin"), action("kv.demote")))
     assert [each.kind for each in read] == ["other", "other", "pin", "demote"]
     assert [each.answer.why for each in read if isinstance(each, Declined)] == [
         HintRefusal.UNKNOWN,
@@ -147,3 +150,56 @@ def test_what_is_no_envelope_is_refused(said: object) -> None:
 def test_too_many_actions_are_refused_before_any_is_read() -> None:
     with pytest.raises(HintError, match="17"):
         read_hints(envelope(*[action("kv.demote")] * 17))
+
+
+FETCH = {"source_control_endpoint": "tcp://10.0.0.7:8400", "block_hashes": [2**64 - 1, 0], "mode": "copy"}
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://10.0.0.7:8400", "10.0.0.7:8400", "tcp://[2001:db8::1]:1", "tcp://worker-a:65535"]
+)
+def test_a_fetch_of_dynamo_names_its_source_and_is_due_at_once(endpoint: str) -> None:
+    read = one("kv.fetch", FETCH | {"source_control_endpoint": endpoint})
+    assert isinstance(read, HintAction)
+    assert read.hint == FetchHint(endpoint.removeprefix("tcp://"))
+    assert (read.kind, read.is_due_at_once) == ("fetch", True)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"source_control_endpoint": None},
+        {"source_control_endpoint": "http://10.0.0.7:8400/x"},
+        {"source_control_endpoint": "tcp://10.0.0.7"},
+        {"source_control_endpoint": "10.0.0.7:0"},
+        {"source_control_endpoint": "10.0.0.7:70000"},
+        {"source_control_endpoint": "a b:1"},
+        {"block_hashes": []},
+        {"block_hashes": [-1]},
+        {"block_hashes": ["11"]},
+        {"mode": "move"},
+        {"no_retain": True},
+    ],
+    ids=str,
+)
+def test_a_fetch_that_says_something_else_is_malformed(changed: dict[str, Any]) -> None:
+    read = one("kv.fetch", FETCH | changed)
+    assert isinstance(read, Declined)
+    assert (read.kind, read.answer.why) == ("fetch", HintRefusal.MALFORMED)
+
+
+@pytest.mark.parametrize("key", SOURCE_KEYS)
+@pytest.mark.parametrize(("host", "source"), [("10.0.0.7", "10.0.0.7:8400"), ("fd00::7", "[fd00::7]:8400")])
+def test_a_source_in_the_words_of_llm_d_is_the_same_fetch(key: str, host: str, source: str) -> None:
+    said = {"kv_request_id": "q-3", "remote_host": host, "remote_port": 8400}
+    assert read_source({"do_remote_decode": True, key: said}) == HintAction("q-3", FetchHint(source))
+    assert read_source({"do_remote_decode": True}) is None
+
+
+@pytest.mark.parametrize(
+    "said", [7, {}, {"kv_request_id": "q"}, {"kv_request_id": "q", "remote_host": "a/b", "remote_port": 1}], ids=str
+)
+def test_a_source_without_an_address_is_malformed(said: object) -> None:
+    read = read_source({"remote_kv_source": said})
+    assert isinstance(read, Declined)
+    assert (read.kind, read.answer.why) == ("fetch", HintRefusal.MALFORMED)

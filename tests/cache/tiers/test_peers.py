@@ -11,7 +11,8 @@ from peer_rig import CONFIG, LendingEngine, SharedNetwork
 from rig import HYBRID, LATENT, PLAIN, SPARSE, until
 
 from kvmover.cache.ledger import Loss
-from kvmover.cache.peers import PeerRead, PeerTerms
+from kvmover.cache.peers import PeerQuestion, PeerRead, PeerTerms
+from kvmover.cache.peers.questions import question_of
 from kvmover.cache.prefix import FULL, Tier, WriteBack
 from kvmover.cache.tiers import TierError, unlink
 from kvmover.errors import PlanError
@@ -107,6 +108,31 @@ def test_a_prefix_comes_from_the_host_and_the_rest_of_it_from_a_peer(network):
     (restore, _) = second.serve(PROMPT)
     assert (restore.credit.device_tokens, restore.credit.peer_tokens, restore.lost) == (20, 44, {})
     assert second.ranks[0].controller.meter.counts["borrowed_pages"] == 4 + 11
+    first.close()
+    second.close()
+
+
+def test_of_more_engines_than_may_be_asked_a_prompt_is_looked_for_at_the_same_and_prompts_spread():
+    engines = [f"10.0.0.{number}:8400" for number in range(40)]
+    questions = [question_of("r", bytes([page]), engines, most=4) for page in range(100)]
+    assert questions == [question_of("r", bytes([page]), engines, most=4) for page in range(100)]
+    assert all(len({*each.engines}) == 4 for each in questions)
+    assert {engine for each in questions for engine in each.engines} == {*engines}
+    assert question_of("r", b"", engines, 4, "10.0.1.1:1").engines == ("10.0.1.1:1",)  # a named one alone
+
+
+def test_a_named_source_is_read_though_the_engine_asks_nobody_and_its_mark_tells_it_apart(network):
+    first, second = LendingEngine(network, "first", TP4), LendingEngine(network, "second", TP2)
+    second.connect(first)
+    first.serve(PROMPT)
+    for source, tokens, miss in ((None, 0, "needless"), ("other", 0, "unreachable"), ("first", 64, "needless")):
+        restores = [rank.controller.prefetch(rank.tree.key(PROMPT), 64, source) for rank in second.ranks]
+        until(second.ranks, lambda restores=restores: all(restore.done for restore in restores))
+        assert {restore.state.peer_tokens for restore in restores} == {tokens}
+        assert {restore.miss for restore in restores} == {miss}
+        for rank, restore in zip(second.ranks, restores, strict=True):
+            rank.controller.release(restore)
+        second.settle()
     first.close()
     second.close()
 
@@ -322,7 +348,7 @@ def test_page_tables_of_a_read_may_be_changed_before_the_movers_thread_has_looke
     monkeypatch.setattr(Mover, "receive", receive)
     progress.submit(lambda _: door.wait(30))
     tables = [np.array([1, 2, 3]), [4, 5, 6]]
-    tier.read("request", 0, range(12), tables, PeerRead(lambda: False, lambda _: None))
+    tier.read(PeerQuestion("request", ("first",)), 0, range(12), tables, PeerRead(lambda: False, lambda _: None))
     tables[0][:], tables[1][:] = 9, [9, 9, 9]
     door.set()
     progress.submit(lambda _: None).result()

@@ -28,6 +28,7 @@ from kvmover.cache.tiers.restore_machine import (
     LookedUp,
     LookUp,
     RanksAgreed,
+    ReadSource,
     Rematch,
     Rematched,
     RestoreTerms,
@@ -82,8 +83,8 @@ def test_of_equal_lengths_a_peers_is_read_and_what_it_fails_to_bring_the_next_is
     state, actions = start(with_peers(), 16, 0, 0, now=0.0)
     assert actions == [LookUp(4)]
     state, actions = step(state, LookedUp((0, 1, 2, 3), peers=(2, 3)), 0.0)
-    assert actions == [Vote((0, 1, 1, 1, 0, 2, 3))]
-    state, actions = step(state, RanksAgreed((0, 1, 1, 1, 0, 2, 3)), 0.0)
+    assert actions == [Vote((0, 1, 1, 1, 0, 2, 3, 0, 0))]
+    state, actions = step(state, RanksAgreed((0, 1, 1, 1, 0, 2, 3, 0, 0)), 0.0)
     assert actions == [BeginFetch(3, 1)]
     state, _ = step(state, FetchBegun(7, 3), 0.0)
     state, actions = step(state, FetchEnded(0, Loss.READ_FAILED), 0.0)
@@ -99,7 +100,7 @@ def test_of_equal_lengths_a_peers_is_read_and_what_it_fails_to_bring_the_next_is
 def test_who_was_told_to_stop_reads_from_nobody_else():
     state, _ = start(with_peers(), 16, 0, 0, now=0.0)
     state, _ = step(state, LookedUp((0, 1, 2, 3), peers=(2, 3)), 0.0)
-    state, _ = step(state, RanksAgreed((0, 1, 1, 1, 0, 2, 3)), 0.0)
+    state, _ = step(state, RanksAgreed((0, 1, 1, 1, 0, 2, 3, 0, 0)), 0.0)
     state, _ = step(state, FetchBegun(7, 3), 0.0)
     state, _ = step(state, FetchEnded(0, Loss.LATE), 0.0)
     state, actions = step(state, RanksAgreed((0, 3, -3), stopped=True), 0.0)
@@ -109,8 +110,8 @@ def test_who_was_told_to_stop_reads_from_nobody_else():
 def test_ranks_that_voted_for_other_peers_read_from_one_that_all_have():
     state, _ = start(with_peers(stored=False), 16, 0, 0, now=0.0)
     state, actions = step(state, LookedUp((0,), peers=(4, 1)), 0.0)
-    assert actions == [Vote((0, 0, 0, 0, 0, 4, 1))]
-    state, actions = step(state, RanksAgreed((0, 0, 0, 0, 0, 0, 1)), 0.0)
+    assert actions == [Vote((0, 0, 0, 0, 0, 4, 1, 0, 0))]
+    state, actions = step(state, RanksAgreed((0, 0, 0, 0, 0, 0, 1, 0, 0)), 0.0)
     assert actions == [BeginFetch(1, 1)]
     assert state.reasons == {Loss.RANK_MINIMUM: 12}
     state, actions = step(state, HostFull(4), 0.0)
@@ -118,10 +119,21 @@ def test_ranks_that_voted_for_other_peers_read_from_one_that_all_have():
     assert actions == [Abandon(0), Rematch()]
 
 
+def test_ranks_that_asked_other_engines_read_from_none_of_them():
+    state, _ = start(with_peers(), 16, 0, 0, now=0.0)
+    state, actions = step(state, LookedUp((0, 1, 2), peers=(4, 1), mark=7), 0.0)
+    assert actions == [Vote((0, 1, 1, 0, 0, 4, 1, 7, -7))]
+    alike, _ = step(state, RanksAgreed((0, 1, 1, 0, 0, 4, 1, 7, -7)), 0.0)
+    assert alike.reading == ReadSource(4, 0)
+    other, actions = step(state, RanksAgreed((0, 1, 1, 0, 0, 4, 1, 5, -7)), 0.0)
+    assert other.reading == ReadSource(2, STORAGE)
+    assert actions == [Decline(), BeginFetch(2)]
+
+
 def test_nothing_that_all_peers_have_is_declined():
     state, _ = start(with_peers(stored=False), 16, 0, 0, now=0.0)
     state, _ = step(state, LookedUp((0,), peers=(4, 1)), 0.0)
-    _, actions = step(state, RanksAgreed((0,) * 7), 0.0)
+    _, actions = step(state, RanksAgreed((0,) * 9), 0.0)
     assert actions == [Decline(), Rematch()]
 
 

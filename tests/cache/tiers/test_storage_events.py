@@ -27,6 +27,63 @@ def heard(request, tmp_path):
     rank.close()
 
 
+@pytest.fixture
+def told(tmp_path):
+    """A rank whose tree and storage tell one router."""
+    events = []
+    rank = Rank(tmp_path, sink=events.append)
+    yield rank, events
+    rank.close()
+
+
+def pages_of(events):
+    """Name, parent, tokens of each page that the events store."""
+    known = {}
+    for event in events:
+        if isinstance(event, BlockStored):
+            above = event.parent_block_hash
+            for at, name in enumerate(event.block_hashes):
+                size = event.block_size
+                known[name] = above, event.token_ids[at * size : (at + 1) * size]
+                above = name
+    return known
+
+
+def as_chain(rank, tokens):
+    names = as_int64s(rank.hashes(tokens))
+    rows = [tuple(tokens[at * rank.page : (at + 1) * rank.page]) for at in range(len(names))]
+    return dict(zip(names, zip((None, *names), rows, strict=False), strict=True))
+
+
+def test_stored_pages_are_told_with_their_tokens_and_the_page_before(told):
+    """Dynamo's indexer drops a page without tokens. A second prompt stores what the first did not."""
+    rank, events = told
+    second = [*PROMPT[:16], *range(900, 917)]
+    for prompt in (PROMPT, second):
+        rank.serve(prompt)
+        rank.controller.wait()
+    assert pages_of(events) == as_chain(rank, PROMPT) | as_chain(rank, second)
+    assert {event.medium for event in events} == {"DISK"}
+
+
+def test_a_late_router_and_one_after_a_reset_hear_of_pages_that_storage_still_has(told):
+    rank, events = told
+    rank.serve(PROMPT)
+    rank.controller.wait()
+    gone, known = rank.hashes(PROMPT)[3], as_chain(rank, PROMPT)
+    assert pages_of(e for e in rank.controller.resident() if e.medium == "DISK") == known
+    segments = segments_of(rank.store).catalog
+    entry = segments.index.get(gone)
+    assert entry is not None
+    segments.delete(list(entry.objects), DeletionOrder.CLEARED)
+    rank.controller.poll()
+    del known[as_int64s([gone])[0]]
+    assert pages_of(e for e in rank.controller.resident() if e.medium == "DISK") == known
+    events.clear()
+    rank.controller.reset()
+    assert pages_of(events) == known
+
+
 def test_a_page_that_was_deleted_here_is_taken_back_once(heard):
     rank, events = heard
     rank.store.clear()

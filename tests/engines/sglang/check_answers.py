@@ -55,7 +55,7 @@ def test_several_answers_of_a_prefill_that_is_asked_once_are_refused_at_once(tmp
 def asked_of_another_make(rank: Rank) -> str:
     side, address, info = Side(rank, "decode"), "127.0.0.1:9", engine_pd.foreign_prefill()
     side.manager._resolve_rank_mapping(info)
-    side.manager.prefill_info_table[address], side.manager._exchange.foreign[address] = info, "another"
+    side.manager.prefill_info_table[address], side.manager._exchange.foreign[address] = info, None
     receiver = side.classes["receiver"](side.manager, address, ROOM)
     receiver.init(0)
     req = asked(range(PAGES * side.page))

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from scheduling import Server, parameters, publish, unified
 
-from kvmover.cache.prefix.kv_events import END_OF_REPLAY
+from kvmover.cache.prefix import AllBlocksCleared
+from kvmover.cache.prefix.event_history import END_OF_REPLAY
 from kvmover.engines.common import EngineUnsupported
 from kvmover.engines.sglang import sglang_plugin
 from kvmover.engines.sglang.radix_cache import KvmoverRadixCache
@@ -60,20 +61,21 @@ class Events:
 
     def step(self) -> None:
         """As at the end of each step of SGLang's scheduler."""
-        before = self.component.kv_event_publisher._publisher._next
+        before = self.component.kv_event_publisher._publisher._history._next
         self.component.publish_kv_events()
-        if self.component.kv_event_publisher._publisher._next > before:
+        if self.component.kv_event_publisher._publisher._history._next > before:
             self.sent += 1
             topic, number, payload = self.live.recv_multipart()
             assert (topic, int.from_bytes(number, "big")) == (b"kv", self.sent - 1)
             self.known = believed(encoding.decode(payload), self.known)
 
     def late(self) -> tuple[set[tuple[Any, ...]], int]:
-        """What a subscriber believes that comes now and asks for all, and how many batches that took."""
+        """What a subscriber believes that comes now and asks for all, and how many batches with events that took."""
         self.again.send_multipart((b"", bytes(8)))
         known, batches = set(), 0
         while (frames := self.again.recv_multipart())[2] != END_OF_REPLAY:
-            known, batches = believed(encoding.decode(frames[3]), known), batches + 1
+            batch = encoding.decode(frames[3])
+            known, batches = believed(batch, known), batches + bool(batch[1])
         return known, batches
 
     def close(self) -> None:
@@ -150,6 +152,19 @@ def subscribe(events: Events) -> None:
     while events.live.poll(50):
         events.live.recv_multipart()
     events.sent, events.known = sent, events.late()[0]
+
+
+def test_by_its_second_name_the_publisher_sends_arrays() -> None:
+    told = {"publisher": "kvmover-arrays", "endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}
+    publisher = kv_events.EventPublisherFactory.create(json.dumps(told))
+    publisher.publish(kv_events.KVEventBatch(ts=0.0, events=[AllBlocksCleared()]))
+    context = zmq.Context()
+    asking = context.socket(zmq.DEALER)
+    asking.connect(publisher.describe_local_source(16)["replay_endpoint"])
+    asking.send_multipart((b"", bytes(8)))
+    assert encoding.decode(asking.recv_multipart()[3])[1] == [["AllBlocksCleared"]]
+    context.destroy(linger=0)
+    publisher.shutdown()
 
 
 def test_an_endpoint_that_is_to_be_connected_is_refused() -> None:

@@ -539,6 +539,14 @@ def test_kvmovers_settings_reach_a_rank(tmp_path: Path, monkeypatch: pytest.Monk
     assert received[0].startswith("deadline passed"), received
 
 
+def test_ranks_whose_metrics_port_is_taken_serve_without_that_endpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("KVMOVER_METRICS_PORT", str(taken.getsockname()[1]))
+        assert pair(tmp_path, Shape(), Shape()) == ([""], [""])
+
+
 def test_an_abort_of_the_prefill_fails_the_request_on_decode_with_the_reason(tmp_path: Path) -> None:
     sent, received = pair(tmp_path, Shape(), Shape(), ending="abort")
     assert sent == ["Aborted by AbortReq."]

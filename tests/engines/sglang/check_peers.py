@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -228,3 +229,58 @@ def test_what_peers_do_not_share_is_refused_in_a_sentence(
     monkeypatch.setattr(engine_radix, "refuse", lambda context: None)
     with pytest.raises(EngineUnsupported, match="no --enable-hierarchical-cache: peers share"):
         sglang_plugin.radix_cache(context)
+
+
+def fetch_from(address: str) -> Any:
+    """The envelope of Dynamo's router, as SGLang has it."""
+    envelopes: Any = import_module("sglang.srt.managers.kv_hints")
+    payload = {"source_control_endpoint": f"tcp://{address}", "block_hashes": [17], "mode": "copy"}
+    action = {"action_id": "f", "action_type": "kv.fetch", "action_version": "1.0", "payload": payload}
+    return envelopes.decode_kv_hints_envelope({"protocol_version": "0.1", "message_id": "m", "actions": [action]})
+
+
+def llm_d(address: str) -> dict[str, Any]:
+    host, _, port = address.rpartition(":")
+    return {"remote_kv_source": {"kv_request_id": "q", "remote_host": host, "remote_port": int(port)}}
+
+
+@pytest.mark.parametrize("words", ["Dynamo", "llm-d"])
+def test_a_source_that_only_the_router_knows_is_met_and_read(
+    start: Callable[..., TieredServer], addresses: list[str], monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    monkeypatch.setenv("KVMOVER_PEERS_ENGINES", "")
+    monkeypatch.setenv("KVMOVER_EXCHANGE_ALLOW", "127.0.0.0/8")
+    accounts = with_accounts()
+    first, second = start(4), start(8, accounts=accounts)
+    served(first, list(range(40)), answer=0)
+    first.settle()
+    second.poison()
+    assert second.fetch([*range(40), 7]).storage_hit_length == 0  # nobody is asked unless a request names somebody
+    said: dict[str, Any] = {"kv_hints": fetch_from(addresses[0])} if words == "Dynamo" else {}
+    req = second.request([*range(40), 8], **said)
+    if words == "llm-d":
+        req.sampling_params.custom_params = llm_d(addresses[0])
+    req = second.fetched(*second.sought(req))
+    assert (req.storage_hit_length, req.storage_hit_start) == (40, 0)
+    run_request(second, req)
+    second.settle()
+    assert accounts.ledger.total().first.peer_tokens == 40
+    assert {key[1:]: count for key, count in accounts.ledger.hints.items()} == {("fetch", "met"): 1}
+    accounts.close()
+
+
+def test_a_source_that_brings_nothing_is_counted_by_its_reason_and_its_request_is_computed(
+    start: Callable[..., TieredServer], addresses: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accounts = with_accounts()
+    first, second = start(4), start(8, accounts=accounts)
+    met(first, second)
+    for number, address in enumerate((addresses[0], "192.0.2.7:8400", addresses[1])):
+        req = second.fetch([*range(100 * number, 100 * number + 40), 7], kv_hints=fetch_from(address))
+        assert req.storage_hit_length == 0
+        run_request(second, req)
+    second.settle()
+    outcomes = {outcome: count for (_, _, outcome), count in accounts.ledger.hints.items()}
+    assert outcomes == {"absent": 1, "not_allowed": 1, "needless": 1}
+    assert accounts.ledger.total().first.peer_tokens == 0
+    accounts.close()

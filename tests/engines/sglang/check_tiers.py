@@ -16,6 +16,7 @@ from scheduling import NOTHING, Server, base, paged, parameters, pools, publish,
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage] (public by its docs)
 
 from kvmover.cache.ledger import Loss
+from kvmover.cache.prefix import AllBlocksCleared, BlockStored
 from kvmover.cache.tiers import TierCount
 from kvmover.config import Settings
 from kvmover.engines.common import EngineUnsupported, ParallelRank
@@ -156,7 +157,10 @@ class TieredServer(Server):
 
     def asked(self, tokens: list[int], **more: Any) -> tuple[Any, Any]:
         """A request that waits, and under which handle."""
-        req = self.request(tokens, **more)
+        return self.sought(self.request(tokens, **more))
+
+    def sought(self, req: Any) -> tuple[Any, Any]:
+        """A request that storage and peers are asked for, and under which handle."""
         handle = base.CacheRequestHandle(req.rid, 0)
         Server.match(self, req)
         known = req.prefix_len + req.host_hit_length
@@ -197,10 +201,11 @@ def serving(
     heads: int = 2,
     layers: range = range(LAYERS),
     made: type[TieredRadixCache] = TieredRadixCache,
+    events: bool = False,
     **more: Any,
 ) -> TieredServer:
     pool = pool_of(kind, size // place.cp_size, page // place.cp_size, heads, layers)
-    params = parameters(page, size)
+    params = parameters(page, size, enable_kv_cache_events=events)
     one = [size, torch.float32, "cpu", pool, False]
     params.token_to_kv_pool_allocator = (
         tokens_of.TokenToKVPoolAllocator(*one) if page == 1 else paged.PagedTokenToKVPoolAllocator(size, page, *one[1:])
@@ -246,6 +251,21 @@ def looked(server: TieredServer, tokens: list[int]) -> tuple[int, int]:
     req = server.request(tokens)
     Server.match(server, req)
     return req.prefix_len, req.host_hit_length
+
+
+def test_a_router_hears_with_its_tokens_of_what_is_stored_and_a_late_one_all_that_is_there(tmp_path: Path) -> None:
+    server = serving(4, root=tmp_path, events=True)
+    prompt = list(range(40))
+    served(server, prompt)
+    server.evict_all()
+    told = server.cache.take_events()
+    for events in (told, list(told.resident())):
+        disk = [event for event in events if isinstance(event, BlockStored) and event.medium == "DISK"]
+        assert [token for event in disk for token in event.token_ids][:40] == prompt
+    server.cache.reset()
+    again = server.cache.take_events()
+    assert isinstance(again[0], AllBlocksCleared)
+    assert [token for event in again[1:] for token in event.token_ids][:40] == prompt
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -130,7 +130,7 @@ def test_nothing_is_pinned_that_a_request_which_runs_could_not_end_beside() -> N
 def test_a_request_that_is_aborted_pins_nothing_and_its_hints_are_counted() -> None:
     place = Place()
     place.keep(PROMPT)
-    place.hints.came(request("r", PROMPT, ("kv.pin", {"ttl_seconds": 30}), ("kv.fetch", {})))
+    place.hints.came(request("r", PROMPT, ("kv.pin", {"ttl_seconds": 30}), ("kv.lease", {})))
     place.hints.aborted("r")
     place.hints.aborted("nobody")
     assert len(place.hints.pins) == 0

@@ -100,6 +100,19 @@ def test_settings_of_kvmover_reach_the_connector(
     assert all(f'"{verb}"' in lines for verb in ("send", "receive"))
 
 
+def test_an_engine_whose_metrics_port_is_taken_serves_and_names_it(
+    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KVMOVER_LOGGING_LEVEL", "warning")
+    monkeypatch.setenv("KVMOVER_LOGGING_FILE", str(tmp_path / "log"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("KVMOVER_METRICS_PORT", str(port))
+        a, b = engines(), engines()
+        hand_over(a, b)
+    assert f"no metrics are served at 127.0.0.1:{port} " in (tmp_path / "log").read_text()
+
+
 @pytest.mark.parametrize(
     ("layout", "said", "variable"),
     [("LBHNC", {"layer_wise": 1}, "0"), ("BLNHC", {"layer_wise": 1}, "0"), ("LBHNC", {}, "1")],

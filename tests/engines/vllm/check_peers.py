@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvmover.config import ConfigError
-from kvmover.engines.common import EngineUnsupported, WeightSource
+from kvmover.engines.common import EngineUnsupported, WeightSource, outcome_of
 from kvmover.engines.vllm.peer_offloading import ChunkLayout, TokenOrder
 from kvmover.engines.vllm.served_model import ServedModel
 from kvmover.engines.vllm.vllm_contract import VLLM
@@ -50,6 +50,8 @@ class Prompt:
 
     request_id: str
     all_token_ids: list[int]
+    kv_hints: Any = None
+    kv_transfer_params: Any = None
 
     @property
     def num_tokens(self) -> int:
@@ -111,6 +113,8 @@ class Offload(Managed):
         self.pool: Pool = ChunkLayout(KV, block, memory.numel() // CHUNKS, TokenOrder(layout)).pool(where)
         self.tier = self.manager.secondary_tiers[0]
         self.counts: dict[str, float] = {}
+        self.answers: list[tuple[str, str]] = []
+        self.served.hinted = lambda request, kind, answer: self.answers.append((kind, outcome_of(answer)))
 
     def met(self, address: str) -> None:
         stop = time.monotonic() + 30
@@ -122,8 +126,8 @@ class Offload(Managed):
         for labels, value in values.items() if name == "vllm:kvmover_peer_loads" else ():
             self.counts[labels[0]] = self.counts.get(labels[0], 0) + value
 
-    def begin(self, tokens: Sequence[int]) -> tuple[ReqContext, list[OffloadKey], Prompt]:
-        prompt = Prompt(f"r{next(_ids)}", list(tokens))
+    def begin(self, tokens: Sequence[int], **hinted: Any) -> tuple[ReqContext, list[OffloadKey], Prompt]:
+        prompt = Prompt(f"r{next(_ids)}", list(tokens), **hinted)
         self.served.seen(prompt)
         context = ReqContext(prompt.request_id)
         ends = range(self.block, len(tokens) + 1, self.block)
@@ -151,9 +155,9 @@ class Offload(Managed):
         self.manager.on_request_finished(context)
         self.finish()
 
-    def ask(self, tokens: Sequence[int]) -> int:
+    def ask(self, tokens: Sequence[int], **hinted: Any) -> int:
         """Tokens at the beginning that vLLM has for a request, and whether they are right is checked."""
-        context, keys, _prompt = self.begin(tokens)
+        context, keys, _prompt = self.begin(tokens, **hinted)
         stop, hits = time.monotonic() + 60, 0
         while hits < len(keys):
             assert time.monotonic() < stop
@@ -334,3 +338,73 @@ def test_an_engine_whose_weights_are_updated_shares_chunks_of_its_version_alone(
     first.compute(PROMPT)
     assert second.ask(PROMPT) == 128
     assert second.counts == {"read": 4}
+
+
+def named(address: str) -> dict[str, Any]:
+    """Dynamo's words for a source."""
+    payload = {"source_control_endpoint": f"tcp://{address}", "block_hashes": [17], "mode": "copy"}
+    fetch = {"action_id": "f", "action_type": "kv.fetch", "action_version": "1.0", "payload": payload}
+    return {"protocol_version": "0.1", "message_id": "m", "actions": [fetch]}
+
+
+def llm_d(address: str, key: str = "remote_kv_source") -> dict[str, Any]:
+    host, _, port = address.rpartition(":")
+    return {key: {"kv_request_id": "q", "remote_host": host, "remote_port": int(port)}}
+
+
+def test_a_source_that_only_the_router_knows_is_met_and_read_whoever_names_it(
+    start: Callable[..., Offload], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lender's address is what Dynamo's worker tells its router of the tier, and no list has it."""
+    monkeypatch.setenv("KVMOVER_EXCHANGE_ALLOW", "127.0.0.0/8")
+    source, *own = addresses(4)
+    told = {
+        "router_capabilities": ["router_hint"],
+        "control_ports": [source.rpartition(":")[2]],
+        "control_advertise_host": "127.0.0.1",
+    }
+    first = start(16, "LBHNC", told)
+    first.compute(PROMPT)
+    words: list[dict[str, Any]] = [
+        {"kv_hints": named(source)},
+        {"kv_transfer_params": llm_d(source)},
+        {"kv_transfer_params": llm_d(source, "remote_prefiller")},
+    ]
+    for address, said in zip(own, words, strict=True):
+        second = start(32, "LBNHC", {"address": address})
+        assert second.ask(PROMPT) == 0  # nobody is asked unless a request names somebody
+        assert second.ask(PROMPT, **said) == 128
+        assert second.counts == {"read": 4}
+        assert second.ask(PROMPT, **said) == 128  # from the host
+        assert second.answers == [("fetch", "met"), ("fetch", "needless")]
+
+
+def test_a_source_that_brings_nothing_is_computed_and_counted_and_others_are_served(
+    start: Callable[..., Offload], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = pair(start, (16, "LBHNC"), (32, "LBNHC"))
+    away, strange, dead = addresses(3)
+    start(16, "LBHNC", {"address": strange, "weights": "other"}).compute(PROMPT)
+    first.compute(PROMPT)
+    other = list(range(5000, 5128))
+    assert second.ask(other, kv_hints=named(away)) == 0
+    assert second.ask(other, kv_hints=named(first.tier._remote.peers.engine)) == 0  # it is in the list, and has none
+    assert second.answers == [("fetch", "not_allowed"), ("fetch", "absent")]
+    monkeypatch.setenv("KVMOVER_EXCHANGE_ALLOW", "127.0.0.1")
+    third = start(32, "LBNHC", {"address": away, "engines": [first.tier._remote.peers.engine]})
+    third.met(first.tier._remote.peers.engine)
+    assert third.ask(PROMPT, kv_hints=named(dead)) == 0
+    assert third.ask(PROMPT, kv_hints=named(strange)) == 0
+    assert third.ask(PROMPT) == 128
+    assert third.answers == [("fetch", "unreachable"), ("fetch", "not_a_peer")]
+
+
+def test_what_is_told_to_a_router_is_the_address_that_is_served(start: Callable[..., Offload]) -> None:
+    (address,) = addresses(1)
+    tier = {"address": address, "router_capabilities": ["router_hint"]}
+    with pytest.raises(ConfigError, match="control_advertise_host"):
+        start(16, "LBHNC", tier)
+    with pytest.raises(ConfigError, match="leave one out"):
+        start(16, "LBHNC", {**tier, "control_ports": [1], "control_advertise_host": "127.0.0.1"})
+    with pytest.raises(ConfigError, match="router_capabilities"):
+        start(16, "LBHNC", {**tier, "router_capabilities": ["teleport"]})

@@ -29,6 +29,15 @@ def test_a_connector_is_found_by_its_name_and_registering_twice_changes_nothing(
     assert factory.get_connector_class_by_name("KvmoverConnector") is KvmoverConnector
 
 
+def test_the_name_that_tables_of_orchestrators_have_is_ours_with_our_module_and_vllms_without() -> None:
+    """Dynamo asks for the name, and vLLM takes the module first."""
+    config: Any = import_module("vllm.config").KVTransferConfig
+    told = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    ours = config(**told, kv_connector_module_path="kvmover.engines.vllm")
+    assert factory.get_connector_class(ours) is KvmoverConnector
+    assert factory.get_connector_class(config(**told)) is not KvmoverConnector
+
+
 @pytest.mark.parametrize(
     ("strict", "code", "said"),
     [("strict", 1, "not with 0.99.0"), ("", 0, "not with 0.99.0; it has all names that are used, and is tried")],

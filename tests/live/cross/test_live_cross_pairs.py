@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.live.answers import many, prompts_of
+from tests.live.checks import checked
 from tests.live.conftest import ModelMaker, Servers
 from tests.live.exchange import Front, ask, exchanging_sglang, exchanging_vllm, routed
 from tests.live.server import Server
@@ -52,6 +53,7 @@ def test_sglang_prefills_for_vllm(
     assert later["vllm:kvmover_received_requests_total"] == 2 * len(prompts)
     assert not later.get("vllm:kvmover_received_failures_total")
     assert usage_of_vllm(second) == usage_of_sglang(first) == 0
+    assert checked(results, "sglang-vllm", f"{name}, beside the decode alone", (first, second))["equal_tokens"] == 16
 
 
 @pytest.mark.parametrize("name", ["llama", "latent-yarn"])
@@ -73,3 +75,6 @@ def test_vllm_prefills_for_sglang(name: str, servers: Servers, model: ModelMaker
     assert not results.add("vllm-sglang", f"{name}, TP1 to TP2, blocks of 16 to pages of 64", wanted, got, said).failed
     assert sent["vllm:kvmover_sent_requests_total"] == len(prompts)
     assert usage_of_vllm(first) == usage_of_sglang(second) == 0
+    ports = int(second.command.environment["KVMOVER_METRICS_PORT"])
+    words = (first, second, "--metrics", f"127.0.0.1:{ports}-{ports + 1}", "--reference", plain)
+    assert checked(results, "vllm-sglang", f"{name}, beside a plain server", words)["equal_tokens"] == 16

@@ -5,10 +5,7 @@ The tokens are those of the decode's release alone. A row for each pair is in pe
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +15,8 @@ from tests.live import sglang_client, vllm_client
 from tests.live.answers import Answer, many, prompts_of
 from tests.live.conftest import ModelMaker, Servers
 from tests.live.exchange import ask, exchanging_sglang, exchanging_vllm, routed
-from tests.live.server import ROOT, Command, Server, labelled
+from tests.live.release import Release
+from tests.live.server import Command, Server, labelled
 from tests.live.sglang_servers import DECODE, PREFILL, sglang
 from tests.live.table import Results
 from tests.live.vllm_servers import DRAINED, OFFLOADING, kvmover, tiered, vllm
@@ -27,36 +25,6 @@ from tests.live.vllm_servers import DRAINED, OFFLOADING, kvmover, tiered, vllm
 REQUESTS = 20
 
 Prompt = Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """A release of an engine, as pip names it; without a version that of the environment."""
-
-    engine: str
-    version: str = ""
-
-    @classmethod
-    def named(cls, variable: str) -> Release:
-        """Returns the release that an environment variable names; vLLM's of the environment if it is not set."""
-        engine, _, version = (os.environ.get(variable) or "vllm").partition("==")
-        assert engine in ("vllm", "sglang"), f"{variable} is {engine!r}: it may be vllm==0.31.0 or sglang==0.5.22"
-        return cls(engine, version)
-
-    def __str__(self) -> str:
-        return f"{self.engine} {self.version or 'as installed'}"
-
-    def of(self, command: Command) -> Command:
-        """Returns the same server of this release, whose Python lies over the environment's."""
-        if not self.version:
-            return command
-        script = [str(ROOT / "tests" / "engines" / "release.sh"), self.engine, self.version]
-        home = subprocess.run(script, check=True, capture_output=True, text=True).stdout.strip()
-        ground = command.ground
-        path = [home, ground.environment.get("PYTHONPATH") or os.environ.get("PYTHONPATH") or str(ROOT)]
-        return replace(
-            command, ground=replace(ground, environment={**ground.environment, "PYTHONPATH": os.pathsep.join(path)})
-        )
 
 
 def _alone(release: Release, weights: Path) -> Command:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvmover.tools.top import Scrape
+from kvmover.tools.scrape import Scrape
 from tests.live.answers import Answer, many, prompts_of
 from tests.live.conftest import ModelMaker, Servers
 from tests.live.server import Server, free_port

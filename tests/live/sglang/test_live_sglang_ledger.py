@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvmover.cache.prefix.event_history import END_OF_REPLAY
 from kvmover.cache.prefix.hashes import as_int64s, chain
-from kvmover.cache.prefix.kv_events import END_OF_REPLAY
-from kvmover.tools.top import Scrape
+from kvmover.tools.scrape import Scrape
 from tests.live.answers import Answer, prompts_of
 from tests.live.conftest import ModelMaker, Servers
 from tests.live.server import free_port

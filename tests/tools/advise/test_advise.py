@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmover.layout import Component
+from kvmover.observe.formats import bytes_in_words
 from kvmover.plan import RDMA, Plan, Route
 from kvmover.plan.explain import explain
 from kvmover.plan.fleet_text import FleetText
@@ -208,6 +210,28 @@ def test_the_command_compares_all_products_and_names_the_cheapest(
     ]
     assert costs[0]["bytes_per_token"] == LLAMA.token_bytes
     assert costs[0]["points"][-1]["tokens"] == 2048
+
+
+def test_the_table_has_one_number_a_cell_and_says_what_the_share_is(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kvmover.cli import main
+
+    words = ["advise", str(trace), "--model", "llama-3-70b", "--src", "tp=4,page=16", "--dst", "tp=2", "--target-ms"]
+    with pytest.raises(SystemExit):
+        main([*words, "1000"])
+    heading, row, *notes = [
+        re.split(r"  +", line.strip()) for line in capsys.readouterr().out.splitlines() if line.strip()
+    ]
+    cells = dict(zip(heading, row, strict=True))
+    assert cells["KV a request"] == bytes_in_words(2048 * LLAMA.token_bytes)
+    times = [f"{name} {q}" for name in ("load", "wait", "transfer", "share") for q in ("p50", "p99")]
+    assert all(re.fullmatch(r"[\d,]+\.\d\d ms", cells[name]) for name in times)
+    assert notes[0][0].startswith("share: what KV adds to the time to first token of a request: load from host")
+    assert notes[1][0].startswith("the cheapest whose share p99 is below 1000 ms: 1 of tp=4,page=16 and 1 of tp=2")
+    with pytest.raises(SystemExit):
+        main([*words, "0.001"])
+    assert "no share p99 is below 0.001 ms; the least of all is " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

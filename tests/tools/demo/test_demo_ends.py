@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -26,10 +27,13 @@ from kvmover.config.settings import MetricsSettings, Settings
 from kvmover.errors import KvmoverError, MissingLibrary
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.observe.runlog import read_lines
+from kvmover.tools.demo import crew
 from kvmover.tools.demo import run as demo
+from kvmover.tools.demo.crew import Crew, CrewError, Member, ask
 from kvmover.tools.demo.demo_report import RunReport, ScenarioReport
 from kvmover.tools.demo.requests import TraceError
 from kvmover.tools.demo.run import MOVER, DemoOptions, run, run_demo
+from kvmover.tools.demo.scenarios import choose
 from tests.proofs import family
 
 WITHIN_S = 60.0
@@ -70,6 +74,45 @@ def test_a_trace_is_read_before_any_process_is_started(
 def test_a_folder_is_no_trace(no_crew: None, tmp_path: Path):
     with pytest.raises(KvmoverError, match="cannot read .*: Is a directory"):
         run(replace(UNEVEN, trace=tmp_path), lambda what, requests: None)
+
+
+def test_a_store_that_is_not_there_is_refused_before_any_process_is_started(no_crew: None, tmp_path: Path):
+    with pytest.raises(KvmoverError, match="--store .*/none is not a directory"):
+        run(DemoOptions(scenarios=("storage",), store=str(tmp_path / "none")), lambda what, requests: None)
+
+
+class _Broken:
+    """A seat that cannot be taken."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error, self.scenario, self.engine, self.rank = error, choose(("uneven",))[0], "decode", 3
+
+    def sit(self) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (KvmoverError("the disk is full"), "failed in `seat`: the disk is full"),
+        (ValueError("a bug"), "failed in `seat`: Traceback.*ValueError: a bug"),
+        (SystemExit(7), "ended in `seat` with exit code 7"),
+    ],
+    ids=["refused", "failed", "ended"],
+)
+def test_a_rank_that_fails_is_named_by_scenario_engine_and_number(error: BaseException, told: str):
+    with Crew(1) as one, pytest.raises(CrewError, match=f"(?s)scenario uneven: rank 3 of decode {told}"):
+        ask(one.members, "seat", [(_Broken(error),)])
+
+
+def test_a_rank_that_is_silent_is_named_with_what_it_was_told(monkeypatch: pytest.MonkeyPatch):
+    near, _far = multiprocessing.Pipe()
+    monkeypatch.setattr(crew, "ANSWER_S", 0.01)
+    member = Member(multiprocessing.current_process(), near)  # pyright: ignore[reportArgumentType]
+    member.tell("seat", _Broken(ValueError()))
+    member.tell("decode", 1)
+    with pytest.raises(CrewError, match="scenario uneven: rank 3 of decode did not answer `decode` within 0 s"):
+        member.answer()
 
 
 @pytest.mark.parametrize("scale", [-1.0, 0.0, 1.5, float("nan"), float("inf")])
@@ -129,13 +172,13 @@ def test_the_configuration_is_read_over_what_the_demo_would_do_by_itself(
 
     monkeypatch.setattr(demo, "run", ran)
     monkeypatch.setenv("KVMOVER_MOVER_INTEGRITY", "digest")
-    monkeypatch.setenv("KVMOVER_METRICS_PORT", "9400")
+    monkeypatch.setenv("KVMOVER_METRICS_PORT", "24400")
     monkeypatch.setenv("KVMOVER_RECORD_RUN_LOG", str(tmp_path / "run.jsonl"))
     run_demo(UNEVEN)
     assert given == [load(defaults=Settings(mover=MOVER)).settings]
     assert (given[0].mover.arena_bytes, given[0].mover.integrity) == (8 << 20, "digest")
     said = capsys.readouterr().err
-    assert "kvmover top 127.0.0.1:9400-9404" in said
+    assert "kvmover top 127.0.0.1:24400-24404" in said
     assert f"kvmover report {tmp_path / 'run.jsonl'}\n" in said
 
 
@@ -149,7 +192,7 @@ def test_a_run_is_watched_while_it_runs_and_traced_when_it_is_over(
     trace = tmp_path / "run.json"
     assert run_demo(replace(UNEVEN, report=trace, watch=True, as_json=True)) == 0
     said = capsys.readouterr()
-    assert "kvmover top  127.0.0.1:94" in said.err
+    assert "kvmover top  127.0.0.1:244" in said.err
     assert "prefill 2" in said.err  # a rank's row
     (scenario,) = json.loads(said.out)["scenarios"]
     lines = read_lines([tmp_path / "run.jsonl"])
@@ -171,10 +214,11 @@ def test_a_run_is_watched_while_it_runs_and_traced_when_it_is_over(
     ("name", "beside", "reason"),
     [
         ("run.json", b'{"timestamp": 0}', "run.jsonl line 1 is no line of a run log"),
-        ("run.jsonl", None, "run.jsonl is a trace"),
+        ("run.jsonl", None, "--report .*/run.jsonl: a trace is JSON"),
+        ("run.pdf", None, "--report .*/run.pdf: a trace is JSON; name a file that ends in .json"),
         ("nowhere/run.json", None, "there is no folder .*/nowhere"),
     ],
-    ids=["a trace of the user's", "the log's own name", "no folder"],
+    ids=["a trace of the user's", "the log's own name", "a picture", "no folder"],
 )
 def test_a_report_is_written_over_nothing_but_an_older_one(
     no_crew: None, tmp_path: Path, name: str, beside: bytes | None, reason: str
@@ -190,7 +234,7 @@ def test_a_report_is_written_over_nothing_but_an_older_one(
 def test_ports_for_all_ranks_are_neighbours_that_nobody_listens_on(monkeypatch: pytest.MonkeyPatch):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         taken = listening.getsockname()[1]
-        monkeypatch.setattr(demo, "_FIRST_PORT", taken - 2)
+        monkeypatch.setattr(demo, "FIRST_METRICS_PORT", taken - 2)
         first = demo._free_ports("127.0.0.1", 5)
     assert taken not in range(first, first + 5)
 

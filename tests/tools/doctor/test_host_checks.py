@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvmover import cli
 from kvmover.tools.doctor import examination, host_checks, process_checks
 from kvmover.tools.doctor.process_checks import Finding, Status
+from tests.transport.sys_tree import sys_tree
 
 Files = Mapping[str, str | bytes]
 Check = Callable[[Path], Iterator[Finding]]
@@ -119,6 +120,24 @@ def test_a_host_is_found_to_be_as_it_was_made(
         assert detail in each.detail
         assert remedy in each.remedy
         assert bool(each.remedy) == bool(remedy)
+
+
+def test_the_nic_of_each_gpu_is_said_and_a_variable_that_gives_them_all_one_is_a_problem(tmp_path: Path) -> None:
+    root, said = sys_tree(tmp_path), "0000:1a:00.0 mlx5_0:1 (PIX); 0000:9a:00.0 mlx5_2:1 (PIX)"
+    found = {
+        given: next(host_checks.near_nics(root, {"UCX_NET_DEVICES": given} if given else {}))
+        for given in ("", "mlx5_0:1", "mlx5_2:1,eth0", "mlx5_0:1,mlx5_2:1", "all", "^mlx5_3:1")
+    }
+    assert found[""] == Finding("nic a gpu", Status.OK, said)
+    for one in ("mlx5_0:1", "mlx5_2:1,eth0"):
+        assert (found[one].status, said in found[one].detail) == (Status.PROBLEM, True)
+        assert "unset UCX_NET_DEVICES" in found[one].remedy
+    for fine in ("mlx5_0:1,mlx5_2:1", "all", "^mlx5_3:1"):
+        assert (found[fine].status, fine in found[fine].detail) == (Status.OK, True)
+    for each in (root / "dev/infiniband").iterdir():
+        each.unlink()
+    assert next(host_checks.near_nics(root, {})).status is Status.MISSING
+    assert list(host_checks.near_nics(tmp_path / "no machine", {})) == []
 
 
 @pytest.mark.parametrize("before", [0, 1, 2, 3])

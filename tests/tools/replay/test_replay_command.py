@@ -98,3 +98,19 @@ def test_what_cannot_be_is_one_line_and_status_2(
     status, out, err = run(capsys, trace, *options)
     assert (status, out, len(err.strip().splitlines())) == (2, "", 1)
     assert message in err
+
+
+def test_what_a_trace_is_short_of_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Times that run backwards, and pages that no prompt fills."""
+    path = tmp_path / "back.jsonl"
+    rows = [
+        {"timestamp": at, "input_length": 1000, "output_length": 10, "hash_ids": [1, 2]} for at in (5000, 1000, 2000, 0)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for words, told in (
+        ((), "back.jsonl: 2 times run backwards; requests were replayed in order of time"),
+        (("--page-size", "10000"), "no two prompts are equal for a whole page of 10,000 tokens: take smaller pages"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(["replay", str(path), *words])
+        assert told in capsys.readouterr().out

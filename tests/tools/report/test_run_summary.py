@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from kvmover import cli
 from kvmover.cache.ledger import (
     Account,
     AccountGroup,
@@ -228,3 +230,24 @@ def test_hits_and_losses_are_told_by_tenant_and_model_and_predictions_by_who_mad
 )
 def test_a_transfer_of_many_sources_has_one_route_or_both(routes: tuple[Route, ...], named: str) -> None:
     assert route_of(Moved(1.0, 1.0, "e", 0, "receive", "r", routes=routes)) == named
+
+
+def test_the_json_has_the_numbers_of_the_tables(
+    logs: list[Path], lines: Lines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["report", *map(str, logs), "--json", "--most", "3"])
+    data = json.loads(capsys.readouterr().out)
+    assert not end.value.code
+    landed = [line for line in lines.transfers if line.landed]
+    received = [line for line in landed if line.verb == "receive"]
+    assert (data["landed"], data["failed"]) == (len(landed), len(lines.transfers) - len(landed))
+    assert data["received_bytes"] == sum(line.nbytes for line in received)
+    assert data["receive_seconds"]["p99"] == quantile([line.seconds for line in received], 0.99)
+    slow = sorted(received, key=lambda line: -line.seconds)[:3]
+    assert [each["seconds"] for each in data["slowest"]] == [line.seconds for line in slow]
+    assert sum(data["causes"].values()) == data["failed"]
+    assert len(data["failures"]) <= 3
+    assert all(each["reason"] and each["cause"] for each in data["failures"])
+    accounts = [line.account for line in lines.accounts if line.account.attempt == 1]
+    assert sum(each["prompt"] for each in data["tokens"]) == sum(each.prompt_tokens for each in accounts)

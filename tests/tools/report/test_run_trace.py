@@ -209,6 +209,7 @@ def test_a_trace_that_cannot_be_written_is_refused_and_so_is_one_in_the_place_of
         (tmp_path / "missing" / "out.json", "cannot write .*missing/out.json: No such file"),
         (log / "out.json", "cannot write .*run.jsonl/out.json: Not a directory"),
         (tmp_path / "missing" / ".." / "run.jsonl", "is a run log that is read"),
+        (tmp_path / "out.pdf", "--trace .*/out.pdf: a trace is JSON"),
     ):
         with pytest.raises(KvmoverError, match=reason):
             report_run([log], out, 20, Console(file=io.StringIO()))
