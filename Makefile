@@ -24,7 +24,7 @@ OLD_NIXL := .nixl/$(OLDEST_NIXL)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test prove mooncake simulate engines environments indexer live live-pair orchestrators lint types wheel perf gpu-check pictures clean
+.PHONY: site help setup demo test prove mooncake simulate engines environments indexer live live-pair orchestrators lint types wheel perf gpu-check pictures clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -100,8 +100,12 @@ pictures: $(READY) ## draw the pictures of the README
 	@$(BIN)/kvmover plan --component mla --latent-dim 576 --layers 61 --tokens 8192 \
 		--src tp=4,page=16 --dst tp=2,page=64 --svg docs/plan-mla.svg
 
+site: $(READY) ## build the pages as a site with search, in site/; a link that leads nowhere ends it
+	@$(PIP) install --no-build-isolation --editable ".[site]"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 clean: ## remove what was built, but not .venv
-	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -not -path './.venv/*' -not -path './.triton/*' -not -path './.nixl/*' -not -path './.mooncake/*' -prune -exec rm -rf {} +
 
 # What an interpreter says that is too old, before anything is installed with it.
