@@ -24,7 +24,7 @@ OLD_NIXL := .nixl/$(OLDEST_NIXL)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: site help setup demo test prove mooncake simulate engines environments indexer live live-pair orchestrators lint types wheel perf gpu-check pictures clean
+.PHONY: help setup demo test prove mooncake simulate engines environments indexer live live-pair orchestrators lint types wheel perf gpu-check pictures site clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

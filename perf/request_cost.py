@@ -17,7 +17,6 @@ from kvmover.kernels import reference
 from kvmover.plan.cost import Costs, Route
 from kvmover.transport import LoopbackNetwork, LoopbackTransport
 
-reference.move = lambda regions: None
 PATIENT = {"sandbox_bytes": 0, "deadline_s": 1e4, "silence_s": 1e4, "resend_s": 1e4, "ping_s": 1e4}
 
 
@@ -101,4 +100,5 @@ def measured() -> dict[str, float]:
 
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__).parse_args()
+    reference.move = lambda regions: None
     print(json.dumps(measured()))

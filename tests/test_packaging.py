@@ -39,6 +39,7 @@ TARGETS = [
     "perf",
     "gpu-check",
     "pictures",
+    "site",
     "clean",
 ]
 

@@ -44,8 +44,8 @@ _LAZY = {
 
 __all__ = [
     "MAX_NOTE_BYTES",
-    "OLDEST_NIXL",
     "NET_DEVICES",
+    "OLDEST_NIXL",
     "Completed",
     "Descriptors",
     "Event",

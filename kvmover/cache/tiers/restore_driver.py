@@ -426,8 +426,9 @@ class Restores:
 
     def _lock(self, restore: Restore, match: Match) -> None:
         tree = self.parts.allocator.tree
-        if match.best_tokens > match.tokens and tree.is_backed(match.best_node):
-            restore.keeps.append(tree.lock_host(match.best_node))
+        if match.best_tokens > match.tokens:
+            others = [component.name for component in tree.config.components]
+            restore.keeps += tree.lock_host(match.best_node), tree.lock(match.best_node, skip=others)
         restore.keeps.append(tree.lock(match.device_node))
 
     def _rematch(self, restore: Restore) -> RestoreEvent:

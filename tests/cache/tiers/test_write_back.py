@@ -149,3 +149,20 @@ def test_ranks_that_write_back_store_alike(tmp_path):
         rank.controller.give(ids)
         rank.conserved()
         rank.close()
+
+
+def test_pages_of_the_host_whose_front_is_on_the_device_alone_stay_while_room_is_made_for_them():
+    """To load them, 4 pages of another prompt leave the device, and would take their place on the host."""
+    rank = Rank(None, tiers=BACK, pages=(8, 4), setup=ControllerConfig(policy()))
+    rank.serve(PROMPT)
+    rank.controller.wait()
+    rank.allocator.evict(FULL, Tier.DEVICE, 4)
+    rank.controller.wait()
+    rank.serve([1000] * 17)
+    assert [rank.tree.match(PROMPT).tokens, rank.tree.match(PROMPT).best_tokens] == [16, 32]
+    assert len(rank.allocator.free[FULL, Tier.DEVICE]) == len(rank.allocator.free[FULL, Tier.HOST]) == 0
+    restore = rank.serve(PROMPT)
+    assert (restore.tokens, restore.credit.host_tokens) == (32, 16)
+    rank.controller.wait()
+    rank.conserved()
+    rank.close()

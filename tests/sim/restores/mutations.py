@@ -228,6 +228,17 @@ def nobody_hears_of_a_page_that_leaves_the_host(patch: pytest.MonkeyPatch) -> No
     patch.setattr(Controller, "__init__", init)
 
 
+def ranks_with_unlike_lists_read_by_number(patch: pytest.MonkeyPatch) -> None:
+    """A rank that has heard of an engine before another reads its own engine number so and so."""
+
+    def step(honest: Any, state: Restoring, event: Any, now: float) -> RestoreStep:
+        if isinstance(event, restore_machine.LookedUp):
+            event = replace(event, mark=1)
+        return honest(state, event, now)
+
+    around(patch, restore_machine, "step", step)
+
+
 # The account.
 
 
@@ -285,6 +296,7 @@ MUTATIONS: Mapping[Mutation, str] = {
     pages_of_a_read_that_hangs_come_back_at_once: "lent",
     what_did_not_come_is_lent_again: "lent",
     nobody_hears_of_a_page_that_leaves_the_host: "lent",
+    ranks_with_unlike_lists_read_by_number: "lent",
     losses_are_forgotten: "rotten",
     the_others_are_never_blamed: "rotten",
     the_others_are_blamed_for_a_part_of_no_use: "rotten",

@@ -12,7 +12,8 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from kvmover.cache.peers import PeerRead
+from kvmover.cache.peers import PeerAnswer, PeerMiss, PeerQuestion, PeerRead, PeerTerms
+from kvmover.cache.peers.questions import question_of
 from kvmover.cache.prefix import FULL, PrefixTree, SlidingWindow, State, Tier
 from kvmover.cache.prefix.columns import ID_BYTES
 from kvmover.cache.tiers import Controller, ControllerConfig, FreeList, LocalConsensus, Rule, Speed
@@ -211,41 +212,53 @@ class SimCopier:
 class SimPeers:
     """A rank's tier of peers: what other engines have comes after some time, or does not, or comes late.
 
-    `lent`: by page of the host, what this rank has promised is in it.
+    `lent`: by page of the host, what this rank has promised is in it. `read_from`: engines read, by request and number.
     """
 
     def __init__(
         self, number: int, scenario: Scenario, network: SimNetwork, random: Random, contents: Contents, names: Any
     ) -> None:
-        self._number, self._lenders, self._network, self._random = number, scenario.lenders, network, random
+        self._number, self._network, self._random, self._began_s = number, network, random, network.now
+        self._lenders = {f"lender {each}": lender for each, lender in enumerate(scenario.lenders)}
         self._host, self._names = contents[FULL, Tier.HOST], names
-        self.terms = SimpleNamespace(engines=tuple(f"lender {each}" for each in range(len(scenario.lenders))))
+        self.terms = PeerTerms(most_asked=3)
+        self.read_from: dict[tuple[str, int], str] = {}
         self.lent: dict[int, bytes] = {}
         self.offers: dict[str, Any] = {}
         self._over: deque[Callable[[], None]] = deque()
         self._reads: list[tuple[PeerRead, list[int]]] = []
         self._count, self.failed, self._looks = 0, False, 0
 
-    def look(self, request: str, prefix: Any, ended: Callable[[Sequence[int]], None]) -> None:
+    def question(self, request: str, page_hash: bytes, source: str | None = None) -> PeerQuestion:
+        since_s = self._network.now - self._began_s
+        heard = [name for name, lender in self._lenders.items() if lender.heard_s[self._number] <= since_s]
+        return question_of(request, page_hash, heard, self.terms.most_asked, source)
+
+    def look(self, question: PeerQuestion, prefix: Any, ended: Callable[[Sequence[PeerAnswer]], None]) -> None:
         hashes, self._looks = prefix.key.page_hashes(PAGE), self._looks + 1
-        self.offers[request] = hashes
-        tokens = []
-        for lender in self._lenders:
+        self.offers[question.request] = hashes
+        asked = [self._lenders[engine] for engine in question.engines]
+        answers = list[PeerAnswer]()
+        for lender in asked:
             has = {page for (text, at), page in self._names.items() if at < lender.tokens[text] // PAGE}
             pages = next((at for at, page in enumerate(hashes) if page not in has), len(hashes))
-            tokens.append(min(pages * PAGE, prefix.limit_tokens) if pages * PAGE > prefix.first_tokens else 0)
+            known = pages * PAGE > prefix.first_tokens
+            answers.append(
+                PeerAnswer(min(pages * PAGE, prefix.limit_tokens)) if known else PeerAnswer(0, PeerMiss.ABSENT)
+            )
 
         def over() -> None:
             self._looks -= 1
-            ended(tokens)
+            ended(answers)
 
-        slowest = max((each.step_s for each in self._lenders), default=(0.0, 0.0))
+        slowest = max((each.step_s for each in asked), default=(0.0, 0.0))
         self._network.after(self._random.uniform(*slowest), lambda: self._over.append(over))
 
-    def read(self, request: str, source: int, positions: range, tables: Any, read: PeerRead) -> None:
-        lender, self._count = self._lenders[source], self._count + 1
+    def read(self, question: PeerQuestion, source: int, positions: range, tables: Any, read: PeerRead) -> None:
+        engine = self.read_from[question.request, source] = question.engines[source]
+        lender, self._count = self._lenders[engine], self._count + 1
         pages = range(positions.start // PAGE, positions.stop // PAGE)
-        ids, hashes = [tables[0][page] for page in pages], self.offers[request]
+        ids, hashes = [tables[0][page] for page in pages], self.offers[question.request]
         fails = self._count in lender.fails[self._number]
         read.transfer = SimpleNamespace(ended=False, quarantined=False)  # type: ignore[assignment]
 
@@ -272,8 +285,8 @@ class SimPeers:
         self._reads = [each for each in self._reads if each[0] is not read]
         read.ended(outcome)
 
-    def decline(self, request: str) -> None:
-        self.offers.pop(request)
+    def decline(self, question: PeerQuestion) -> None:
+        self.offers.pop(question.request)
 
     def came(self, hashes: Sequence[bytes], ids: Sequence[int]) -> None:
         for page_hash, page_id in zip(hashes, ids, strict=True):

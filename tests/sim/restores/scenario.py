@@ -95,16 +95,17 @@ class Disk:
 
 @dataclass(frozen=True, slots=True)
 class Lender:
-    """What another engine has: so many tokens of each text, and for each rank what it fails at, and how.
+    """Another engine: so many tokens of each text, and for each rank which reads fail, and how.
 
     `step_s`: how long an answer takes, or a read. `fails`: numbers of reads, by rank, that bring nothing. `late_s`: for
-    so long such a read may still write, 0 where it cannot.
+    so long such a read may still write, 0 where it cannot. `heard_s`: the time at which each rank hears of the engine.
     """
 
     tokens: tuple[int, ...]
     step_s: tuple[float, float]
     fails: tuple[frozenset[int], ...]
     late_s: float
+    heard_s: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +177,9 @@ def _disk(random: Random, profile: Profile, model: dict[str, int | None]) -> Dis
 def _lender(random: Random, ranks: int) -> Lender:
     step_s = (0.05, 0.3) if random.random() < 0.3 else (0.001, 0.02)
     fails = tuple(frozenset(number for number in range(12) if random.random() < 0.2) for _ in range(ranks))
-    return Lender(tuple(random.choice([0, 8, 16, 24]) for _ in TEXTS), step_s, fails, random.choice([0.0, 0.0, 0.5]))
+    tokens, late_s = tuple(random.choice([0, 8, 16, 24]) for _ in TEXTS), random.choice([0.0, 0.0, 0.5])
+    comes_s = random.choice([0.0, 0.0, 0.2])
+    return Lender(tokens, step_s, fails, late_s, tuple(random.uniform(0, comes_s) for _ in range(ranks)))
 
 
 def _requests(random: Random, profile: Profile, ranks: int) -> tuple[Asked, ...]:

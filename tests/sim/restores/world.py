@@ -254,6 +254,7 @@ class World:
             self.ledgers[number].check()
         self._untouched(rank)
         self._patience(rank)
+        self._one_engine(rank)
 
     def _untouched(self, rank: SimRank) -> None:
         """What a request was given stays what it is until it is given back."""
@@ -290,6 +291,14 @@ class World:
             if restore.collective is not None and not restore.collective.stop:
                 raise Broken(f"a restore was given up, and goes on: {restore.state}")
 
+    def _one_engine(self, rank: SimRank) -> None:
+        """All ranks that read a request's pages from peers read one engine, which waits for all of them."""
+        if rank.peers is not None:
+            first = self.ranks[0].peers.read_from
+            for read, engine in rank.peers.read_from.items():
+                if first.get(read, engine) != engine:
+                    raise Broken(f"{read}: rank {rank.number} reads {engine}, rank 0 {first[read]}")
+
     def _reasons(self, request: Request, rank: SimRank, restore: Restore) -> None:
         """Each loss is one that this schedule has a cause for."""
         policy, others = self.scenario.policy, [each for each in request.restores if each is not restore]
@@ -305,6 +314,7 @@ class World:
             Loss.DEVICE_CAPACITY: not self.profile.roomy,
             Loss.CAPACITY_EVICTED: not self.profile.roomy,
             Loss.RANK_MINIMUM: any(_own(each) or each.reusable_tokens < restore.reusable_tokens for each in others)
+            or any(_asked(each) != _asked(restore) for each in others)
             or (self.scenario.model == HYBRID and bool(others)),
         }
         for loss in restore.lost:
@@ -341,6 +351,11 @@ class World:
         if text != self._said:
             self._said = text
             self.network.log(lambda: f"round {self.round}: {text}")
+
+
+def _asked(restore: Restore) -> tuple[str, ...]:
+    """The engines of which this rank had heard."""
+    return restore.question.engines if restore.question is not None else ()
 
 
 def _own(restore: Restore) -> int:
