@@ -15,7 +15,18 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "kvmover"
 
-PURE = {"c_core", "errors", "exposition", "faces", "fields", "prepared", "repeats", "shared_memory", "vocabulary"}
+PURE = {
+    "c_core",
+    "errors",
+    "exposition",
+    "faces",
+    "fields",
+    "foreign_text",
+    "prepared",
+    "repeats",
+    "shared_memory",
+    "vocabulary",
+}
 PLANNING = PURE | {"layout", "plan"}
 MOVING = PLANNING | {"kernels", "regions", "transfer", "transport"}
 KEEPING = PURE | {"cache.hints", "cache.ledger", "cache.prefix"}
@@ -28,6 +39,7 @@ MAY_IMPORT = {
     "exposition": set(),
     "faces": set(),
     "fields": {"errors"},
+    "foreign_text": set(),
     "prepared": set(),
     "repeats": set(),
     "shared_memory": {"errors"},

@@ -1,4 +1,4 @@
-"""Formats bytes, seconds and foreign text for people."""
+"""Formats bytes and seconds for people."""
 
 from __future__ import annotations
 
@@ -29,12 +29,3 @@ def seconds_in_words(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds:.3g} s"
-
-
-def printable(text: str) -> str:
-    r"""Return one line: characters that do not print are escaped.
-
-    >>> print(printable("request\n\x1b[2J"))
-    request\n\x1b[2J
-    """
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvmover.errors import KvmoverError
+from kvmover.foreign_text import printable
 from kvmover.observe.formats import bytes_in_words
 from kvmover.transfer.result import Ending
 
@@ -50,7 +51,7 @@ class Guest(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Pass a record to the host's handlers."""
         said = copy(record)
-        said.msg, said.args = f"{self._speaker}: {record.getMessage()}", None
+        said.msg, said.args = printable(f"{self._speaker}: {record.getMessage()}"), None
         self.host.handle(said)
 
 
@@ -97,9 +98,22 @@ def release() -> None:
     own.propagate = True
 
 
+class _Text(logging.Formatter):
+    """A formatter of `time level logger: message`. The message is one line: names of requests are clients' text."""
+
+    def __init__(self) -> None:
+        super().__init__(_TEXT)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Returns the line, and after it those of an exception."""
+        said = copy(record)
+        said.msg, said.args = printable(record.getMessage()), None
+        return super().format(said)
+
+
 def text_formatter() -> logging.Formatter:
-    """Returns a formatter of `time level logger: message`."""
-    return logging.Formatter(_TEXT)
+    """Returns a formatter of `time level logger: message`, a line each."""
+    return _Text()
 
 
 def transfer(ending: Ending) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from kvmover.observe.formats import printable
+from kvmover.foreign_text import printable
 
 #: Spaces between two columns, in characters.
 _GAP = 2

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
 from kvmover.errors import KvmoverError, PeerLost, PeerUnknown, RefusedFor
+from kvmover.foreign_text import printable
 from kvmover.layout.component import Component
 from kvmover.layout.pool import Pool
 from kvmover.regions import BoundMemory
@@ -281,7 +282,7 @@ class Core:
     def warn(self, peer: str, about: StrEnum, words: str) -> None:
         """Log a warning of a peer, once a minute for the same `about`."""
         if (more := self.repeats.more((peer, about), self.clock())) is not None:
-            log.warning("%s%s", words, more)
+            log.warning("%s%s", printable(words), more)
 
     def contain(self, request: str, act: Callable[..., object], *arguments: object) -> str | None:
         """Call `act`. Returns None, or the reason of its failure.

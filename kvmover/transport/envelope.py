@@ -11,11 +11,15 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvmover.errors import DescriptorError, PeerRefused
+from kvmover.foreign_text import MOST_SAID, printable
 from kvmover.prepared import prepared
 from kvmover.transport.base import Memory, MemoryKind
 from kvmover.transport.checks import Ranges
 
 _FORMAT = "kvmover.transport/1"
+
+#: The most characters of a transport's name: an engine's, and where it runs.
+_MOST_NAME = 1024
 _Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
@@ -70,15 +74,21 @@ def unseal(metadata: bytes, backend: str) -> TransportCard:
     try:
         sealed = msgspec.msgpack.decode(metadata, type=_Sealed)
         if sealed.format != _FORMAT:
-            raise PeerRefused(f"peer metadata is {sealed.format!r}, this side speaks {_FORMAT!r}")
+            raise PeerRefused(f"peer metadata is {printable(sealed.format, MOST_SAID)!r}, this side speaks {_FORMAT!r}")
         if sealed.nbytes != len(sealed.body) or sealed.digest != hashlib.sha256(sealed.body).digest():
             raise PeerRefused(f"peer metadata is corrupt: {len(sealed.body)} bytes of {sealed.nbytes}, or other bytes")
         card = msgspec.msgpack.decode(sealed.body, type=TransportCard)
         card.ranges()
     except (msgspec.DecodeError, UnicodeDecodeError, DescriptorError) as error:
-        raise PeerRefused(f"peer metadata of {len(metadata)} bytes is malformed: {error}") from error
+        raise PeerRefused(
+            f"peer metadata of {len(metadata)} bytes is malformed: {printable(str(error), MOST_SAID)}"
+        ) from error
+    if not card.name.isprintable() or len(card.name) > _MOST_NAME:
+        raise PeerRefused(
+            f"a peer calls itself {printable(card.name, MOST_SAID)}; names print, in {_MOST_NAME} characters"
+        )
     if card.backend != backend:
-        raise PeerRefused(f"peer {card.name} is on {card.backend}, this side on {backend}")
+        raise PeerRefused(f"peer {card.name} is on {printable(card.backend, MOST_SAID)}, this side on {backend}")
     if not card.name.endswith(f".{card.generation}"):
-        raise PeerRefused(f"peer {card.name} does not carry its generation {card.generation}")
+        raise PeerRefused(f"peer {card.name} does not carry its generation {printable(card.generation, MOST_SAID)}")
     return card

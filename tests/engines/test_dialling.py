@@ -134,6 +134,30 @@ def test_who_speaks_a_byte_at_a_time_is_hung_up_on(part: bytes) -> None:
         fetch_cards("127.0.0.1", port, 0.2)
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(said(b"gone\r\n\x1b[2J 2026-01-01 ERROR" + b"x" * 5000, "500 no"), id="the body of an error"),
+        pytest.param(b"SSH-2.0-\x1b[2J\x07" + b"y" * 5000 + b"\r\n\r\n", id="another protocol"),
+        pytest.param(b"HTTP/1.1 200 \x1b[2J\r\nContent-Length: 3\r\n\r\nabc", id="a body that is no cards"),
+    ],
+)
+def test_an_answer_reaches_no_error_but_in_short_and_on_one_line_that_prints(answer: bytes) -> None:
+    with answering(lambda near: near.sendall(answer)) as (port, _), pytest.raises(TransportError) as raised:
+        fetch_cards("127.0.0.1", port)
+    words = str(raised.value)
+    assert words.startswith(f"no cards from 127.0.0.1:{port}: ")
+    assert words.isprintable()
+    assert len(words) < 300
+
+
+def test_a_source_that_a_client_names_is_logged_on_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    Exchange.of(settings("10.0.0.0/8")).meet("a\n2026-01-01 ERROR all is lost\x1b[2J:80", lambda _: None)
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert line.isprintable()
+    assert "all is lost" in line
+
+
 def test_with_a_shared_key_one_unsealed_card_ends_the_call(tmp_path) -> None:
     (key := tmp_path / "key").write_bytes(SECRET)
     ours = load(environ={"KVMOVER_SECURITY_SHARED_KEY_FILE": str(key)}).settings

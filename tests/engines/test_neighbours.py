@@ -208,6 +208,19 @@ def test_who_calls_itself_otherwise_than_it_is_listed_is_refused(caplog) -> None
     assert [record.levelno for record in caplog.records] == [logging.INFO, logging.WARNING]
 
 
+def test_a_stranger_s_name_is_logged_in_short_and_on_one_line_that_prints(caplog) -> None:
+    caplog.set_level(logging.DEBUG, "kvmover")
+    name = "b:2\n2026-01-01 ERROR all is lost\x1b[2J" + "x" * 5000
+
+    def fetch(*_: object) -> Cards:
+        return Cards(name, (b"card",))
+
+    with closing(Neighbours((), Settings(peers=PeerSettings("c:3", ("a:1", "c:3"), meet_s=0.01)), fetch)):
+        until(lambda: any("calls itself" in record.getMessage() for record in caplog.records))
+    lines = [record.getMessage() for record in caplog.records]
+    assert all(line.isprintable() and len(line) < 400 for line in lines)
+
+
 def test_an_engine_of_another_shape_that_only_a_request_names_is_met_and_read_by_every_rank(start) -> None:
     both = addresses(2)
     first = start(Fleet(page_tokens=8), both[0], [])

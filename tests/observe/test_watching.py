@@ -102,6 +102,19 @@ def test_lines_of_text_say_the_same(engines: Engines) -> None:
     assert any(" WARNING kvmover.transfers: " in line and "nobody wants it" in line for line in lines)
 
 
+@pytest.mark.parametrize("into", ["its own handler", "the log of an engine"])
+def test_a_name_that_does_not_print_begins_no_line_of_its_own(into: str, caplog: pytest.LogCaptureFixture) -> None:
+    name, host = "r\n2026-01-01 ERROR all is lost\x1b[2J", logging.getLogger("an engine")
+    record = logging.LogRecord("kvmover.x", logging.WARNING, "", 1, "%s is 100%% lost", (name,), None)
+    if into == "the log of an engine":
+        logs.Guest(host, "kvmover").emit(record)
+        line = caplog.records[-1].getMessage() if caplog.records else ""
+    else:
+        line = logs.text_formatter().format(record)
+    assert line.isprintable()
+    assert line.endswith(r"r\n2026-01-01 ERROR all is lost\x1b[2J is 100% lost")
+
+
 def test_a_record_keeps_its_error_and_what_json_has_no_word_for() -> None:
     try:
         raise ValueError("broken")

@@ -237,6 +237,7 @@ def test_a_request_is_named_by_text(name: Any):
         (lambda: Place("decode", cast(Any, 2), 0), "decode has fleet = 2, which is no Fleet"),
         (lambda: Place(cast(Any, None), Fleet(), 0), "an engine is named by text, got None"),
         (lambda: Place("", Fleet(), 0), "an engine is named by text, got ''"),
+        (lambda: Place("a\nb", Fleet(), 0), r"an engine's name is of characters that print, got 'a\nb'"),
         (lambda: Model("", (ATTENTION,)), "a model is named by text, got ''"),
         (lambda: Model("toy", ()), "model toy has no components; a cache has one at least"),
         (

@@ -76,6 +76,17 @@ def test_a_malformed_message_is_a_protocol_error_that_says_why(payload: bytes, r
         wire.decode(payload)
 
 
+@pytest.mark.parametrize("kind", ["Abort", "NoSeat"])
+def test_a_peer_s_reason_is_one_line_that_prints(kind: str):
+    about = {"request": "r", "generation": 1} if kind == "Abort" else {}
+    body = {"type": kind, **about, "reason": "\n2026-01-01 ERROR all is lost\x1b[2J" * 31}
+    message = wire.decode(HEAD + msgspec.msgpack.encode(body))
+    assert isinstance(message, wire.Abort | wire.NoSeat)
+    assert message.reason.startswith(r"\n2026-01-01 ERROR all is lost\x1b[2J")
+    assert message.reason.isprintable()
+    assert len(message.reason) == wire.MAX_REASON_CHARACTERS
+
+
 def test_a_message_over_the_limit_is_refused_unread():
     with pytest.raises(ProtocolError, match=f"over the limit of {wire.MAX_MESSAGE_BYTES}"):
         wire.decode(HEAD + bytes(wire.MAX_MESSAGE_BYTES))

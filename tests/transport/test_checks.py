@@ -228,6 +228,15 @@ def test_a_card_that_lies_about_itself_is_refused_even_well_sealed(bad: dict[str
         unseal(seal(fields), "loopback")  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize("name", ["decode\n2026-01-01 ERROR all is lost.1f", "\x1b[2J" * 500 + ".1f"])
+def test_a_name_that_does_not_print_is_refused_on_one_line_that_does(name: str) -> None:
+    bad = msgspec.structs.replace(card(), name=name, generation="1f")
+    with pytest.raises(PeerRefused) as refused:
+        unseal(seal(bad), "loopback")
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 400
+
+
 @dataclass(frozen=True)
 class Device:
     type: str

@@ -20,6 +20,7 @@ import msgspec
 from kvmover.config import Settings
 from kvmover.engines.common.dialling import address_of
 from kvmover.errors import TransportError
+from kvmover.foreign_text import MOST_SAID, printable
 from kvmover.transfer.protocol.auth import MessageAuth
 
 #: The path of the cards, on a port that may serve other paths.
@@ -126,7 +127,7 @@ def fetch_cards(host: str, port: int, timeout_s: float = TIMEOUT_S, allow: Seque
 
     Raises TransportError with the address. A redirect counts as an answer without cards.
     """
-    where = f"no cards from {host}:{port}"
+    where = f"no cards from {printable(host, MOST_SAID)}:{port}"
     address = address_of(host, port, allow)
     connection = HTTPConnection(host, port, timeout=timeout_s)
     try:
@@ -141,17 +142,17 @@ def fetch_cards(host: str, port: int, timeout_s: float = TIMEOUT_S, allow: Seque
         answer = connection.getresponse()
         body = answer.read(MAX_CARDS_BYTES + 1)
     except (OSError, HTTPException) as error:
-        raise TransportError(f"{where}: {error}") from error
+        raise TransportError(f"{where}: {printable(str(error), MOST_SAID)}") from error
     finally:
         over.cancel()
         connection.close()
     if answer.status != 200 or len(body) > MAX_CARDS_BYTES:
-        said = body[:200].decode(errors="replace") if answer.status != 200 else ""
+        said = printable(body.decode(errors="replace"), MOST_SAID) if answer.status != 200 else ""
         raise TransportError(f"{where}: HTTP {answer.status} and {len(body)} bytes {said}".rstrip())
     try:
         return _decode(body)
     except msgspec.MsgspecError as error:
-        raise TransportError(f"{where}: {error}") from error
+        raise TransportError(f"{where}: {printable(str(error), MOST_SAID)}") from error
 
 
 def _hang_up(connected: socket.socket) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from kvmover.config import ConfigError
 from kvmover.config.settings import canonical_address
 from kvmover.errors import how_to_install
+from kvmover.foreign_text import printable
 from kvmover.repeats import Repeats, form_of
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,9 @@ _WATCH_S, _SILENCE_S = 300, 330.0
 
 #: The limit of connecting and of a list, s, and the pause after an error.
 _CALL_S, _PAUSE_S = 5.0, 2.0
+
+#: The most characters of an error, which has the server's whole answer.
+_MOST_SAID = 400
 
 
 def addresses_of(slices: Iterable[Any], port: str) -> tuple[str, ...]:
@@ -149,7 +153,7 @@ class KubernetesDirectory:
     def _say(self, error: Exception) -> None:
         if self._over.is_set():
             return
-        words = f"{type(error).__name__}: {error}"
+        words = printable(f"{type(error).__name__}: {error}", _MOST_SAID)
         if (more := self._repeats.more(form_of(words), time.monotonic())) is not None:
             log.warning(
                 "the %d engines of service %s/%s stay as they were: %s%s",

@@ -24,6 +24,7 @@ from kvmover.engines.common.dialling import HostNotAllowed
 from kvmover.engines.common.directories import open_directory
 from kvmover.engines.common.weights import ServedWeights
 from kvmover.errors import KvmoverError, PeerRefused, TransportError
+from kvmover.foreign_text import MOST_SAID, printable
 from kvmover.layout import Fleet, Pool
 from kvmover.transfer import Place
 from kvmover.transport import NixlTransport, Transport
@@ -232,7 +233,8 @@ class Neighbours:
         try:
             found = self._fetch(*host_and_port(address), _FETCH_S, () if listed else self._allow)
             if found.engine != address:
-                raise PeerRefused(f"it calls itself {found.engine}, and an engine's name is its address")
+                name = printable(found.engine, MOST_SAID)
+                raise PeerRefused(f"it calls itself {name}, and an engine's name is its address")
             self._ranks[address] = len(found.cards)  # an engine may come back with more ranks
             for tier in self._tiers:
                 for card in found.cards:

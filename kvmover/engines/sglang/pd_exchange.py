@@ -23,6 +23,7 @@ from kvmover.engines.common import (
 )
 from kvmover.engines.sglang.pd_cache import RankCache
 from kvmover.errors import PeerRefused, ProtocolError, TransportError
+from kvmover.foreign_text import MOST_SAID, printable
 from kvmover.layout import DTYPE_BYTES
 from kvmover.prepared import prepared
 from kvmover.repeats import Repeats
@@ -115,7 +116,7 @@ class Exchange:
     def refused(self, peer: str, words: str) -> None:
         """Log that a peer cannot be connected, and the reason, once a minute."""
         if (more := self.repeats.more((peer, words), time.monotonic())) is not None:
-            log.error("refused %s: %s%s", peer, words, more)
+            log.error("refused %s: %s%s", printable(peer, MOST_SAID), printable(words), more)
 
     def has_changed(self, bootstrap_addr: str) -> bool:
         """Returns True if the address now has other ranks than were met there, also of an engine with the same name."""
@@ -155,7 +156,9 @@ class CardTable:
         """Keep a rank's card. Raises msgspec.MsgspecError if it is malformed, ProtocolError for too many engines."""
         laid = msgspec.msgpack.decode(body, type=RankCard)
         if laid.engine not in self._engines and len(self._engines) == _MOST_ENGINES:
-            raise ProtocolError(f"a card of {laid.engine}, beside those of {_MOST_ENGINES} engines")
+            raise ProtocolError(
+                f"a card of {printable(laid.engine, MOST_SAID)}, beside those of {_MOST_ENGINES} engines"
+            )
         self._engines.setdefault(laid.engine, {})[laid.rank] = laid
 
     def answer(self) -> tuple[int, bytes]:

@@ -19,6 +19,7 @@ from kvmover.engines.common import Cards
 from kvmover.engines.vllm.connector_metadata import ReceiveSpec, ReleaseSpec, SendSpec
 from kvmover.engines.vllm.transfer_params import Remote
 from kvmover.errors import KvmoverError, PeerUnknown, TransportError
+from kvmover.foreign_text import MOST_SAID, printable
 from kvmover.transfer import Model, Mover, Progress, Result, Transfer
 from kvmover.transfer.arguments import page_tables
 from kvmover.transfer.protocol.content import Content
@@ -236,7 +237,8 @@ class RequestTransfers:
     def _call(self, remote: Remote) -> str:
         found = self.call(remote.host, remote.port)
         if remote.engine not in ("", found.engine):
-            raise KvmoverError(f"{remote.host}:{remote.port} is engine {found.engine} now, not {remote.engine}")
+            is_now, was = printable(found.engine, MOST_SAID), printable(remote.engine, MOST_SAID)
+            raise KvmoverError(f"{printable(remote.host, MOST_SAID)}:{remote.port} is engine {is_now} now, not {was}")
         for card in found.cards:
             self.progress.submit(lambda mover, card=card: mover.connect(card)).result()
         return found.engine

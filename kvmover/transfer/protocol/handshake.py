@@ -14,6 +14,7 @@ import msgspec
 
 from kvmover.errors import LayoutError, OtherWeights, PeerAhead, PeerRefused
 from kvmover.fields import common_version, whole
+from kvmover.foreign_text import printable
 from kvmover.kernels.cuda_exports import Export
 from kvmover.kernels.cuda_virtual import HANDLE_BYTES
 from kvmover.layout.codec import cut_block
@@ -63,6 +64,9 @@ _DEFAULTS = {"window": None, "states": 0, "row_tokens": 1}
 
 #: Names of a card's fields that a refusal lists.
 _LISTED_FIELDS = 4
+
+#: The most characters of a card's own text that a refusal has.
+_MOST_SAID = 2000
 
 FieldName = Annotated[str, msgspec.Meta(max_length=MAX_WEIGHTS_CHARACTERS)]
 ModelText = Annotated[str, msgspec.Meta(max_length=MAX_MODEL_CHARACTERS)]
@@ -164,13 +168,15 @@ class Place(msgspec.Struct, frozen=True):
     generation: int = 0
 
     def __post_init__(self) -> None:
-        """Check the fields. Raises LayoutError for a name that is not text, empty or too long, a fleet of another type
-        or over MAX_RANKS, a rank outside the fleet, and a generation below 0 or over 63 bits.
+        """Check the fields. Raises LayoutError for a name that is not text, is empty or too long or does not print, a
+        fleet of another type or over MAX_RANKS, a rank outside the fleet, and a generation below 0 or over 63 bits.
         """
         if not isinstance(self.engine, str) or not self.engine:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise LayoutError(f"an engine is named by text, got {self.engine!r}")
         if len(self.engine) > MAX_NAME_CHARACTERS:
             raise LayoutError(f"an engine's name of {len(self.engine)} characters; at most {MAX_NAME_CHARACTERS}")
+        if not self.engine.isprintable():
+            raise LayoutError(f"an engine's name is of characters that print, got {self.engine!r}")
         if not isinstance(self.fleet, Fleet):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise LayoutError(f"{self.engine} has fleet = {self.fleet!r}, which is no Fleet")
         if self.fleet.size > MAX_RANKS:
@@ -280,7 +286,7 @@ def read_card(model: Model, card: bytes, dialect: Dialect = CURRENT) -> Rank:
         rank = msgspec.msgpack.decode(envelope.body, type=Rank)
         _check(model, rank)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise PeerRefused(f"card cannot be read: {error}") from error
+        raise PeerRefused(f"card cannot be read: {printable(str(error), _MOST_SAID)}") from error
     place = msgspec.structs.replace(rank.place, fleet=interned(rank.place.fleet))
     return msgspec.structs.replace(rank, place=place, pools=tuple(map(interned_pool, rank.pools)))
 
@@ -305,7 +311,8 @@ def _unlike(own: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
 
 def _differ(own: str, theirs: str, unlike: Sequence[str]) -> str:
     rest = f" and {len(unlike) - _LISTED_FIELDS} more" if len(unlike) > _LISTED_FIELDS else ""
-    return f"peer holds {theirs}; this side holds {own}; they differ in {', '.join(unlike[:_LISTED_FIELDS])}{rest}"
+    listed = printable(", ".join(unlike[:_LISTED_FIELDS]), _MOST_SAID)
+    return f"peer holds {printable(theirs, _MOST_SAID)}; this side holds {own}; they differ in {listed}{rest}"
 
 
 def why_refused(own: bytes, theirs: bytes) -> str | None:
@@ -319,7 +326,7 @@ def why_refused(own: bytes, theirs: bytes) -> str | None:
     try:
         mine, peer = (msgspec.msgpack.decode(sealed_part(card), type=Card) for card in (own, theirs))
     except msgspec.MsgspecError as error:
-        return f"card cannot be read: {error}"
+        return f"card cannot be read: {printable(str(error), _MOST_SAID)}"
     if common_version(mine.speaks, peer.speaks) is None:
         return _no_common_version(mine.speaks, peer.speaks)
     unlike = _unlike(mine.fields, peer.fields)

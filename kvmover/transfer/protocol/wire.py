@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover.errors import ProtocolError
+from kvmover.foreign_text import printable
 from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
 from kvmover.transfer.protocol.content import Content
@@ -117,7 +118,7 @@ class Pong(Message, frozen=True, tag="Pong"):
 
 
 class NoSeat(Message, frozen=True, tag="NoSeat"):
-    """A refusal of a Hello: the peer is not connected. `reason` is cut to its bound."""
+    """A refusal of a Hello: the peer is not connected. `reason` is printable, and cut to its bound."""
 
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARACTERS)]
 
@@ -276,7 +277,7 @@ class Kept(About, frozen=True, tag="Kept"):
 
 
 class Abort(About, frozen=True, tag="Abort"):
-    """The end of this attempt, sent by either side. `reason` is cut to its bound."""
+    """The end of this attempt, sent by either side. `reason` is printable, and cut to its bound."""
 
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARACTERS)]
 
@@ -289,8 +290,7 @@ class Drained(About, frozen=True, tag="Drained"):
 
 
 def _cut_reason(message: NoSeat | Abort) -> None:
-    if len(message.reason) > MAX_REASON_CHARACTERS:
-        msgspec.structs.force_setattr(message, "reason", f"{message.reason[: MAX_REASON_CHARACTERS - 3]}...")
+    msgspec.structs.force_setattr(message, "reason", printable(message.reason, MAX_REASON_CHARACTERS))
 
 
 ToSource = Want | Granted | Taken | Done
