@@ -207,10 +207,11 @@ class PrefixTree:
     def lock_host(self, node_id: int) -> LockHandle:
         """Lock a prefix's host copies while they are read; its device pages may be evicted.
 
-        Raises PrefixError if no page of the prefix is on the host.
+        Raises PrefixError for pages of which none is on the host.
         """
         node = self._forest.node(node_id)
-        if all(each.host is None and all(held.host is None for held in each.held) for each in node.path()):
+        path = node.path()
+        if path and all(each.host is None and all(held.host is None for held in each.held) for each in path):
             raise PrefixError(f"node {node_id} has no copy on the host to keep")
         return self._locks.host(node, self._locks.segments(node))
 
