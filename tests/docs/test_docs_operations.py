@@ -177,6 +177,40 @@ def test_every_alert_asks_for_series_that_exist_and_names_its_section() -> None:
     assert len(names) == len(set(names)) > 5
 
 
+def _parsed(expression: str) -> object:
+    """An expression by Prometheus' grammar, types of arguments included. Grafana's own words stand for durations."""
+    parser: Any = pytest.importorskip("promql_parser", reason="needs promql-parser: `make setup`")
+    return parser.parse(re.sub(r"\$__(rate_interval|interval|range)\b", "5m", expression))
+
+
+def test_every_expression_of_an_alert_is_promql_and_its_wait_a_duration() -> None:
+    for rule in _rules():
+        assert _parsed(rule["expr"]), rule["alert"]
+        assert re.fullmatch(r"[1-9]\d*[smhd]", rule.get("for", "1m")), rule["alert"]
+
+
+def test_every_expression_of_the_dashboard_is_promql() -> None:
+    expressions = [target["expr"] for panel in _panels() for target in panel.get("targets", ())]
+    assert all(map(_parsed, expressions))
+    assert len(expressions) > 30
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "sum by (engine (rate(kvmover_transfers_total[5m]))",
+        "rate(kvmover_transfers_total)",
+        "histogram_quantile(kvmover_wait_seconds_bucket)",
+        "sum(rate(kvmover_transfers_total[5m])) >",
+        'kvmover_transfers_total{end=~"("}',
+        "ratio(kvmover_transfers_total[5m])",
+    ],
+)
+def test_a_malformed_expression_of_an_alert_fails(broken: str) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        _parsed(broken)
+
+
 def test_without_a_yaml_library_the_series_of_the_alerts_are_still_checked() -> None:
     expressions = re.findall(r"expr: (?:\|\n((?: {10,}.*\n)+)|(.*)\n)", (DOCS / "alerts.yml").read_text())
     assert len(expressions) == (DOCS / "alerts.yml").read_text().count("- alert:")
