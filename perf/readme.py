@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -59,8 +60,11 @@ def scenarios() -> str:
     if not (RESULTS / "live.csv").exists():
         return "No whole run is kept here yet.\n"
     rows = passed("live")
+    (whole, _), *alone = Counter((row["date"], row["commit"], _about(row)) for row in rows).most_common()
+    date, commit, about = whole
     lines = [
-        f"Last run in which all passed: {rows[0]['date']}, commit {rows[0]['commit']} ({_about(rows[0])}).",
+        f"Last run in which all passed: {date}, commit {commit} ({about}).",
+        *(f"Scenarios run by themselves: {count}, {date}, commit {commit}." for (date, commit, _), count in alone),
         *_failed_runs(),
         "",
         "| engine | scenario | requests | same | wrong | failed | largest gap | p50, p99 ms | seen |",

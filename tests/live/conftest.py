@@ -82,6 +82,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
     ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
     if results.rows and ended and not config.option.keyword and config.args == ["tests/live"]:
         results.keep(failed_tests(terminalreporter))
+    elif results.rows and exitstatus == pytest.ExitCode.OK and os.environ.get("KVMOVER_LIVE_KEEP"):
+        results.keep_beside()
 
 
 def failed_tests(reporter: pytest.TerminalReporter) -> list[str]:

@@ -34,6 +34,31 @@ def test_a_run_that_failed_is_kept_with_its_names_beside_the_last_that_passed(tm
     assert kept(tmp_path) == [("vllm", "16", ""), ("sglang", "19", "")]
 
 
+def test_a_few_files_that_passed_take_the_place_of_their_own_scenarios(tmp_path: Path) -> None:
+    run("vllm", 18).keep(["test_a"], tmp_path)
+    run("sglang", 19).keep([], tmp_path)
+    Results([Row("vllm", "a pair", 20, 20, 0, 0, 0.0, 1, 2), Row("vllm", "new", 8, 8, 0, 0, 0.0, 1, 2)]).keep_beside(
+        tmp_path
+    )
+    assert kept(tmp_path) == [("vllm", "20", ""), ("vllm", "8", ""), ("sglang", "19", "")]
+
+
+def test_the_page_tells_rows_that_were_run_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    about = {"hardware": "CPU", "versions": "python 3.11", "date": "2026-11-26"}
+    whole = [{"engine": "vllm", "scenario": f"pair {n}", "commit": "aaa", **about} for n in range(3)]
+    run("sglang", 20).keep([], tmp_path)
+    row = record.read("live", tmp_path)[0]
+    record.write(
+        "live", [{**row, "commit": "bbb", "date": "2026-11-27"}, *({**row, **each} for each in whole)], tmp_path
+    )
+    mixed = record.read("live", tmp_path)
+    monkeypatch.setattr(record, "read", lambda name, folder=record.RESULTS: mixed)
+    monkeypatch.setattr(readme, "read", record.read)
+    lines = readme.scenarios().splitlines()
+    assert lines[0].startswith("Last run in which all passed: 2026-11-26, commit aaa (")
+    assert lines[1] == "Scenarios run by themselves: 1, 2026-11-27, commit bbb."
+
+
 def test_rows_that_were_kept_before_there_was_a_mark_are_those_of_a_run_that_passed(tmp_path: Path) -> None:
     record.write("live", [{"engine": "vllm", "same": 20}], tmp_path)
     run("vllm", 1).keep(["test_a"], tmp_path)
