@@ -82,7 +82,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
     ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
     if results.rows and ended and not config.option.keyword and config.args == ["tests/live"]:
         results.keep(failed_tests(terminalreporter))
-    elif results.rows and exitstatus == pytest.ExitCode.OK and os.environ.get("KVMOVER_LIVE_KEEP"):
+    elif results.rows and exitstatus == pytest.ExitCode.OK and os.environ.get("KEEP_ROWS"):
         results.keep_beside()
 
 
