@@ -51,8 +51,9 @@ engines: setup environments ## build the engines' own environments (GiB), and ru
 	@KVMOVER_RELEASE="$(if $(VERSION),$(shell bash tests/engines/release.sh $(ENGINE) $(VERSION)))" \
 		$(BIN)/python -m pytest -q -m engine tests/engines $(if $(VERSION),-k $(ENGINE))
 
-indexer: ## make .orchestrators/indexer, Dynamo's indexer: the referee of our KV events
-	@bash tests/live/dynamo/setup.sh
+indexer: ## make .orchestrators/indexer and kvcr: Dynamo's indexer of KV events and NVIDIA's KVCR, which hear and meet ours
+	@bash tests/live/dynamo/setup.sh indexer
+	@bash tests/live/dynamo/setup.sh kvcr
 
 live: setup environments mooncake indexer ## serve with the engines through kvmover, and compare every token (half an hour); ENGINE=vllm runs one
 	@KVMOVER_LIVE="$(ENGINE)" $(BIN)/python -m pytest -q -n 2 --dist loadfile tests/live
