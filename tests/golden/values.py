@@ -126,7 +126,9 @@ _PACKETS: tuple[messages.Request | messages.Answer, ...] = (
 
 _EVENTS: tuple[kv_events.KVEvent, ...] = (
     kv_events.BlockStored((1, -2), None, (5, 6), 1, None, kv_events.Medium.GPU, None),
-    kv_events.BlockStored((1,), 9, (5, 6), 2, 4, kv_events.Medium.DISK, "adapter", "salt", "session"),
+    kv_events.BlockStored(
+        (1,), 9, (5, 6), 2, 4, kv_events.Medium.DISK, "adapter", "salt", "session", (("adapter", "image"),)
+    ),
     kv_events.BlockRemoved((1, -2), kv_events.Medium.CPU_PINNED),
     kv_events.AllBlocksCleared(),
 )

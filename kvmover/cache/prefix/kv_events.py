@@ -41,7 +41,8 @@ class BlockStored(_Event, frozen=True, tag="BlockStored"):
 
     "Block" is the routers' word for a page. `block_hashes` are `hashes.as_int64` of page hashes, `token_ids` the tokens
     of all pages, `block_size` the tokens a page. `parent_block_hash` names the page before the first, None at the
-    beginning.
+    beginning. `extra_keys` has for each page what its hash covers beside the tokens, as vLLM 0.33 has it: adapter, model
+    and extra keys of the namespace; None for a namespace without the latter two.
     """
 
     block_hashes: tuple[int, ...]
@@ -54,6 +55,7 @@ class BlockStored(_Event, frozen=True, tag="BlockStored"):
     lora_name: str | None
     cache_salt: str | None = None
     session_id: str | None = None
+    extra_keys: tuple[tuple[str, ...] | None, ...] | None = None
 
 
 class BlockRemoved(_Event, frozen=True, tag="BlockRemoved"):
@@ -107,13 +109,15 @@ def _follows(before: KVEvent, event: KVEvent) -> bool:
         case BlockRemoved(), BlockRemoved():
             return before.medium == event.medium
         case BlockStored(), BlockStored():
-            return event.parent_block_hash == before.block_hashes[-1] and _shared(before) == _shared(event)
+            follows = event.parent_block_hash == before.block_hashes[-1]
+            return follows and _shared(before) == _shared(event)
         case _:
             return False
 
 
 def _shared(event: BlockStored) -> tuple[object, ...]:
-    return event.block_size, event.lora_id, event.medium, event.lora_name, event.cache_salt, event.session_id
+    told = event.block_size, event.lora_id, event.medium, event.lora_name, event.cache_salt, event.session_id
+    return *told, event.extra_keys is None
 
 
 def _joined(run: list[KVEvent]) -> KVEvent:
@@ -123,8 +127,10 @@ def _joined(run: list[KVEvent]) -> KVEvent:
     hashes = tuple(name for event in run if not isinstance(event, AllBlocksCleared) for name in event.block_hashes)
     if isinstance(first, BlockRemoved):
         return BlockRemoved(hashes, first.medium)
-    tokens = tuple(token for event in run if isinstance(event, BlockStored) for token in event.token_ids)
-    return msgspec.structs.replace(first, block_hashes=hashes, token_ids=tokens)
+    stored = [event for event in run if isinstance(event, BlockStored)]
+    tokens = tuple(token for event in stored for token in event.token_ids)
+    extra = None if first.extra_keys is None else tuple(keys for event in stored for keys in event.extra_keys or ())
+    return msgspec.structs.replace(first, block_hashes=hashes, token_ids=tokens, extra_keys=extra)
 
 
 class EventForm(StrEnum):
@@ -137,14 +143,19 @@ class EventForm(StrEnum):
 def as_form(events: Iterable[KVEvent], form: EventForm) -> list[object]:
     """Returns events as they are encoded in a form.
 
-    An array has no place for `cache_salt`, so the pages of a salt are left out: a router would take them for anyone's.
+    An array has no place for `cache_salt` and `extra_keys`, so pages with either are left out: a router would take them
+    for anyone's.
 
     >>> as_form([BlockRemoved((7,), Medium.GPU), AllBlocksCleared()], EventForm.ARRAYS)
     [('BlockRemoved', (7,), <Medium.GPU: 'GPU'>), ('AllBlocksCleared',)]
     """
     if form is EventForm.MAPS:
         return list(events)
-    return [_array(event) for event in events if not isinstance(event, BlockStored) or event.cache_salt is None]
+    return [_array(event) for event in events if not isinstance(event, BlockStored) or not _is_apart(event)]
+
+
+def _is_apart(event: BlockStored) -> bool:
+    return event.cache_salt is not None or event.extra_keys is not None
 
 
 def _array(event: KVEvent) -> tuple[object, ...]:
@@ -178,7 +189,11 @@ def path_stored(node: Node, config: TreeConfig, tier: Tier, first_page: int, sto
     raw = memoryview(b"".join(reversed(tokens)))[(first_page - above) * page_bytes :]
     # A bigram's second token is the next one's first: the first of each are the tokens.
     words = tuple(raw.cast("I")[:: int(config.units)])
-    return BlockStored(as_int64s(hashes), parent, words, config.page_tokens, None, MEDIA[tier], adapter, salt)
+    keys = (*filter(None, (node.namespace.adapter, node.namespace.model)), *node.namespace.extra)
+    extra = (keys,) * len(hashes) if node.namespace.model or node.namespace.extra else None
+    return BlockStored(
+        as_int64s(hashes), parent, words, config.page_tokens, None, MEDIA[tier], adapter, salt, extra_keys=extra
+    )
 
 
 def block_removed(hashes: Sequence[bytes], tier: Tier) -> BlockRemoved:

@@ -166,11 +166,24 @@ def test_removals_from_one_medium_join_and_others_do_not() -> None:
         msgspec.structs.replace(stored(3, parent=2), lora_name="adapter"),
         msgspec.structs.replace(stored(3, parent=2), block_size=1),
         msgspec.structs.replace(stored(3, parent=2), session_id="s"),
+        msgspec.structs.replace(stored(3, parent=2), extra_keys=(("image",),)),
     ],
 )
 def test_a_page_that_does_not_follow_in_the_same_place_stays_apart(second: BlockStored) -> None:
     events = [stored(1, 2), second]
     assert coalesce(events) == events
+
+
+def test_pages_with_keys_join_with_a_key_each_and_are_read_as_vllm_does() -> None:
+    one, more = (
+        msgspec.structs.replace(stored(1), extra_keys=(("image",),)),
+        msgspec.structs.replace(stored(2, 3, parent=1), extra_keys=(("image",), ("image",))),
+    )
+    (both,) = coalesce([one, more])
+    assert isinstance(both, BlockStored)
+    assert (both.block_hashes, both.extra_keys) == ((1, 2, 3), (("image",),) * 3)
+    got = msgspec.msgpack.decode(msgspec.msgpack.encode(KVEventBatch(1.5, (both,), 3)), type=VllmBatch)
+    assert [store.extra_keys for store in got.events if isinstance(store, VllmStored)] == [[["image"]] * 3]
 
 
 def test_a_page_removed_and_stored_again_stays_two_events() -> None:
@@ -482,11 +495,12 @@ def as_llm_d_reads(event: list[Any]) -> tuple[object, ...]:
     return (tag, *fields)
 
 
-def test_in_arrays_llm_d_finds_each_field_at_its_place_and_a_salts_pages_are_left_out() -> None:
+def test_in_arrays_llm_d_finds_each_field_at_its_place_and_pages_of_a_salt_or_an_image_are_left_out() -> None:
     with EventPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", keep_batches=1, form=EventForm.ARRAYS) as running:
         adapter = msgspec.structs.replace(stored(7, parent=3), lora_name="adapter")
         running.publish([adapter, *HISTORY])
-        running.snapshot([adapter, stored(9, salt="tenant")])
+        image = msgspec.structs.replace(stored(11), extra_keys=(("image",),))
+        running.snapshot([adapter, stored(9, salt="tenant"), image])
         running.publish([stored(8)])
         router = Router(running)
         router.again.send_multipart((b"", bytes(8)))

@@ -90,6 +90,18 @@ def test_an_event_names_adapter_and_salt_and_starts_from_the_namespace() -> None
     assert event.block_hashes == (as_int64(chain(space.digest, [1, 2], 2)[0]),)
 
 
+def test_an_event_has_the_keys_of_each_page_of_a_namespace_with_a_model_or_an_image() -> None:
+    mine, events = watched()
+    space = PrefixNamespace(model="draft", adapter="lora-7", salt="tenant", extra=("image", "audio"))
+    mine.insert([1, 2, 3, 4], namespace=space)
+    mine.insert([1, 2, 3, 4], namespace=PrefixNamespace(adapter="lora-7"))
+    first, second = events
+    assert isinstance(first, BlockStored)
+    assert isinstance(second, BlockStored)
+    assert first.extra_keys == (("lora-7", "draft", "image", "audio"),) * 2
+    assert (second.extra_keys, second.lora_name) == (None, "lora-7")
+
+
 def test_of_bigrams_the_first_tokens_are_told() -> None:
     mine, events = watched(units=KeyUnits.BIGRAM)
     mine.insert([1, 2, 3, 4, 5])

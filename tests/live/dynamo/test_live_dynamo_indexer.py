@@ -213,6 +213,16 @@ def test_adapters_and_salts_share_nothing(engine: Engine) -> None:
         assert not engine.answer(salted, **others)
 
 
+@pytest.mark.parametrize("engine", [{"worker": 5}], indirect=True)
+def test_pages_with_keys_of_an_image_are_heard(engine: Engine) -> None:
+    """Dynamo 1.6.1 has no question with an image: it tells such pages for their tokens."""
+    engine.register()
+    pictured = engine.prompt(random.Random(18), 4)
+    engine.insert(pictured, PrefixNamespace(model="draft", extra=("0f" * 32,)))
+    engine.publish()
+    assert settled(lambda: engine.answer(pictured).get("gpu"), 4 * _PAGE) == 4 * _PAGE
+
+
 @pytest.mark.parametrize("engine", [{"worker": 4, "keep_batches": 4}], indirect=True)
 def test_one_that_comes_late_knows_what_was_cached_before(engine: Engine) -> None:
     chance = random.Random(9)
