@@ -41,7 +41,7 @@ class BlockStored(_Event, frozen=True, tag="BlockStored"):
 
     "Block" is the routers' word for a page. `block_hashes` are `hashes.as_int64` of page hashes, `token_ids` the tokens
     of all pages, `block_size` the tokens a page. `parent_block_hash` names the page before the first, None at the
-    beginning. `extra_keys` has for each page what its hash covers beside the tokens, as vLLM 0.33 has it: adapter, model
+    beginning. `extra_keys` has for each page what its hash covers beside the tokens, as in vLLM 0.33: adapter, model
     and extra keys of the namespace; None for a namespace without the latter two.
     """
 

@@ -28,7 +28,7 @@ _PAGE, _WORKER, _MODEL = 16, 11, "llama"
 def test_an_indexer_answers_every_prompt_as_the_cache_of_a_live_server_does(
     servers: Servers, model: ModelMaker, indexer: Indexer
 ) -> None:
-    """The cache's own answer is `cached_tokens` of a request, which leaves the page of the last token to be computed."""
+    """The cache's own answer is `cached_tokens` of a request, which leaves the last token's page to be computed."""
     pytest.importorskip("zmq", reason="pyzmq is not installed")
     live, again = free_port(), free_port()
     events = {"publisher": "kvmover", "endpoint": f"tcp://*:{live}", "replay_endpoint": f"tcp://*:{again}"}
