@@ -1,14 +1,13 @@
 """Time until a router that starts late has read all KV events, from batch 0, against the same frames over ZeroMQ alone.
 
-A publisher keeps the last 10,000 of its batches, and before them a snapshot of 2,000 prompts of 16 pages. Up to a million
-empty batches fill the numbers before it, so that of 1,500,000 batches the first of a replay is about 490,000. llm-d gives
-up after 120 s. The bare socket sends the same frames as the reader takes them, without a history.
+A publisher keeps the last 10,000 of its batches, and before them a snapshot of 2,000 prompts of 16 pages. Up to a
+million empty batches fill the numbers before it: of 1,500,000 batches a replay begins at about 490,000. llm-d gives up
+after 120 s. The bare socket sends the same frames as the reader takes them, without a history.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
