@@ -116,7 +116,7 @@ _CONVOLUTIONS = {
     "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention", "conv"],
     "num_hidden_layers": 6,
     "conv_L_cache": 3,
-    **{name: 256 for name in ("conv_dim", "block_dim", "block_multiple_of")},
+    **dict.fromkeys(("conv_dim", "block_dim", "block_multiple_of"), 256),
     "block_ffn_dim_multiplier": 1.0,
     "block_auto_adjust_ff_dim": False,
 }
