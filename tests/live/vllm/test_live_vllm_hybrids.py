@@ -124,8 +124,9 @@ def test_the_answers_of_vllms_own_connector_stand_beside(name: str, servers: Ser
         said = {"model": KINDS[name], "halves": "TP1 to TP2", "connector": kv["kv_connector"]}
         try:
             halves = servers.start(half(1, kv), half(2, kv))
-        except ServerDied as died:
-            reason = re.findall(r"NotImplementedError: [^,\n]*", str(died))[0]
+        except ServerDied:
+            logs = "".join(server.log() for server in servers.running)
+            reason = re.findall(r"NotImplementedError: [^,\n]*", logs)[0]
             return {**said, "requests": 0, "same": 0, "wrong": 0, "failed": 0, "said": reason}
         verdict = judge(wanted, many(lambda prompt: split(*halves, prompt), prompts))
         counts = {"requests": 20, "same": verdict.same, "wrong": len(verdict.wrong), "failed": len(verdict.failed)}
