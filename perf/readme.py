@@ -9,6 +9,7 @@ from pathlib import Path
 
 from perf.command_line import options
 from perf.headline import best_clone, headline, of_lost_code, places
+from perf.hybrid_connectors import hybrid_connectors
 from perf.record import RESULTS, passed, read
 from perf.shared_table import shared
 from perf.wrong_partner import WRONG_PARTNER, wrong_partner
@@ -55,8 +56,8 @@ _ENGINES = {
 
 
 def scenarios() -> str:
-    """The block between the markers of docs/live.md: a row a scenario of the last whole run that was kept, and those
-    of wrong partners in a table of their own."""
+    """The block between the markers of docs/live.md: a row a scenario of the last whole run that was kept, and tables
+    of hybrid models and of wrong partners."""
     if not (RESULTS / "live.csv").exists():
         return "No whole run is kept here yet.\n"
     rows = passed("live")
@@ -76,8 +77,9 @@ def scenarios() -> str:
         counts = " | ".join(row[name] for name in ("requests", "same", "wrong", "failed", "logprob_gap"))
         times = f"{row['p50_ms']}, {row['p99_ms']}"
         lines.append(f"| {_ENGINES[row['engine']]} | {row['scenario']} | {counts} | {times} | {row['said']} |")
-    table = wrong_partner(_ENGINES)
-    return "\n".join([*lines, *([""] if table else []), *table, ""])
+    for table in (hybrid_connectors(), wrong_partner(_ENGINES)):
+        lines += ["", *table] if table else []
+    return "\n".join([*lines, ""])
 
 
 def orchestrated() -> str:

@@ -111,6 +111,33 @@ _CHAT_OF_IMAGES = (
     " '<|vision_start|><|image_pad|><|vision_end|>' }}{% endfor %}{% endfor %}"
 )
 
+#: Two short convolutions for each layer of attention. A block's parts are as wide as they are said to be.
+_CONVOLUTIONS = {
+    "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention", "conv"],
+    "num_hidden_layers": 6,
+    "conv_L_cache": 3,
+    **dict.fromkeys(("conv_dim", "block_dim", "block_multiple_of"), 256),
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": False,
+}
+
+#: 16 heads of 32 channels, whose states are of 16 numbers a channel: two of three layers are Mamba-2's.
+_SCANS = {
+    "num_hidden_layers": 6,
+    "layer_types": ["mamba", "mamba", "attention"] * 2,
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "shared_intermediate_size": 512,
+    "position_embedding_type": "rope",
+    "attention_multiplier": 32**-0.5,
+    "mamba_n_heads": 16,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 64,
+}
+
 #: By name: the family as transformers calls it, what is its own, and the dtype of its weights.
 MODELS: Mapping[str, tuple[str, Mapping[str, Any], torch.dtype]] = {
     "qwen3": ("qwen3", {"head_dim": 32}, torch.float32),
@@ -132,6 +159,9 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any], torch.dtype]] = {
     "latent": ("deepseek_v2", _LATENT, torch.float32),
     "latent-yarn": ("deepseek_v2", {**_LATENT, "rope_parameters": _YARN}, torch.float32),
     "windows": ("gemma3_text", _WINDOWS, torch.float32),
+    "convolutions": ("lfm2", _CONVOLUTIONS, torch.float32),
+    "scans": ("granitemoehybrid", {**_SCANS, "mamba_n_groups": 1}, torch.float32),
+    "scans-of-two-groups": ("granitemoehybrid", {**_SCANS, "mamba_n_groups": 2}, torch.float32),
     # Each of two pipeline stages has a layer of both kinds.
     "windows-by-turns": (
         "gemma3_text",
