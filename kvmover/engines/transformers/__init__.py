@@ -5,8 +5,7 @@
         engine.serve(prompt, "42")                                  # a prefill, for any engine that asks for "42"
         engine.generate(prompt, remote=Remote("", "42", host, port), max_new_tokens=16)  # a decode of another's prefill
 
-`engine.cache(prompt)` is a `Cache` of transformers for calls of your own. docs/transformers.md is the operator's page.
-transformers is imported when the class is first used.
+`engine.cache(prompt)` lends a `Cache` of transformers for calls of your own. transformers is imported on first use.
 """
 
 from __future__ import annotations

@@ -75,12 +75,11 @@ def has_adapter(model: Any) -> bool:
 class PagedLayer(_Layer):
     """The rows of one layer. `keys` and `values` stay None: they lie in the pages of the cache."""
 
-    is_sliding = False
     is_croppable = True
     supports_early_init = False
 
     def __init__(self, table: PageTable, planes: Sequence[torch.Tensor]) -> None:
-        super().__init__()
+        _Layer.__init__(self)
         self._table, self._planes = table, planes
         self.tokens, self.is_initialized = 0, True
 
@@ -120,10 +119,6 @@ class PagedLayer(_Layer):
         """Forget all rows."""
         self.tokens = 0
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Raise EngineUnsupported: beams are several sequences."""
-        raise EngineUnsupported("beams in a cache of one sequence")
-
 
 class PagedCache(_Cache):
     """The KV of one prompt and of what is generated behind it, as `past_key_values` of transformers.
@@ -135,7 +130,9 @@ class PagedCache(_Cache):
 
     def __init__(self, pool: Pool, table: PageTable, prompt: list[int], content: Content, keys: list[bytes]) -> None:
         layers = range(pool.spec.component.layers)
-        super().__init__(layers=[PagedLayer(table, [pool.plane(layer, kv) for kv in range(2)]) for layer in layers])
+        _Cache.__init__(
+            self, layers=[PagedLayer(table, [pool.plane(layer, kv) for kv in range(2)]) for layer in layers]
+        )
         self.table, self.prompt, self.content, self.keys = table, prompt, content, keys
         self.stored, self.reason, self.transfers = 0, "", list[Transfer]()
 

@@ -22,7 +22,7 @@ TRANSFORMERS = Contract(
             (CACHE,),
             (
                 *("lazy_initialization", "update", "get_mask_sizes", "get_seq_length", "get_max_length", "reset"),
-                *("is_compileable", "is_croppable", "supports_early_init", "reorder_cache"),
+                *("is_compileable", "is_croppable", "supports_early_init"),
             ),
         ),
         Need(f"{CACHES}:DynamicCache", (CACHE,), ("config",)),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from kvmover.transfer import Gate
 from kvmover.transfer.result import ALL
 
 
-class TransformersEngine:
+class TransformersEngine(AbstractContextManager["TransformersEngine"]):
     """A model, and a rank with its pages. For one thread at a time; the model stays the caller's. Close it.
 
     `said`: options by name, see docs/transformers.md. Raises ConfigError for others and for weights that cannot be
@@ -47,7 +47,9 @@ class TransformersEngine:
         self.rank = LoneRank(component, device, weights, self._options, settings, EngineMake.TRANSFORMERS)
 
     @contextmanager
-    def cache(self, prompt: Sequence[int], remote: Remote | None = None, adapter: str = "") -> Iterator[api.PagedCache]:
+    def cache(
+        self, prompt: Sequence[int], remote: Remote | None = None, adapter: str = ""
+    ) -> Generator[api.PagedCache]:
         """Lend a `past_key_values` for `prompt`, of which all rows that could be had but the last one's are there: from
         the page store, then of the engine at `remote`. What it lacks is computed by the call of the model.
 
@@ -58,7 +60,8 @@ class TransformersEngine:
         parts = self._parts(adapter)
         if not ids:
             raise PlanError("a prompt of no tokens: KV is of one at least")
-        self._check_weights()
+        if self._stamp != changes_of(self._model.parameters()):
+            self.updated(None)
         page = self._options.page_tokens
         table = PageTable(page, self.rank.pool.tensors[0].device, self.rank.pages.take)
         keys = chain(b"", ids, page) if self.rank.store and parts is TOKENS_ALONE else []
@@ -91,27 +94,34 @@ class TransformersEngine:
         """Compute `prompt`, offer its KV as `name` to the engine that asks for it, and return the first token, which
         goes with it. `how`: arguments of `generate` by which the token is sampled.
 
-        The pages are free once an engine has them all, or `deadline_s` later.
+        The pages are free once an engine has them all, or `deadline_s` later. If it raises, the engine that asks is
+        refused with the reason, but for PlanError: a name that is being offered already.
         """
-        with self.cache(prompt, remote, adapter) as cache:
-            mover, known = self.rank.mover, cache.get_seq_length()
-            if not self.rank.weights.is_known:
-                mover.refuse(name, NO_VERSION)
-                return self._first(cache, known, top_logprobs, how)
-            sent = mover.send(name, [cache.table.pages], [Gate(None, ALL, known)], content=cache.content)
-            cache.transfers.append(sent)
-            try:
-                for stop in range(known + self._options.chunk_tokens, len(cache.prompt), self._options.chunk_tokens):
-                    self._compute(cache, stop)
+        mover, sent = self.rank.mover, None
+        try:
+            with self.cache(prompt, remote, adapter) as cache:
+                known, chunk = cache.get_seq_length(), self._options.chunk_tokens
+                if not self.rank.weights.is_known:
+                    mover.refuse(name, NO_VERSION)
+                    return self._first(cache, known, top_logprobs, how)
+                sent = mover.send(name, [cache.table.pages], [Gate(None, ALL, known)], content=cache.content)
+                cache.transfers.append(sent)
+                for stop in range(known + chunk, len(cache.prompt), chunk):
+                    new = torch.tensor([cache.prompt[stop - chunk : stop]], device=self._model.device)
+                    with torch.inference_mode():
+                        self._model(input_ids=new, past_key_values=cache, use_cache=True)
                     mover.produced(sent, Gate(self._mark(), ALL, stop))
                 first = self._first(cache, known, top_logprobs, how)
-            except BaseException as error:
+                mover.produced(sent, Gate(self._mark()))
+                mover.attach(sent, first.encode())
+                self._keep(cache)
+                return first
+        except BaseException as error:
+            if sent is not None:
                 mover.abort(sent, f"the prefill failed: {error}")
-                raise
-            mover.produced(sent, Gate(self._mark()))
-            mover.attach(sent, first.encode())
-            self._keep(cache)
-            return first
+            elif not isinstance(error, PlanError):
+                mover.refuse(name, f"the prefill failed: {error}")
+            raise
 
     def updated(self, version: str | None) -> None:
         """See LoneRank.updated: call it after each change of the model's weights. A change without a call counts as
@@ -124,9 +134,6 @@ class TransformersEngine:
         """End open transfers, and close store and ports."""
         self.rank.close()
 
-    def __enter__(self) -> TransformersEngine:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -136,10 +143,6 @@ class TransformersEngine:
         if adapter:
             return adapter_parts(adapter, TOKENS_ALONE)
         return PromptParts(unknown="an adapter without a folder") if api.has_adapter(self._model) else TOKENS_ALONE
-
-    def _check_weights(self) -> None:
-        if self._stamp != changes_of(self._model.parameters()):
-            self.updated(None)
 
     def _fill(self, cache: api.PagedCache, remote: Remote | None) -> None:
         """Get the rows that are elsewhere. Pages that a failed transfer may still write are replaced by others."""
@@ -154,11 +157,6 @@ class TransformersEngine:
                 table.until(len(cache.prompt))
                 tokens = cache.stored = 0
         cache.landed(min(tokens, last))
-
-    def _compute(self, cache: api.PagedCache, stop: int) -> None:
-        with torch.inference_mode():
-            new = torch.tensor([cache.prompt[cache.get_seq_length() : stop]], device=self._model.device)
-            self._model(input_ids=new, past_key_values=cache, use_cache=True)
 
     def _generate(self, cache: api.PagedCache, **how: Any) -> Any:
         ids = torch.tensor([cache.prompt], device=self._model.device)

@@ -22,5 +22,4 @@ def parse(said: Mapping[str, Any]) -> tuple[TransformersOptions, Settings]:
 
     Raises ConfigError with the unknown or invalid key.
     """
-    where = "the options of kvmover's TransformersEngine"
-    return read_options(said, TransformersOptions, RANK_KEYS, where, RANK_DEFAULTS)
+    return read_options(said, TransformersOptions, RANK_KEYS, "the options of TransformersEngine", RANK_DEFAULTS)
