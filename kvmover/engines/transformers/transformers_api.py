@@ -67,11 +67,6 @@ def digest_of_weights(model: Any) -> str:
     return source.digest()
 
 
-def has_adapter(model: Any) -> bool:
-    """Returns True if a LoRA adapter or another one of peft is part of the model."""
-    return bool(getattr(model, "peft_config", None))
-
-
 class PagedLayer(_Layer):
     """The rows of one layer. `keys` and `values` stay None: they lie in the pages of the cache."""
 
@@ -125,14 +120,12 @@ class PagedCache(_Cache):
 
     `prompt`, `content`: the prompt, and its digest with all else that KV depends on. `keys`: hashes of its whole pages
     in the store, of which `stored` are there; () for a prompt of more than tokens. `reason`: why an engine that was
-    asked did not give its rows; "" if it did. Close it, or leave its `with` block, to give the pages back.
+    asked did not give its rows; "" if it did.
     """
 
     def __init__(self, pool: Pool, table: PageTable, prompt: list[int], content: Content, keys: list[bytes]) -> None:
-        layers = range(pool.spec.component.layers)
-        _Cache.__init__(
-            self, layers=[PagedLayer(table, [pool.plane(layer, kv) for kv in range(2)]) for layer in layers]
-        )
+        planes = [[pool.plane(layer, kv) for kv in range(2)] for layer in range(pool.spec.component.layers)]
+        _Cache.__init__(self, layers=[PagedLayer(table, each) for each in planes])
         self.table, self.prompt, self.content, self.keys = table, prompt, content, keys
         self.stored, self.reason, self.transfers = 0, "", list[Transfer]()
 

@@ -30,5 +30,6 @@ TRANSFORMERS = Contract(
         Need("transformers:PreTrainedModel", (CACHE,), ("name_or_path", "tp_size", "main_input_name")),
         Need("transformers:PreTrainedConfig", (CACHE,), ("is_encoder_decoder",)),
         Need("transformers:GenerationMixin", (CACHE,), ("generate",)),
+        Need("transformers:GenerationConfig", (CACHE,), ("update",)),
     ),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -138,11 +139,12 @@ class TransformersEngine(AbstractContextManager["TransformersEngine"]):
         self.close()
 
     def _parts(self, adapter: str) -> PromptParts:
-        if adapter and not api.has_adapter(self._model):
+        has_one = bool(getattr(self._model, "peft_config", None))  # peft sets it on every model that it changes
+        if adapter and not has_one:
             raise PlanError(f"adapter = {adapter!r}, and the model has none")
         if adapter:
             return adapter_parts(adapter, TOKENS_ALONE)
-        return PromptParts(unknown="an adapter without a folder") if api.has_adapter(self._model) else TOKENS_ALONE
+        return PromptParts(unknown="an adapter without a folder") if has_one else TOKENS_ALONE
 
     def _fill(self, cache: api.PagedCache, remote: Remote | None) -> None:
         """Get the rows that are elsewhere. Pages that a failed transfer may still write are replaced by others."""
@@ -163,8 +165,9 @@ class TransformersEngine(AbstractContextManager["TransformersEngine"]):
         return self._model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **how)
 
     def _first(self, cache: api.PagedCache, known: int, top_logprobs: int, how: Mapping[str, Any]) -> FirstToken:
-        said = {**how, "max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True}
-        answer = self._generate(cache, **said)
+        config = copy(how.get("generation_config") or self._model.generation_config)
+        rest = config.update(**{**how, "max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True})
+        answer = self._generate(cache, **{**rest, "generation_config": config})
         token, found = int(answer.sequences[0, -1]), answer.logits[0][0].float().log_softmax(-1)
         top = found.topk(top_logprobs)
         likely = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
