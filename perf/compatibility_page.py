@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvmover.engines.common import Contract
 from kvmover.engines.sglang.sglang_contract import SGLANG
+from kvmover.engines.transformers.transformers_contract import TRANSFORMERS
 from kvmover.engines.vllm.vllm_contract import VLLM
 from perf.command_line import options
 from perf.record import read
@@ -61,7 +62,9 @@ Chunks that one release has stored, read by the other (`perf/results/live_upgrad
 
 def page() -> str:
     """Returns the page."""
-    return "\n".join([HEAD, *_plugins([VLLM, SGLANG]), NAMES, PAIRS, *_pairs(), STORES, *_upgrades()]) + "\n"
+    return (
+        "\n".join([HEAD, *_plugins([VLLM, SGLANG, TRANSFORMERS]), NAMES, PAIRS, *_pairs(), STORES, *_upgrades()]) + "\n"
+    )
 
 
 def _plugins(contracts: Sequence[Contract]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 from tests.live.exchange import EXCHANGE
 from tests.live.server import ROOT, Command, Ground, free_port
 
-_PATH = os.pathsep.join([str(ROOT / "docs" / "examples"), str(ROOT)])
+_PATH = os.pathsep.join([str(ROOT / "docs" / "examples" / "exchange"), str(ROOT)])
 _GROUND = Ground("vllm", ("transformers", "kvmover.engines.transformers.transformers_engine"), {"PYTHONPATH": _PATH})
 
 

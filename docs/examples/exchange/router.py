@@ -6,7 +6,7 @@
         --prefill vllm http://10.0.0.2:8100 10.0.0.2:14600 --decode sglang http://10.0.0.1:30001
 
 The third word behind `--prefill` is where its ranks are found: SGLang's bootstrap port, or kvmover's `port` in vLLM and
-in `transformers`, the third make, whose server is examples/transformers_server.py.
+in `transformers`, the third make, whose server is transformers_server.py beside this file.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from kvmover.engines.common.pool_store import PoolStore
 from kvmover.engines.common.transfer_params import Remote
 from kvmover.engines.common.weights import UPDATED, ServedWeights
 from kvmover.errors import KvmoverError
+from kvmover.foreign_text import MOST_SAID, printable
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.observe.metrics import MoverCollector
 from kvmover.observe.observers import Observers
@@ -158,7 +159,8 @@ class LoneRank:
         self._cards.lay_out(self.engine, [self.mover.card], self._make)
 
     def _failed(self, remote: Remote, fetched: Fetched) -> Fetched:
-        log.warning("%s of %s:%d was not fetched: %s", remote.transfer, remote.host, remote.port, fetched.reason)
+        name, host = printable(remote.transfer, MOST_SAID), printable(remote.host, MOST_SAID)
+        log.warning("%s of %s:%d was not fetched: %s", name, host, remote.port, printable(fetched.reason))
         return fetched
 
 

@@ -2,7 +2,7 @@
 
     python transformers_server.py Qwen/Qwen3-0.6B 8300 '{"port": 14700}'
 
-The third word has kvmover's options. A request says its half by vLLM's `kv_transfer_params`, as examples/exchange does.
+The third word has kvmover's options. A request says its half by vLLM's `kv_transfer_params`, as router.py does.
 """
 
 import json
