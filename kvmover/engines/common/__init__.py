@@ -21,14 +21,13 @@ if TYPE_CHECKING:
     from kvmover.engines.common.directories import Directory, open_directory
     from kvmover.engines.common.exchange import EXCHANGED_DTYPES, exchanged
     from kvmover.engines.common.first_token import FirstToken, ToldLogprobs, told_logprobs
-    from kvmover.engines.common.free_pages import FreePages, PagesExhausted
     from kvmover.engines.common.hinted_requests import HINTS_KEYS, HintedRequests, outcome_of, pin_limits
     from kvmover.engines.common.loaded_weights import changes_of, check_loaded
     from kvmover.engines.common.lone_rank import RANK_DEFAULTS, RANK_KEYS, Fetched, LoneRank, RankOptions
     from kvmover.engines.common.meetings import Call, Meetings, begun_or_failed
     from kvmover.engines.common.neighbours import Neighbours, open_peer_tier, peer_wire
     from kvmover.engines.common.options import STORE_KEYS, WEIGHT_KEYS, ContentOptions, read_options
-    from kvmover.engines.common.page_table import PageTable
+    from kvmover.engines.common.page_allotment import NoFreePages, PageAllotment
     from kvmover.engines.common.pages import (
         BounceBuffer,
         Election,
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
         content_of,
         digest_of_tensors,
     )
+    from kvmover.engines.common.request_pages import RequestPages
     from kvmover.engines.common.routing_hints import RoutingHints, TenantGroups, hints_of
     from kvmover.engines.common.store import Upkeep, open_row_tier, open_store
     from kvmover.engines.common.transfer_params import (
@@ -102,10 +102,10 @@ _HOMES = {
         "digest_of_adapter",
         "digest_of_checkpoint",
     ),
-    "free_pages": ("FreePages", "PagesExhausted"),
+    "page_allotment": ("PageAllotment", "NoFreePages"),
     "lone_rank": ("RANK_DEFAULTS", "RANK_KEYS", "Fetched", "LoneRank", "RankOptions"),
     "pool_store": ("PoolStore",),
-    "page_table": ("PageTable",),
+    "request_pages": ("RequestPages",),
     "loaded_weights": ("changes_of", "check_loaded"),
     "exchange": (
         "EXCHANGED_DTYPES",
@@ -228,7 +228,6 @@ __all__ = [
     "Event",
     "Fetched",
     "FirstToken",
-    "FreePages",
     "HintedRequests",
     "HostNotAllowed",
     "InPlaceBackend",
@@ -238,10 +237,10 @@ __all__ = [
     "Meetings",
     "Need",
     "Neighbours",
+    "NoFreePages",
     "Numbers",
     "PackedBackend",
-    "PageTable",
-    "PagesExhausted",
+    "PageAllotment",
     "ParallelRank",
     "PoolBackend",
     "PoolStore",
@@ -252,6 +251,7 @@ __all__ = [
     "RankOptions",
     "Remote",
     "RequestAsk",
+    "RequestPages",
     "RoutingHints",
     "Running",
     "Serve",

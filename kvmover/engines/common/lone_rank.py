@@ -14,9 +14,9 @@ import msgspec
 
 from kvmover.config import ConfigError, Settings
 from kvmover.engines.common.cards import CardServer, EngineMake, caller
-from kvmover.engines.common.free_pages import FreePages
 from kvmover.engines.common.meetings import Meetings
 from kvmover.engines.common.options import STORE_KEYS, ContentOptions
+from kvmover.engines.common.page_allotment import PageAllotment
 from kvmover.engines.common.pool_store import PoolStore
 from kvmover.engines.common.transfer_params import Remote
 from kvmover.engines.common.weights import UPDATED, ServedWeights
@@ -94,7 +94,7 @@ class LoneRank:
         spec = PoolSpec.dense(
             component, fleet.shard(component, 0, 1), count, options.page_tokens, "NHD", separate=("layer", "kv")
         )
-        self.pool, self.pages = Pool.zeros(spec, str(device)), FreePages(count)
+        self.pool, self.pages = Pool.zeros(spec, str(device)), PageAllotment(count)
         self.engine = options.engine or f"{make}-{token_hex(4)}"
         self._wire, joined = partial(NixlTransport, self.engine, device=device), weights.model((component,))
         with ExitStack() as opened:

@@ -1,7 +1,4 @@
-"""All names of transformers that the adapter uses, in one place: a model's cache and weights, and a Cache in pages.
-
-transformers is absent where these files are type-checked, so everything from it is `Any`.
-"""
+"""All names of transformers that the adapter uses, as `Any`: a model's cache and weights, and a Cache in pages."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvmover.engines.common import EngineUnsupported, PageTable, UnknownWeights, WeightSource, check_loaded, odd_ones
+from kvmover.engines.common import EngineUnsupported, RequestPages, UnknownWeights, WeightSource, check_loaded, odd_ones
 from kvmover.engines.transformers.transformers_contract import CACHE, CACHES, TRANSFORMERS
 from kvmover.layout import Component, Pool
 from kvmover.transfer import Content, Transfer
@@ -55,9 +52,7 @@ def component_of(model: Any) -> tuple[Component, torch.device]:
 
 
 def digest_of_weights(model: Any) -> str:
-    """Returns the digest of a model's weights, by its files. Raises UnknownWeights where these do not tell: they are
-    none, or other than the weights in memory.
-    """
+    """Returns the digest of a model's files. Raises UnknownWeights for none, or other weights than those in memory."""
     if not model.name_or_path:
         raise UnknownWeights("the model was loaded from no files")
     quantized = getattr(model.config, "quantization_config", None)
@@ -73,7 +68,7 @@ class PagedLayer(_Layer):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, table: PageTable, planes: Sequence[torch.Tensor]) -> None:
+    def __init__(self, table: RequestPages, planes: Sequence[torch.Tensor]) -> None:
         _Layer.__init__(self)
         self._table, self._planes = table, planes
         self.tokens, self.is_initialized = 0, True
@@ -98,12 +93,15 @@ class PagedLayer(_Layer):
         return found[0], found[1]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Returns the keys that `query_length` new tokens see, and the position of the first."""
         return self.tokens + query_length, 0
 
     def get_seq_length(self) -> int:
+        """Returns the number of rows."""
         return self.tokens
 
     def get_max_length(self) -> int:
+        """Returns -1: there is no limit but that of the pool."""
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -115,7 +113,7 @@ class PagedLayer(_Layer):
         self.tokens = 0
 
 
-class PagedCache(_Cache):
+class PromptCache(_Cache):
     """The KV of one prompt and of what is generated behind it, as `past_key_values` of transformers.
 
     `prompt`, `content`: the prompt, and its digest with all else that KV depends on. `keys`: hashes of its whole pages
@@ -123,7 +121,7 @@ class PagedCache(_Cache):
     asked did not give its rows; "" if it did.
     """
 
-    def __init__(self, pool: Pool, table: PageTable, prompt: list[int], content: Content, keys: list[bytes]) -> None:
+    def __init__(self, pool: Pool, table: RequestPages, prompt: list[int], content: Content, keys: list[bytes]) -> None:
         planes = [[pool.plane(layer, kv) for kv in range(2)] for layer in range(pool.spec.component.layers)]
         _Cache.__init__(self, layers=[PagedLayer(table, each) for each in planes])
         self.table, self.prompt, self.content, self.keys = table, prompt, content, keys

@@ -16,9 +16,9 @@ from kvmover.engines.common import (
     EngineMake,
     FirstToken,
     LoneRank,
-    PageTable,
     PromptParts,
     Remote,
+    RequestPages,
     adapter_parts,
     changes_of,
     content_of,
@@ -50,11 +50,11 @@ class TransformersEngine(AbstractContextManager["TransformersEngine"]):
     @contextmanager
     def cache(
         self, prompt: Sequence[int], remote: Remote | None = None, adapter: str = ""
-    ) -> Generator[api.PagedCache]:
+    ) -> Generator[api.PromptCache]:
         """Lend a `past_key_values` for `prompt`, of which all rows that could be had but the last one's are there: from
         the page store, then of the engine at `remote`. What it lacks is computed by the call of the model.
 
-        `adapter`: the folder of the LoRA adapter that is active in the model. Raises PagesExhausted, and PlanError for
+        `adapter`: the folder of the LoRA adapter that is active in the model. Raises NoFreePages, and PlanError for
         an empty prompt and for an adapter that the model has not.
         """
         ids = [int(token) for token in prompt]
@@ -64,9 +64,9 @@ class TransformersEngine(AbstractContextManager["TransformersEngine"]):
         if self._stamp != changes_of(self._model.parameters()):
             self.updated(None)
         page = self._options.page_tokens
-        table = PageTable(page, self.rank.pool.tensors[0].device, self.rank.pages.take)
+        table = RequestPages(page, self.rank.pool.tensors[0].device, self.rank.pages.take)
         keys = chain(b"", ids, page) if self.rank.store and parts is TOKENS_ALONE else []
-        cache = api.PagedCache(self.rank.pool, table, ids, content_of(ids, parts), keys)
+        cache = api.PromptCache(self.rank.pool, table, ids, content_of(ids, parts), keys)
         try:
             table.until(len(ids))
             self._fill(cache, remote)
@@ -146,7 +146,7 @@ class TransformersEngine(AbstractContextManager["TransformersEngine"]):
             return adapter_parts(adapter, TOKENS_ALONE)
         return PromptParts(unknown="an adapter without a folder") if has_one else TOKENS_ALONE
 
-    def _fill(self, cache: api.PagedCache, remote: Remote | None) -> None:
+    def _fill(self, cache: api.PromptCache, remote: Remote | None) -> None:
         """Get the rows that are elsewhere. Pages that a failed transfer may still write are replaced by others."""
         page, last, table = self._options.page_tokens, len(cache.prompt) - 1, cache.table
         cache.stored = self.rank.store.get(cache.keys[: last // page], table.pages) if self.rank.store else 0
@@ -160,11 +160,11 @@ class TransformersEngine(AbstractContextManager["TransformersEngine"]):
                 tokens = cache.stored = 0
         cache.landed(min(tokens, last))
 
-    def _generate(self, cache: api.PagedCache, **how: Any) -> Any:
+    def _generate(self, cache: api.PromptCache, **how: Any) -> Any:
         ids = torch.tensor([cache.prompt], device=self._model.device)
         return self._model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **how)
 
-    def _first(self, cache: api.PagedCache, known: int, top_logprobs: int, how: Mapping[str, Any]) -> FirstToken:
+    def _first(self, cache: api.PromptCache, known: int, top_logprobs: int, how: Mapping[str, Any]) -> FirstToken:
         config = copy(how.get("generation_config") or self._model.generation_config)
         rest = config.update(**{**how, "max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True})
         answer = self._generate(cache, **{**rest, "generation_config": config})
@@ -173,7 +173,7 @@ class TransformersEngine(AbstractContextManager["TransformersEngine"]):
         likely = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
         return FirstToken(token, known, float(found[token]), likely)
 
-    def _keep(self, cache: api.PagedCache) -> None:
+    def _keep(self, cache: api.PromptCache) -> None:
         """Store the whole pages of a prompt that were not there."""
         if self.rank.store and cache.get_seq_length() >= len(cache.prompt):
             self._mark().synchronize()

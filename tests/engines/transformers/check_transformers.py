@@ -16,7 +16,7 @@ import torch
 from tiny_models import load, make
 
 from kvmover.config import ConfigError
-from kvmover.engines.common import EngineUnsupported, PagesExhausted, Remote
+from kvmover.engines.common import EngineUnsupported, NoFreePages, Remote
 from kvmover.engines.transformers import TransformersEngine
 from kvmover.errors import PlanError
 
@@ -204,7 +204,7 @@ def test_a_prefill_that_dies_leaves_a_decode_that_computes(
 
 def test_a_prefill_without_room_refuses_at_once_and_the_decode_computes(folder: Path, open_engine: Any) -> None:
     one, other = open_engine(folder, tokens=64), open_engine(folder)
-    with pytest.raises(PagesExhausted, match="14 pages of 4: 4 are free"):
+    with pytest.raises(NoFreePages, match="14 pages of 4: 4 are free"):
         one.serve(PROMPT, "r")
     with other.cache(PROMPT, at(one, "r")) as cache:
         assert "14 pages of 4" in cache.reason
@@ -214,7 +214,7 @@ def test_a_prefill_without_room_refuses_at_once_and_the_decode_computes(folder: 
 def test_pages_of_an_offer_are_not_free_before_an_engine_has_them(folder: Path, open_engine: Any) -> None:
     one, other = open_engine(folder, tokens=256), open_engine(folder)
     one.serve(PROMPT, "r", do_sample=False)
-    with pytest.raises(PagesExhausted, match="transfers have 14"), one.cache(PROMPT):
+    with pytest.raises(NoFreePages, match="transfers have 14"), one.cache(PROMPT):
         pass
     other.generate(PROMPT, at(one, "r"), **GREEDY)
     assert len(one.rank.pages) == 16

@@ -1,4 +1,4 @@
-"""FreePages are a pool's pages that no request has and no transfer may still touch."""
+"""A PageAllotment has a pool's pages that no request has and no transfer may still touch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from kvmover.errors import KvmoverError
 from kvmover.transfer import Transfer
 
 
-class PagesExhausted(KvmoverError):
+class NoFreePages(KvmoverError):
     """A request for more pages than are free: of other requests, or of transfers that may still touch them."""
 
 
-class FreePages:
+class PageAllotment:
     """The free pages among `count`, for one thread."""
 
     def __init__(self, count: int) -> None:
@@ -25,10 +25,10 @@ class FreePages:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Returns `count` pages, which are the caller's from now on. Raises PagesExhausted."""
+        """Returns `count` pages, which are the caller's from now on. Raises NoFreePages."""
         if count > len(self):
             lent = sum(len(pages) for _, pages in self._lent)
-            raise PagesExhausted(f"{count} pages of {self._count}: {len(self._free)} are free, transfers have {lent}")
+            raise NoFreePages(f"{count} pages of {self._count}: {len(self._free)} are free, transfers have {lent}")
         taken, self._free = self._free[:count], self._free[count:]
         return taken
 

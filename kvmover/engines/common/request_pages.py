@@ -1,4 +1,4 @@
-"""A PageTable grows with its request: the ids of its pages in order, as a list for kvmover and a tensor for kernels."""
+"""RequestPages grow with their request: ids of pages in order, a list for kvmover and a tensor for the model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class PageTable:
+class RequestPages:
     """The pages of a request, of `page_tokens` tokens each. `take` returns so many free pages, which are its own then.
 
     Tensors are on `device`.
