@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvmover.engines.common import Contract
 from kvmover.engines.sglang.sglang_contract import SGLANG
+from kvmover.engines.transformers.transformers_contract import TRANSFORMERS
 from kvmover.engines.vllm.vllm_contract import VLLM
 from perf.command_line import options
 from perf.record import read
@@ -76,7 +77,7 @@ parts of several ranks in the order of their devices' numbers: such chunks are r
 
 def page() -> str:
     """Returns the page."""
-    releases = [HEAD, *_plugins([VLLM, SGLANG]), NAMES, SCANS, *_scans(), ""]
+    releases = [HEAD, *_plugins([VLLM, SGLANG, TRANSFORMERS]), NAMES, SCANS, *_scans(), ""]
     return "\n".join([*releases, PAIRS, *_pairs(), STORES, *_upgrades()]) + "\n"
 
 

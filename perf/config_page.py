@@ -15,7 +15,8 @@ HEAD = """\
 # Configuration
 
 Every setting has a default, a key in a TOML file, and an environment variable. The environment goes over the file,
-and an engine's own options ([vLLM](vllm.md), [SGLang](sglang.md)) go over both. An adapter may have other defaults;
+and an engine's own options ([vLLM](vllm.md), [SGLang](sglang.md), [transformers](transformers.md)) go over
+both. An adapter may have other defaults;
 the text of a setting names them. `kvmover config` prints all settings as TOML. A default is a comment;
 behind any other value stands where it was set. The output can be used as a file again.
 

@@ -51,6 +51,11 @@ _ENGINES = {
     "vllm": "vLLM",
     "sglang-vllm": "SGLang to vLLM",
     "vllm-sglang": "vLLM to SGLang",
+    "transformers-transformers": "transformers to itself",
+    "transformers-vllm": "transformers to vLLM",
+    "vllm-transformers": "vLLM to transformers",
+    "transformers-sglang": "transformers to SGLang",
+    "sglang-transformers": "SGLang to transformers",
     "sglang and vllm": "SGLang and vLLM",
 }
 

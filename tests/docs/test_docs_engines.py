@@ -13,14 +13,16 @@ import pytest
 from kvmover.config import Settings, keys
 from kvmover.config.load import toml
 from kvmover.config.settings import value_of
-from kvmover.engines.common import ContentOptions
+from kvmover.engines.common import RANK_DEFAULTS, RANK_KEYS, ContentOptions
 from kvmover.engines.sglang import sglang_options as sglang
+from kvmover.engines.transformers import transformers_options as transformers
 from kvmover.engines.vllm import vllm_options as vllm
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 ADAPTERS = [
     pytest.param("vllm.md", vllm.ConnectorOptions, vllm.KEYS, vllm.DEFAULTS, id="vllm"),
     pytest.param("sglang.md", sglang.StoreOptions, sglang.STORE_KEYS, Settings(), id="sglang"),
+    pytest.param("transformers.md", transformers.TransformersOptions, RANK_KEYS, RANK_DEFAULTS, id="transformers"),
 ]
 
 

@@ -16,11 +16,11 @@ import numpy as np
 
 from kvmover.cache.ledger.account import Account, AccountGroup, AttemptPhase, Loss
 from kvmover.cache.prefix import kv_events
+from kvmover.engines.common import transfer_params as vllm
 from kvmover.engines.common.cards import Cards
 from kvmover.engines.common.first_token import FirstToken
 from kvmover.engines.sglang import pd_driver
 from kvmover.engines.sglang.pd_exchange import RankCard
-from kvmover.engines.vllm import transfer_params as vllm
 from kvmover.kernels.cuda_exports import Export, HandleKind
 from kvmover.kernels.cuda_virtual import HANDLE_BYTES
 from kvmover.layout import Codec, Component, CpOrder, Fleet, PoolSpec, Span, Stripe

@@ -89,6 +89,7 @@ def _forkserver(ground: Ground) -> Forkserver:
         LOGS.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, **_QUIET, **ground.environment}
         environment["PATH"] = f"{home / 'bin'}{os.pathsep}{environment['PATH']}"
+        environment.pop("KVMOVER_LIVE_KEEP", None)  # of the tests; kvmover refuses a setting that it does not know
         environment.pop("PYTHONDONTWRITEBYTECODE", None)  # without byte code a start takes minutes
         log = LOGS / f"{ground.engine}-ground-{len(ground.modules)}.log"
         _forkservers[key] = Forkserver(home / "bin" / "python", ground.modules, environment, log)

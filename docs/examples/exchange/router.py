@@ -5,7 +5,8 @@
     python router.py --port 8000 \
         --prefill vllm http://10.0.0.2:8100 10.0.0.2:14600 --decode sglang http://10.0.0.1:30001
 
-The third word behind `--prefill` is where its ranks are found: SGLang's bootstrap port, or kvmover's `port` in vLLM.
+The third word behind `--prefill` is where its ranks are found: SGLang's bootstrap port, or kvmover's `port` in vLLM and
+in `transformers`, the third make, whose server is transformers_server.py beside this file.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ def for_prefill(make: str, body: Body, room: Room) -> dict[str, Any]:
     short = {name: value for name, value in body.items() if name not in ("stream_options", "min_tokens")}
     short |= {name: 1 for name in ("max_tokens", "max_completion_tokens") if name in body} or {"max_tokens": 1}
     short["stream"] = False
-    if make == "vllm":
+    if make != "sglang":
         return short | {"kv_transfer_params": {"do_remote_decode": True, "bootstrap_room": room.number}}
     return short | room.words()
 
 
 def for_decode(make: str, body: Body, room: Room, first: Body | None) -> dict[str, Any]:
     """The half that answers. `first`: what vLLM's prefill answered, which has the first token's log probability."""
-    if make == "vllm":
+    if make != "sglang":
         return {**body, "kv_transfer_params": {"do_remote_prefill": True, **room.words()}}
     told = _logprobs(first) if first else {}
     return {**body, **room.words(), "custom_params": {**(body.get("custom_params") or {}), **told}}

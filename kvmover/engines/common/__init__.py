@@ -16,13 +16,18 @@ if TYPE_CHECKING:
         digest_of_checkpoint,
     )
     from kvmover.engines.common.contract import Contract, EngineUnsupported, Need, is_of, odd_ones, of_known_fields
+    from kvmover.engines.common.device_marks import Event, Mark, marks
     from kvmover.engines.common.dialling import HostNotAllowed, address_of
     from kvmover.engines.common.directories import Directory, open_directory
     from kvmover.engines.common.exchange import EXCHANGED_DTYPES, exchanged
     from kvmover.engines.common.first_token import FirstToken, ToldLogprobs, told_logprobs
     from kvmover.engines.common.hinted_requests import HINTS_KEYS, HintedRequests, outcome_of, pin_limits
+    from kvmover.engines.common.loaded_weights import changes_of, check_loaded
+    from kvmover.engines.common.lone_rank import RANK_DEFAULTS, RANK_KEYS, Fetched, LoneRank, RankOptions
+    from kvmover.engines.common.meetings import Call, Meetings, begun_or_failed
     from kvmover.engines.common.neighbours import Neighbours, open_peer_tier, peer_wire
     from kvmover.engines.common.options import STORE_KEYS, WEIGHT_KEYS, ContentOptions, read_options
+    from kvmover.engines.common.page_allotment import NoFreePages, PageAllotment
     from kvmover.engines.common.pages import (
         BounceBuffer,
         Election,
@@ -37,6 +42,7 @@ if TYPE_CHECKING:
         page_ids,
     )
     from kvmover.engines.common.parallel_rank import ParallelRank, layers_of
+    from kvmover.engines.common.pool_store import PoolStore
     from kvmover.engines.common.prompt_content import (
         TOKENS_ALONE,
         PromptHasher,
@@ -46,8 +52,19 @@ if TYPE_CHECKING:
         content_of,
         digest_of_tensors,
     )
+    from kvmover.engines.common.request_pages import RequestPages
     from kvmover.engines.common.routing_hints import RoutingHints, TenantGroups, hints_of
     from kvmover.engines.common.store import Upkeep, open_row_tier, open_store
+    from kvmover.engines.common.transfer_params import (
+        LastTurn,
+        Remote,
+        RequestAsk,
+        Running,
+        Serve,
+        answer,
+        answer_of_turn,
+        asked,
+    )
     from kvmover.engines.common.weights import (
         NO_VERSION,
         UPDATED,
@@ -85,6 +102,11 @@ _HOMES = {
         "digest_of_adapter",
         "digest_of_checkpoint",
     ),
+    "page_allotment": ("PageAllotment", "NoFreePages"),
+    "lone_rank": ("RANK_DEFAULTS", "RANK_KEYS", "Fetched", "LoneRank", "RankOptions"),
+    "pool_store": ("PoolStore",),
+    "request_pages": ("RequestPages",),
+    "loaded_weights": ("changes_of", "check_loaded"),
     "exchange": (
         "EXCHANGED_DTYPES",
         "exchanged",
@@ -99,6 +121,16 @@ _HOMES = {
         "HintedRequests",
         "outcome_of",
         "pin_limits",
+    ),
+    "device_marks": (
+        "Event",
+        "Mark",
+        "marks",
+    ),
+    "meetings": (
+        "Call",
+        "Meetings",
+        "begun_or_failed",
     ),
     "neighbours": (
         "Neighbours",
@@ -147,6 +179,16 @@ _HOMES = {
         "open_row_tier",
         "open_store",
     ),
+    "transfer_params": (
+        "LastTurn",
+        "Remote",
+        "RequestAsk",
+        "Running",
+        "Serve",
+        "answer",
+        "answer_of_turn",
+        "asked",
+    ),
     "weights": (
         "NO_VERSION",
         "UPDATED",
@@ -165,11 +207,14 @@ __all__ = [
     "EXCHANGED_DTYPES",
     "HINTS_KEYS",
     "NO_VERSION",
+    "RANK_DEFAULTS",
+    "RANK_KEYS",
     "STORE_KEYS",
     "TOKENS_ALONE",
     "UPDATED",
     "WEIGHT_KEYS",
     "BounceBuffer",
+    "Call",
     "CardServer",
     "Cards",
     "CheckpointDigest",
@@ -180,21 +225,36 @@ __all__ = [
     "EmptyBackend",
     "EngineMake",
     "EngineUnsupported",
+    "Event",
+    "Fetched",
     "FirstToken",
     "HintedRequests",
     "HostNotAllowed",
     "InPlaceBackend",
+    "LastTurn",
+    "LoneRank",
+    "Mark",
+    "Meetings",
     "Need",
     "Neighbours",
+    "NoFreePages",
     "Numbers",
     "PackedBackend",
+    "PageAllotment",
     "ParallelRank",
     "PoolBackend",
+    "PoolStore",
     "PromptHasher",
     "PromptInput",
     "PromptParts",
     "RankGroup",
+    "RankOptions",
+    "Remote",
+    "RequestAsk",
+    "RequestPages",
     "RoutingHints",
+    "Running",
+    "Serve",
     "ServedWeights",
     "TenantGroups",
     "ToldLogprobs",
@@ -203,8 +263,14 @@ __all__ = [
     "WeightSource",
     "adapter_parts",
     "address_of",
+    "answer",
+    "answer_of_turn",
     "as_bytes",
+    "asked",
+    "begun_or_failed",
     "caller",
+    "changes_of",
+    "check_loaded",
     "combined",
     "computed_once",
     "content_of",
@@ -219,6 +285,7 @@ __all__ = [
     "identified",
     "is_of",
     "layers_of",
+    "marks",
     "odd_ones",
     "of_all",
     "of_known_fields",

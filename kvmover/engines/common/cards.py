@@ -38,6 +38,7 @@ class EngineMake(StrEnum):
     """The make of an engine. The payload beside the KV is in its adapter's format."""
 
     SGLANG = "sglang"
+    TRANSFORMERS = "transformers"
     VLLM = "vllm"
 
 
@@ -90,9 +91,9 @@ class CardServer:
         self._thread = Thread(target=self._server.serve_forever, args=(0.05,), daemon=True, name="kvmover-cards")
         self._thread.start()
 
-    def lay_out(self, engine: str, cards: Sequence[bytes]) -> None:
+    def lay_out(self, engine: str, cards: Sequence[bytes], make: EngineMake = EngineMake.VLLM) -> None:
         """Serve these cards from now on."""
-        self._body = Cards(engine, tuple(cards)).encode()
+        self._body = Cards(engine, tuple(cards), make).encode()
 
     def close(self) -> None:
         """Free the port and end the thread."""

@@ -7,11 +7,12 @@ Headers are read whole and tensors in samples, by at most `MOST_READS` reads, wh
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -185,18 +186,7 @@ def _files_of(folder: Path) -> tuple[list[Path], int]:
 def _digest_of_files(files: tuple[_Signature, ...], reads: int) -> CheckpointDigest:
     with ExitStack() as stack:
         opened = {file.path: _opened(file.path, stack) for file in files}
-        tensors: dict[str, TensorPlace] = {}
-        for file in files:
-            if reads + 2 + SAMPLED_TENSORS > MOST_READS:
-                raise UnknownWeights(
-                    f"{file.path.parent} has {len(files)} files of safetensors: more than are looked at"
-                )
-            header, taken = _header(opened[file.path], file)
-            reads += taken
-            for name, tensor in header.items():
-                if name in tensors:
-                    raise UnknownWeights(f"{file.path} and {tensors[name].file} both have a tensor {name}")
-                tensors[name] = tensor
+        tensors, reads = _tensors_of(files, opened, reads)
         samples: dict[str, bytes] = {}
         for tensor in sampled_of(tensors.values()):
             position, nbytes = tensor.sampled()
@@ -207,6 +197,41 @@ def _digest_of_files(files: tuple[_Signature, ...], reads: int) -> CheckpointDig
     for name in sorted(samples):
         whole.update(samples[name])
     return CheckpointDigest(whole.hexdigest(), len(tensors), reads + len(samples))
+
+
+def _tensors_of(
+    files: Sequence[_Signature], opened: Mapping[Path, int], reads: int
+) -> tuple[dict[str, TensorPlace], int]:
+    """Returns all tensors by name, and the number of reads made, with `reads` of before."""
+    tensors: dict[str, TensorPlace] = {}
+    for file in files:
+        if reads + 2 + SAMPLED_TENSORS > MOST_READS:
+            raise UnknownWeights(f"{file.path.parent} has {len(files)} files of safetensors: more than are looked at")
+        header, taken = _header(opened[file.path], file)
+        reads += taken
+        for name, tensor in header.items():
+            if name in tensors:
+                raise UnknownWeights(f"{file.path} and {tensors[name].file} both have a tensor {name}")
+            tensors[name] = tensor
+    return tensors, reads
+
+
+def samples_of(folder: Path) -> Iterator[tuple[TensorPlace, int, bytes]]:
+    """Yield the sampled tensors of a checkpoint: each with the number of the first whole element in its sample, and the
+    bytes of the sample's whole elements. Raises UnknownWeights as `digest_of_checkpoint`.
+    """
+    try:
+        files, reads = _files_of(folder)
+        with ExitStack() as stack:
+            opened = {file: _opened(file, stack) for file in files}
+            for each in sampled_of(_tensors_of(_signed(files), opened, reads)[0].values()):
+                count, nbytes = prod(each.shape), each.stop - each.start
+                width = max(1, nbytes // max(1, count))
+                first = (each.sampled()[0] - each.start) // width
+                read = min(SAMPLE_BYTES // width, count - first) * width
+                yield each, first, _read(opened[each.file], each.file, read, each.start + first * width)
+    except OSError as error:
+        raise UnknownWeights(f"{folder} cannot be read: {error}") from error
 
 
 @lru_cache(maxsize=1024)

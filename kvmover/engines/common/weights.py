@@ -53,8 +53,12 @@ class WeightSource:
         """
         if self.form not in _AS_THEY_ARE:
             raise UnknownWeights(f"{self.path} is loaded as {self.form}")
-        found = digest_of_checkpoint(_folder(self.path, self.revision, self.cache)).digest
+        found = digest_of_checkpoint(self.folder()).digest
         return combined([found, f"quantized as {self.quantized}"]) if self.quantized else found
+
+    def folder(self) -> Path:
+        """Returns the folder of the files on this machine. Raises UnknownWeights if there is none."""
+        return _folder(self.path, self.revision, self.cache)
 
 
 def digest_of_sources(sources: Sequence[WeightSource]) -> str:

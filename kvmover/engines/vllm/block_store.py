@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvmover.cache.page_tiers import StoreWorker, has_become
 from kvmover.config.settings import StoreSettings
-from kvmover.engines.common import BounceBuffer, PackedBackend, Upkeep, election, of_all, open_store
+from kvmover.engines.common import BounceBuffer, Event, PackedBackend, Upkeep, election, of_all, open_store
 from kvmover.engines.vllm.caches import ComponentCache
 from kvmover.engines.vllm.connector_metadata import LoadSpec, SaveSpec
 from kvmover.errors import KvmoverError
@@ -35,18 +35,6 @@ _MOST_AWAITED = 1 << 16
 
 #: The most blocks whose event was published; a dropped one is published again with its next prompt.
 _MOST_TOLD = 1 << 18
-
-
-class Event(Protocol):
-    """A CUDA event, or its equivalent on a device that computes synchronously."""
-
-    def query(self) -> bool:
-        """Returns True if the event has passed, without waiting."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait on the host until the event has passed."""
-        ...
 
 
 def page_of(block_hash: bytes) -> bytes:

@@ -21,6 +21,7 @@ from kvmover.engines.common import (
     digest_of_sources,
     identified,
     layers_of,
+    marks,
     pin_limits,
 )
 from kvmover.engines.vllm import vllm_api
@@ -44,7 +45,7 @@ from kvmover.engines.vllm.vllm_content import token_hashes
 from kvmover.engines.vllm.vllm_contract import hashed_tokens
 from kvmover.engines.vllm.vllm_options import parse
 from kvmover.engines.vllm.vllm_weight_updates import follow_in_scheduler, follow_in_worker
-from kvmover.engines.vllm.worker import ConnectorWorker, Ended, FailureLog, marks
+from kvmover.engines.vllm.worker import ConnectorWorker, Ended, FailureLog
 from kvmover.layout import Fleet
 from kvmover.observe.logs import Guest
 from kvmover.observe.metrics import MoverCollector

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvmover.engines.vllm.transfer_params import Remote
+from kvmover.engines.common import Remote
 from kvmover.transfer.protocol.content import Content
 from kvmover.transfer.result import Service
 

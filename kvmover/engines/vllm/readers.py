@@ -9,7 +9,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from kvmover.engines.vllm.transfer_params import Remote
+from kvmover.engines.common import Remote
 from kvmover.transfer.protocol.content import Content
 
 #: Prompts that are remembered as fetched, the latest ones.

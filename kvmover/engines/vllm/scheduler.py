@@ -13,7 +13,17 @@ from enum import Enum, Flag, auto
 from time import monotonic
 from typing import Any, Protocol
 
-from kvmover.engines.common import FirstToken
+from kvmover.engines.common import (
+    FirstToken,
+    LastTurn,
+    Remote,
+    RequestAsk,
+    Running,
+    Serve,
+    answer,
+    answer_of_turn,
+    asked,
+)
 from kvmover.engines.vllm.connector_metadata import (
     AbortSpec,
     AttachSpec,
@@ -29,16 +39,6 @@ from kvmover.engines.vllm.connector_metadata import (
 )
 from kvmover.engines.vllm.families import Families, Family, is_told_of
 from kvmover.engines.vllm.readers import Key, Readers, ReaderTurn
-from kvmover.engines.vllm.transfer_params import (
-    LastTurn,
-    Remote,
-    RequestAsk,
-    Running,
-    Serve,
-    answer,
-    answer_of_turn,
-    asked,
-)
 from kvmover.engines.vllm.vllm_content import RequestContent
 from kvmover.repeats import Repeats, form_of
 from kvmover.transfer.protocol.content import Content, IdentityCheck, disagreement

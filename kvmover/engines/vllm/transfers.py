@@ -6,21 +6,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from threading import Lock
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from kvmover.engines.common import Cards
+from kvmover.engines.common import Call, Meetings, Remote, begun_or_failed
 from kvmover.engines.vllm.connector_metadata import ReceiveSpec, ReleaseSpec, SendSpec
-from kvmover.engines.vllm.transfer_params import Remote
-from kvmover.errors import KvmoverError, PeerUnknown, TransportError
-from kvmover.foreign_text import MOST_SAID, printable
-from kvmover.transfer import Model, Mover, Progress, Result, Transfer
+from kvmover.errors import TransportError
+from kvmover.transfer import Model, Progress, Result, Transfer
 from kvmover.transfer.arguments import page_tables
 from kvmover.transfer.protocol.content import Content
 from kvmover.transfer.result import Gate
@@ -28,14 +25,8 @@ from kvmover.transport import Transport
 
 log = logging.getLogger(__name__)
 
-#: The number of engines called at the same time. Engines met before need no call.
-_CALLERS = 4
-
 #: Page tables, one a component.
 Pages = Sequence[npt.ArrayLike]
-
-#: A function that returns an engine's name and cards from a host and port. Raises KvmoverError.
-Call = Callable[[str, int], Cards]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +62,18 @@ class RequestTransfers:
     _sends: dict[str, Future[Transfer]] = field(default_factory=dict[str, "Future[Transfer]"])
     _fetches: dict[str, Future[Transfer]] = field(default_factory=dict[str, "Future[Transfer]"])
     _quarantined: dict[str, Transfer] = field(default_factory=dict[str, Transfer])
-    _meetings: dict[str, Future[str]] = field(default_factory=dict[str, "Future[str]"])
-    _lock: Lock = field(default_factory=Lock)
-    _callers: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(_CALLERS, thread_name_prefix="kvmover-call")
-    )
+    _meetings: Meetings = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._meetings = Meetings(self.progress, self.call)
 
     def send(self, spec: SendSpec, pages: Pages, gates: Sequence[Gate] | None) -> None:
         """Offer a request, under the name by which the other engine asks for it."""
         tables = page_tables(pages)
         keep_s, service, content = spec.keep_s, spec.service, spec.content
-        self._sends[spec.request] = self._started(
-            lambda mover: mover.send(spec.transfer, tables, gates, deadline_s=keep_s, service=service, content=content)
+        self._sends[spec.request] = begun_or_failed(
+            self.progress,
+            lambda mover: mover.send(spec.transfer, tables, gates, deadline_s=keep_s, service=service, content=content),
         )
 
     def produced(self, request: str, gate: Gate, pages: Pages | None, contents: Sequence[Content] = ()) -> None:
@@ -176,81 +167,20 @@ class RequestTransfers:
 
     def rejoin(self, make: Callable[[], Transport], model: Model, reason: str) -> None:
         """End open transfers for `reason`, and meet engines anew, as `model`: see Progress.rejoin."""
-        with self._lock:
-            self._meetings.clear()
+        self._meetings.forget()
         self.progress.rejoin(make, model, reason)
 
     def close(self) -> None:
         """Cancel calls, and close the mover and its thread."""
-        self._callers.shutdown(wait=False, cancel_futures=True)
+        self._meetings.close()
         self.progress.close()
 
     def _fetch(self, request: str, remote: Remote, positions: range, tables: Pages, content: Content | None) -> None:
-        """Ask an engine once it is met; one that restarted under its old name is met again, once."""
-        fetch = self._fetches[request] = Future[Transfer]()
-        meetings: list[Future[str]] = []
-
-        def meet() -> None:
-            meetings.append(self._meet(remote, meetings[-1] if meetings else None))
-            meetings[-1].add_done_callback(ask)
-
-        def ask(met: Future[str]) -> None:
-            if (error := _error(met)) is not None:
-                fetch.set_exception(error)
-                return
-            self._started(
-                lambda mover: mover.receive(remote.transfer, met.result(), positions, tables, content=content)
-            ).add_done_callback(answered)
-
-        def answered(begun: Future[Transfer]) -> None:
-            error = begun.exception()
-            if isinstance(error, PeerUnknown) and len(meetings) == 1:
-                meet()
-            elif error is not None:
-                fetch.set_exception(error)
-            else:
-                fetch.set_result(begun.result())
-
-        meet()
-
-    def _meet(self, remote: Remote, before: Future[str] | None) -> Future[str]:
-        """Returns a future with the engine's name, done when its ranks are connected: one call, shared by all its
-        requests.
-
-        The engine is called anew if the last call failed, or led to an engine that is gone: `before`.
-        """
-        key = remote.engine or f"{remote.host}:{remote.port}"
-        with self._lock:
-            meeting = self._meetings.get(key)
-            if meeting is None or meeting is before or (meeting.done() and _error(meeting) is not None):
-                meeting = self._meetings[key] = self._called(remote)
-            return meeting
-
-    def _called(self, remote: Remote) -> Future[str]:
-        try:
-            return self._callers.submit(self._call, remote)
-        except RuntimeError as error:  # `close` was called
-            failed: Future[str] = Future()
-            failed.set_exception(error)
-            return failed
-
-    def _call(self, remote: Remote) -> str:
-        found = self.call(remote.host, remote.port)
-        if remote.engine not in ("", found.engine):
-            is_now, was = printable(found.engine, MOST_SAID), printable(remote.engine, MOST_SAID)
-            raise KvmoverError(f"{printable(remote.host, MOST_SAID)}:{remote.port} is engine {is_now} now, not {was}")
-        for card in found.cards:
-            self.progress.submit(lambda mover, card=card: mover.connect(card)).result()
-        return found.engine
-
-    def _started(self, call: Callable[[Mover], Transfer]) -> Future[Transfer]:
-        """Returns a future transfer, or its error, of a closed mover too."""
-        try:
-            return self.progress.begin(call)
-        except TransportError as error:
-            failed: Future[Transfer] = Future()
-            failed.set_exception(error)
-            return failed
+        """Ask an engine once it is met."""
+        self._fetches[request] = self._meetings.begin(
+            remote,
+            lambda mover, engine: mover.receive(remote.transfer, engine, positions, tables, content=content),
+        )
 
     def _abort(self, begun: Future[Transfer], reason: str) -> None:
         def abort(done: Future[Transfer]) -> None:
@@ -258,11 +188,6 @@ class RequestTransfers:
                 self.progress.tell(done.result(), lambda mover: mover.abort(done.result(), reason))
 
         begun.add_done_callback(abort)
-
-
-def _error(done: Future[str]) -> BaseException | None:
-    """Returns the error of a call, also of one that `close` cancelled; None if it succeeded."""
-    return TransportError("this side closed") if done.cancelled() else done.exception()
 
 
 def _taken(

@@ -7,9 +7,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from kvmover.engines.vllm.block_store import Event, OffloadWorker
+from kvmover.engines.common import Mark
+from kvmover.engines.vllm.block_store import OffloadWorker
 from kvmover.engines.vllm.caches import ComponentCache
 from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, RankEnding, ReceiveSpec, SendSpec, Tables
 from kvmover.engines.vllm.transfers import Over, RequestTransfers
@@ -21,16 +22,7 @@ from kvmover.transfer.protocol.content import Content
 from kvmover.transfer.result import ALL, Cause, Gate
 from kvmover.transport import Transport
 
-if TYPE_CHECKING:
-    import torch
-
 log = logging.getLogger(__name__)
-
-
-class Mark(Protocol):
-    """A function that records an event behind all computation so far."""
-
-    def __call__(self) -> Event: ...
 
 
 class Tell(Protocol):
@@ -300,27 +292,3 @@ class ConnectorWorker:
 def _positions(stop: int | None) -> int:
     """Returns the position below which all is computed; None stands for the whole request."""
     return ALL if stop is None else stop
-
-
-class _Now:
-    """The event of a device that computes synchronously."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-
-def marks(device: torch.device) -> Mark:
-    """Returns a function that records an event behind the work of `device`."""
-    if device.type != "cuda":
-        return _Now
-    import torch
-
-    def mark() -> Event:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(device))
-        return event
-
-    return mark

@@ -20,9 +20,8 @@ import pytest
 import torch
 from bench import KV_HEADS, POISON, Factory, Role, Shape, allocate, caching, config_of, configs
 
-from kvmover.engines.common import CardServer
+from kvmover.engines.common import CardServer, Remote
 from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, ReceiveSpec, SendSpec
-from kvmover.engines.vllm.transfer_params import Remote
 from kvmover.errors import KvmoverError
 from tests.safetensors_files import tiny, write_checkpoint
 

@@ -12,11 +12,10 @@ import pytest
 import torch
 from test_vllm_scheduler import REMOTE, TOKENS, Request, content, received, step, tables
 
-from kvmover.engines.common import PromptParts, content_of
+from kvmover.engines.common import PromptParts, answer, content_of
 from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, ReceiveSpec, ReleaseSpec
 from kvmover.engines.vllm.readers import Readers, ReaderTurn
 from kvmover.engines.vllm.scheduler import ConnectorScheduler, Home, RequestOutcome
-from kvmover.engines.vllm.transfer_params import answer
 from kvmover.engines.vllm.vllm_content import parts_of
 from kvmover.transfer import Content
 from kvmover.transfer.protocol.content import IdentityCheck

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvmover.engines.common import FirstToken, content_of
+from kvmover.engines.common import FirstToken, Remote, answer, content_of
 from kvmover.engines.vllm.connector_metadata import (
     AbortSpec,
     AttachSpec,
@@ -23,7 +23,6 @@ from kvmover.engines.vllm.connector_metadata import (
     SendSpec,
 )
 from kvmover.engines.vllm.scheduler import ConnectorScheduler, Home, QuarantinedBlocks, RequestOutcome, Role
-from kvmover.engines.vllm.transfer_params import Remote, answer
 from kvmover.transfer import Content
 from kvmover.transfer.result import Service
 

@@ -8,9 +8,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from kvmover.engines.common import Cards
+from kvmover.engines.common import Cards, Remote
 from kvmover.engines.vllm.connector_metadata import ReceiveSpec, SendSpec
-from kvmover.engines.vllm.transfer_params import Remote
 from kvmover.engines.vllm.transfers import RequestTransfers
 from kvmover.transfer import Gate, Mover, Progress
 from tests.transfer.mover_fleets import Pair

@@ -12,7 +12,21 @@ import pytest
 import torch
 
 from kvmover.config import ConfigError
-from kvmover.engines.common import Cards, CardServer, EngineUnsupported, ParallelRank, fetch_cards
+from kvmover.engines.common import (
+    Cards,
+    CardServer,
+    EngineUnsupported,
+    LastTurn,
+    ParallelRank,
+    Remote,
+    RequestAsk,
+    Running,
+    Serve,
+    answer,
+    answer_of_turn,
+    asked,
+    fetch_cards,
+)
 from kvmover.engines.vllm.block_store import page_of
 from kvmover.engines.vllm.caches import (
     CacheGroup,
@@ -25,16 +39,6 @@ from kvmover.engines.vllm.caches import (
     number_of,
     of_all_stages,
     pools_of,
-)
-from kvmover.engines.vllm.transfer_params import (
-    LastTurn,
-    Remote,
-    RequestAsk,
-    Running,
-    Serve,
-    answer,
-    answer_of_turn,
-    asked,
 )
 from kvmover.engines.vllm.vllm_options import ConnectorOptions, parse
 from kvmover.errors import TransportError

@@ -10,7 +10,7 @@ from threading import Event
 import pytest
 import torch
 
-from kvmover.engines.common import Cards, ParallelRank
+from kvmover.engines.common import Cards, ParallelRank, Remote
 from kvmover.engines.vllm.caches import BackedTransport, CacheGroup, LayerCache, ModelTotals, component_caches, pools_of
 from kvmover.engines.vllm.connector_metadata import (
     AbortSpec,
@@ -25,7 +25,6 @@ from kvmover.engines.vllm.connector_metadata import (
     Tables,
     Tally,
 )
-from kvmover.engines.vllm.transfer_params import Remote
 from kvmover.engines.vllm.transfers import Over, RequestTransfers
 from kvmover.engines.vllm.worker import ConnectorWorker, Ended, FailureLog
 from kvmover.errors import TransportError
