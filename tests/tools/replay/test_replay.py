@@ -127,7 +127,7 @@ def test_a_host_full_of_second_copies_is_a_loss_by_its_own_name() -> None:
 @given(st.integers(0, 2**32), st.integers(1, 6), st.integers(0, 6), st.sampled_from([0, 2, 64]))
 @settings(max_examples=40)
 def test_more_of_a_tier_loses_no_hits(seed: int, device: int, host: int, storage: int) -> None:
-    """A host beside a device loses none; more of a device, of a host or of storage no more than 2 % of the prompts.
+    """A host beside a device loses none; more of a device, of a host or of storage no more than 5 % of the prompts.
 
     In halves of the longest prompt. A host that is all taken by one prompt on its way lets others go.
     """
@@ -140,7 +140,7 @@ def test_more_of_a_tier_loses_no_hits(seed: int, device: int, host: int, storage
 
     least = hits(fewer)
     assert least >= hits(ReplayConfig(64, fewer.device_tokens))
-    least -= sum(request.input_length for request in requests) // 50
+    least -= sum(request.input_length for request in requests) // 20
     assert hits(replace(fewer, device_tokens=(device + 2) * half)) >= least
     assert hits(replace(fewer, host_tokens=(host + 1) * half)) >= least
     if host:
