@@ -29,6 +29,7 @@ TARGETS = [
     "mooncake",
     "simulate",
     "engines",
+    "scan",
     "indexer",
     "live",
     "live-pair",
