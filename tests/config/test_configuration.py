@@ -352,7 +352,7 @@ def test_reading_a_configuration_loads_the_values_of_its_sections_and_none_of_th
     loaded = done.stdout.split()
     assert not {name.split(".")[0] for name in loaded} & {"torch", "triton", "nixl", "cupy"}
     ours = [name for name in loaded if name.startswith("kvmover.")]
-    parts = {"config", "errors", "faces", "fields", "layout", "plan", "store", "transfer"}
+    parts = {"config", "errors", "faces", "fields", "foreign_text", "layout", "plan", "store", "transfer"}
     parts |= {"kernels", "prepared", "shared_memory", "transport", "vocabulary"}
     assert {name.split(".")[1] for name in ours} == parts
     assert [name for name in ours if name.startswith("kvmover.kernels.")] == ["kvmover.kernels.copy_engine"]
