@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvmover import cli
-from perf import readme
+from perf import readme, terminal
 from perf.headline import headline
 
 TEXT = readme.README.read_text()
@@ -57,6 +57,13 @@ def test_every_demo_scenario_is_on_the_first_screen() -> None:
     assert re.findall(r"^\| `([a-z0-9-]+)` \|", shown, re.MULTILINE) == [scenario.name for scenario in SCENARIOS]
 
 
+def test_the_terminal_is_drawn_from_what_was_recorded() -> None:
+    recording = terminal.RECORDING.read_text()
+    assert terminal.PICTURE.read_text() == terminal.drawn(recording), "run: python -m perf.terminal"
+    assert "FAILED" not in recording
+    assert "equal to the last bit" in recording
+
+
 #: Commands of `make pictures`, each with the picture that it draws.
 PICTURES = re.findall(
     r"kvmover (plan .*?) --svg (\S+)$", (readme.README.parent / "Makefile").read_text().replace("\\\n\t\t", ""), re.M
@@ -64,7 +71,7 @@ PICTURES = re.findall(
 
 
 def test_every_picture_of_the_pages_is_drawn_by_a_command() -> None:
-    drawn = {picture for _, picture in PICTURES}
+    drawn = {picture for _, picture in PICTURES} | {str(terminal.PICTURE.relative_to(terminal.PICTURE.parent.parent))}
     root = readme.README.parent
     assert {str(path.relative_to(root)) for path in (root / "docs").glob("*.svg")} == drawn
 

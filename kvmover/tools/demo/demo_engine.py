@@ -90,7 +90,7 @@ def serve(scenario: Scenario, src: Engine, dst: Engine, alone: Transformer, aske
         dst_pages = [*match.page_ids.tolist(), *dst.take(len(prompt) + answer_tokens - match.tokens)]
         moved = range(match.tokens, len(prompt))
         first, gap = ask_all(src.members, "prefill", prompt, src_pages)[0]
-        sent, landed = _move(src, dst, asked.name, moved, src_pages, dst_pages)
+        sent, landed = moved_on(src, dst, asked.name, moved, src_pages, dst_pages)
         rest, gaps = ask_all(dst.members, "decode", first, len(prompt), answer_tokens - 1, dst_pages)[0]
     except CrewError:
         dst.tree.unlock(receipt)
@@ -117,7 +117,7 @@ def serve(scenario: Scenario, src: Engine, dst: Engine, alone: Transformer, aske
     )
 
 
-def _move(
+def moved_on(
     src: Engine, dst: Engine, name: str, moved: range, src_pages: list[int], dst_pages: list[int]
 ) -> tuple[list[Any], list[Any]]:
     """Move on both fleets in parallel. Returns (result, digests) of every source, and of every destination rank.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -45,14 +46,18 @@ class Migrations:
     def serve(self, number: int, prompt: tuple[int, ...], answer_tokens: int) -> RequestReport:
         """Compute an answer on both fleets, and compare. The scenario sets its length, not `answer_tokens`."""
         length = self.scenario.answer_tokens
-        name, cut = f"{self.scenario.name}-{number}", self._random.randrange(length // 2)
+        return self.migrated(number, prompt, length, self._random.randrange(length // 2))
+
+    def migrated(self, number: int, prompt: tuple[int, ...], length: int, cut: int) -> RequestReport:
+        """Compute an answer of `length` tokens, which begins to move after the first and `cut` more; compare."""
+        name = f"{self.scenario.name}-{number}"
         src_pages, dst_pages = (engine.take(len(prompt) + length) for engine in (self.src, self.dst))
         first, gap = ask_all(self.src.members, "prefill", prompt, src_pages)[0]
         early, gaps = ask_all(self.src.members, "decode", first, len(prompt), cut, src_pages)[0]
         answer, gaps = [first, *early], [gap, *gaps]
         source, target = (Party(engine.name, len(engine.members)) for engine in (self.src, self.dst))
         migration = Migration(name, number, source, target, len(prompt) + cut, json.dumps(answer).encode())
-        left, came = self.move(migration, answer, src_pages, dst_pages)
+        left, came = self.move(migration, answer, length, src_pages, dst_pages)
         gaps += left[0].gaps
         owner, pages = (self.dst, dst_pages) if came[0].goes_on else (self.src, src_pages)
         answer = (came if came[0].goes_on else left)[0].answer
@@ -66,18 +71,54 @@ class Migrations:
         moved_by = max(abs(a - b) for a, b in zip([*gaps, *more], self.alone.gaps, strict=True))
         agree = moved_by < self.scenario.gap_tolerance and left[0].goes_on != came[0].goes_on
         wire = _wire(left, came)
-        return RequestReport(name, len(prompt), 0, [*answer, *rest], expected, agree, same, wire, gaps_moved=moved_by)
+        here = len(answer) if came[0].goes_on else length
+        return RequestReport(
+            name, len(prompt), 0, [*answer, *rest], expected, agree, same, wire, gaps_moved=moved_by, source_tokens=here
+        )
+
+    def outlived(
+        self, number: int, prompt: tuple[int, ...], length: int, cut: int, kill_after_s: float
+    ) -> RequestReport:
+        """Compute an answer whose source is killed with SIGKILL as it moves; the other fleet goes on, and compares.
+
+        Rows that had not landed are computed again. The source's pages and processes are gone.
+        """
+        name = f"{self.scenario.name}-{number}"
+        src_pages, pages = (engine.take(len(prompt) + length) for engine in (self.src, self.dst))
+        first, _ = ask_all(self.src.members, "prefill", prompt, src_pages)[0]
+        early, _ = ask_all(self.src.members, "decode", first, len(prompt), cut, src_pages)[0]
+        source, target = (Party(engine.name, len(engine.members)) for engine in (self.src, self.dst))
+        begun = [first, *early]
+        migration = Migration(name, number, source, target, len(prompt) + cut, json.dumps(begun).encode())
+        for member in self.dst.members:
+            member.tell("arrive", migration, pages)
+        for member in self.src.members:
+            member.tell("depart", migration, begun, length - len(begun), src_pages)
+        time.sleep(kill_after_s)
+        for member in self.src.members:
+            member.process.kill()
+        came: list[AnswerShare] = [member.answer() for member in self.dst.members]
+        answer = came[0].answer
+        tokens, source_tokens = (*prompt, *answer[:-1]), len(answer)
+        if came[0].tokens < len(tokens):
+            ask_all(self.dst.members, "catch_up", tokens, came[0].tokens, pages)
+        rest, _ = ask_all(self.dst.members, "decode", answer[-1], len(tokens), length - len(answer), pages)[0]
+        self.dst.free += pages
+        expected = self.alone.generate(prompt, length, ContiguousCache())
+        wire, whole = _wire([], came), [*answer, *rest]
+        return RequestReport(
+            name, len(prompt), 0, whole, expected, True, True, wire, tries=2, source_tokens=source_tokens
+        )
 
     def move(
-        self, migration: Migration, answer: list[int], src_pages: list[int], dst_pages: list[int]
+        self, migration: Migration, answer: list[int], length: int, src_pages: list[int], dst_pages: list[int]
     ) -> tuple[list[AnswerShare], list[AnswerShare]]:
         """Move on both fleets in parallel, until each knows the request's owner.
 
         Returns the source and destination shares.
         """
-        left_to_compute = self.scenario.answer_tokens - len(answer)
         for member in self.src.members:
-            member.tell("depart", migration, answer, left_to_compute, src_pages)
+            member.tell("depart", migration, answer, length - len(answer), src_pages)
         came: list[AnswerShare] = ask_all(self.dst.members, "arrive", migration, dst_pages)
         return [member.answer() for member in self.src.members], came
 

@@ -27,6 +27,9 @@ from kvmover.transport import NixlTransport
 if TYPE_CHECKING:
     from torch import Tensor
 
+#: Tokens scored between two answers to peers.
+_SCORED_AT_ONCE = 64
+
 #: Digests of cached rows by (layer, kv, head) of the whole model: equal wherever the same rows are held.
 Digests = dict[tuple[int, int, int], str]
 
@@ -137,6 +140,14 @@ class DemoRank:
             answer.append(self._model.decode(answer[-1], position + step, cache))
         return answer[1:], self._model.gaps[len(self._model.gaps) - count :]
 
+    def score(self, tokens: tuple[int, ...], start: int, pages: list[int]) -> list[float]:
+        """Compute the surprise of each of tokens[start + 1:]; the rows of [0, start) are in the pages."""
+        surprises, cache = list[float](), self._cache(pages)
+        for first in range(start, len(tokens) - 1, _SCORED_AT_ONCE):
+            surprises += self._model.score(tokens[: first + 1 + _SCORED_AT_ONCE], first, cache)
+            self._mover.poll()  # peers take a silent rank for dead
+        return surprises
+
     def close(self) -> None:
         """End the mover and its observers."""
         self._mover.close()
@@ -163,7 +174,8 @@ class DemoRank:
         import torch
 
         plane = self._pool.plane(layer, kv)
-        return StoredPlane(plane.view(torch.uint8), self._form) if self._form else plane
+        as_computed = plane.dtype == getattr(torch, self._model.config.dtype)
+        return plane if as_computed or not self._form else StoredPlane(plane.view(torch.uint8), self._form)
 
     def _as_landed(self, rows: Tensor) -> Tensor:
         """Convert rows of this pool to the decode fleet's form, by the definition."""

@@ -1,8 +1,8 @@
 """The demo's prefill fleets make KV by real forward passes, kvmover moves it, decode fleets continue from it.
 
 A scenario runs on its fleets against the model in one process. `ScenarioRun`: two fleets that live together. `Lives`:
-fleets one after another. `Rolling`: fleets replaced while others serve. `Migrations`: fleets whose answers move while
-they are computed. `Lenders`: fleets that lend each other pages.
+fleets one after another. `English`: a trained model answers questions. `Rolling`: fleets replaced while others serve.
+`Migrations`: fleets whose answers move while they are computed. `Lenders`: fleets that lend each other pages.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from kvmover.config import ConfigError, load
 from kvmover.config.settings import Settings
@@ -36,6 +37,7 @@ from kvmover.tools import top
 from kvmover.tools.demo.crew import Crew, ask, ask_all
 from kvmover.tools.demo.demo_engine import POOL_TOKENS, Asked, Engine, serve
 from kvmover.tools.demo.demo_report import RequestReport, RunReport, ScenarioReport, show
+from kvmover.tools.demo.english import QUESTIONS, English, shown
 from kvmover.tools.demo.lenders import Lenders
 from kvmover.tools.demo.lives import LIFE_POOL_TOKENS, Lives
 from kvmover.tools.demo.migrations import Migrations
@@ -79,7 +81,7 @@ class ScenarioRun:
 
 
 #: The server of a scenario's requests.
-Stage = ScenarioRun | Lives | Lenders | Rolling | Migrations
+Stage = ScenarioRun | Lives | Lenders | Rolling | Migrations | English
 
 #: Defaults for processes of one machine that move a few MB.
 MOVER = MoverConfig(costs=HOST, arena_bytes=8 << 20, exports=Exports.POOLS)
@@ -212,7 +214,11 @@ def _run_in_view(options: DemoOptions, notes: Console) -> RunReport:
         with _top(addresses, progress, notes):
             return run(options, step)
     with progress:
-        return run(options, step)
+        return run(options, step, progress.console.print if not options.as_json else _nothing)
+
+
+def _nothing(text: Text) -> None:
+    """Say nothing of an answer: the report has it."""
 
 
 @contextmanager
@@ -237,8 +243,11 @@ def _top(addresses: str, progress: Progress, notes: Console) -> Generator[None]:
             thread.join()
 
 
-def run(options: DemoOptions, step: Callable[[str, int], None]) -> RunReport:
-    """Run the scenarios on one crew of processes. `step` gets the current work and the number of requests ended."""
+def run(options: DemoOptions, step: Callable[[str, int], None], say: Callable[[Text], None] = _nothing) -> RunReport:
+    """Run the scenarios on one crew of processes.
+
+    `step` gets the current work and the number of requests ended, `say` each answer in a language as it is complete.
+    """
     began, settings = time.monotonic(), options.settings
     scenarios = choose(options.scenarios)
     plays = [(scenario, _requests(options, scenario)) for scenario in scenarios]  # bad ones start no process
@@ -258,11 +267,13 @@ def run(options: DemoOptions, step: Callable[[str, int], None]) -> RunReport:
             seeded = replace(scenario, model=replace(scenario.model, seed=options.seed))
             place = Path(folder) / scenario.name
             place.mkdir()
-            reports.append(_play(_stage(seeded, crew, place, options), requests, step))
+            reports.append(_play(_stage(seeded, crew, place, options), requests, step, say))
     return RunReport.of(reports, time.monotonic() - began)
 
 
 def _stage(scenario: Scenario, crew: Crew, folder: Path, options: DemoOptions) -> Stage:
+    if scenario.speaks:
+        return English(scenario, crew, folder, options.settings)
     if scenario.lives:
         root = folder if options.store is None else store_location(options.store)
         return Lives(scenario, crew, folder, root, options.requests_each, options.settings)
@@ -313,7 +324,9 @@ def _ended_by_a_signal() -> Generator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _play(stage: Stage, requests: Chats | Traced, step: Callable[[str, int], None]) -> ScenarioReport:
+def _play(
+    stage: Stage, requests: Chats | Traced, step: Callable[[str, int], None], say: Callable[[Text], None]
+) -> ScenarioReport:
     """Serve all requests of a scenario, in order of arrival."""
     scenario = stage.scenario
     ranks = " + ".join(str(fleet.fleet.size) for fleet in scenario.fleets)
@@ -322,16 +335,23 @@ def _play(stage: Stage, requests: Chats | Traced, step: Callable[[str, int], Non
     for number, (prompt, answer_tokens) in enumerate(requests):
         done.append(stage.serve(number, prompt, answer_tokens))
         requests.answered(done[-1].answer)
+        if done[-1].text:
+            say(shown(scenario, done[-1]))
         step(f"{scenario.name}: {ranks} ranks", 1)
+    perplexities = stage.perplexities() if isinstance(stage, English) else ()
     stage.close()
-    return ScenarioReport.of(scenario, done)
+    return ScenarioReport.of(scenario, done, perplexities)
 
 
 def _requests(options: DemoOptions, scenario: Scenario) -> Chats | Traced:
+    if options.trace is None and scenario.speaks:
+        return Chats.seeded(options.seed, min(options.requests_each, len(QUESTIONS)))
     if options.trace is None:
         if options.scale is not None:
             raise TraceError(f"--scale {options.scale} has no meaning without --trace")
         return Chats.seeded(options.seed, options.requests_each)
+    if scenario.speaks:
+        raise TraceError(f"{scenario.name} answers questions of its own: leave out --trace {options.trace}")
     scale = TraceScale(scenario.model.vocab, SCALE if options.scale is None else options.scale)
     most = LIFE_POOL_TOKENS if scenario.lives or scenario.lenders else POOL_TOKENS
     return Traced.read(options.trace, scale, options.requests_each, most)

@@ -127,13 +127,13 @@ def test_one_request_that_differs_fails_the_run_and_is_named(
     assert not (data["tokens_identical"] and data["bytes_identical"])
     assert not (data["scenarios"][0]["tokens_identical"] and data["scenarios"][0]["bytes_identical"])
     assert data["summary"] == said
-    monkeypatch.setattr(demo, "run", lambda options, step: report)
+    monkeypatch.setattr(demo, "run", lambda *given: report)
     assert run_demo(replace(UNEVEN, as_json=True)) == 1
     assert json.loads(capsys.readouterr().out)["summary"] == said
 
 
 def test_a_run_that_is_right_exits_with_success(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(demo, "run", lambda options, step: report_of(RIGHT))
+    monkeypatch.setattr(demo, "run", lambda *given: report_of(RIGHT))
     assert run_demo(replace(UNEVEN, as_json=True)) == 0
     assert json.loads(capsys.readouterr().out)["tokens_identical"] is True
 
@@ -189,5 +189,5 @@ def test_requests_of_a_trace_that_share_hash_ids_hit(crew: None, tmp_path: Path)
 
 
 def test_a_scenario_that_does_not_exist_is_named():
-    with pytest.raises(LayoutError, match="unknown scenario 'nope'; known are gqa"):
+    with pytest.raises(LayoutError, match="unknown scenario 'nope'; known are smollm2, gqa"):
         run(DemoOptions(scenarios=("nope",)), lambda what, requests: None)

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
@@ -166,7 +166,7 @@ def test_the_configuration_is_read_over_what_the_demo_would_do_by_itself(
 ):
     given: list[Settings] = []
 
-    def ran(options: DemoOptions, step: Callable[[str, int], None]) -> RunReport:
+    def ran(options: DemoOptions, *_: object) -> RunReport:
         given.append(options.settings)
         return RunReport([], 1.0, "1.5.1")
 
