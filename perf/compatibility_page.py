@@ -38,6 +38,12 @@ two. This page is written by `python -m perf.compatibility_page`.
 """
 
 NAMES = """
+In SGLang 0.5.20 a decode holds only the pages of requests that it gave up itself, and its setting for that is off.
+There the plug-in tells the prefill of every failure before SGLang decides, and so has all pages held until no peer can
+write to them; `SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0` refuses the plug-in as in later releases. 0.5.18
+holds no pages, and its prefill/decode is refused. In 0.5.18 weights that were updated have no version, and a store
+then shares nothing.
+
 Dynamo 1.6.1 pins vLLM 0.31.0 with NIXL 1.4.1 and SGLang 0.5.21 with NIXL 1.5.0, which are inside, but for SGLang's
 radix cache. llm-d's image of August 2026 has vLLM 0.26.0, and the extra `llm` of Ray 2.60.0 pins vLLM 0.29.0, which
 are outside.
@@ -55,7 +61,8 @@ Greedy tokens and log probabilities of 20 prompts, beside those of the decode's 
 STORES = """
 ## A page store behind vLLM's offloading, through an upgrade
 
-Chunks that one release has stored, read by the other (`perf/results/live_upgrades.csv`).
+Chunks that one release has stored, read by the other (`perf/results/live_upgrades.csv`). vLLM 0.30 and 0.31 lay the
+parts of several ranks in the order of their devices' numbers: such chunks are read by the same release alone.
 """
 
 

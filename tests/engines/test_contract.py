@@ -5,13 +5,15 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from kvmover.engines.common import Contract, EngineUnsupported, Need, contract, is_of
 from kvmover.engines.sglang.sglang_contract import SGLANG, known_settings
+from kvmover.engines.sglang.sglang_plugin import _ADAPTER_ID
+from kvmover.engines.sglang.sglang_weight_updates import UPDATES, UpdateHooks
 from kvmover.engines.vllm.vllm_contract import V1, VLLM
 
 ROOT = Path(__file__).parents[2]
@@ -158,12 +160,13 @@ def _text(node: ast.expr) -> str | None:
 @pytest.mark.parametrize(("of", "folder"), [(VLLM, "vllm"), (SGLANG, "sglang")])
 def test_every_name_of_an_engine_that_an_adapter_finds_is_a_row_of_its_contract(of: Contract, folder: str) -> None:
     """Plug-ins register in processes that must not import more of the engine, and name what they hook by themselves."""
-    rows, found = {need.name for need in of.needs}, set[str]()
+    rows, found = {need.name for need in (*of.needs, *of.hooks)}, set[str]()
     for path in sorted((ROOT / "kvmover" / "engines" / folder).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call) or not node.args or (name := _text(node.args[0])) is None:
                 continue
-            if isinstance(node.func, ast.Attribute) and node.func.attr == "find":
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("find", "_wrap"):
                 found.add(name)
             elif isinstance(node.func, ast.Name) and node.func.id == "import_module" and name.startswith(folder):
                 assert path.name in (f"{folder}_plugin.py", f"{folder}_contract.py"), (
@@ -173,10 +176,31 @@ def test_every_name_of_an_engine_that_an_adapter_finds_is_a_row_of_its_contract(
     assert {need.name for need in of.needs if need.stand_in} <= found
 
 
+def test_every_method_that_the_plug_in_of_sglang_hooks_is_a_row_of_the_contract() -> None:
+    rows = {need.name.replace(":", ".") for need in SGLANG.hooks}
+    hooked = set(UpdateHooks.of(UPDATES, lambda _name: True))
+    tokenizer = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+    hooked |= {_ADAPTER_ID, f"{tokenizer}._handle_batch_request", f"{tokenizer}._send_one_request"}
+    assert hooked <= rows
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_method_to_hook_is_looked_for_when_it_is_hooked() -> None:
+    hooking = replace(
+        _CONTRACT,
+        hooks=(Need("toy_engine.pools:Pool.take", ("store",)), Need("toy_engine.pools:Pool.give", ("store",))),
+    )
+    hooking.require("store")
+    assert hooking.find("toy_engine.pools:Pool.take").__name__ == "take"
+    with pytest.raises(EngineUnsupported, match=r"lacks toy_engine\.pools:Pool\.give, which kvmover uses"):
+        hooking.find("toy_engine.pools:Pool.give")
+
+
 @pytest.mark.parametrize("of", [VLLM, SGLANG])
 def test_a_row_is_of_a_plugin_that_the_contract_knows(of: Contract) -> None:
-    assert {plugin for need in of.needs for plugin in need.plugins} == of.tested.keys()
-    assert len({need.name for need in of.needs}) == len(of.needs)
+    rows = (*of.needs, *of.hooks)
+    assert {plugin for need in rows for plugin in need.plugins} == of.tested.keys()
+    assert len({need.name for need in rows}) == len(rows)
 
 
 def test_settings_of_a_later_prefill_that_are_off_are_left_out_and_others_stay_to_be_refused() -> None:

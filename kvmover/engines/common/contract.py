@@ -58,7 +58,8 @@ class Contract:
     """The names of an engine, its `package`, and the releases that each plug-in was tested with.
 
     `tested` [plug-in]: releases with all their fixes: "0.33" takes 0.33.0, 0.33.1 and 0.33.0.post1. `adapters`: the
-    module that the engine loads.
+    module that the engine loads. `hooks`: methods that plug-ins wrap once they start, looked for only then, since
+    processes that only register plug-ins import none of them.
     """
 
     engine: str
@@ -66,6 +67,7 @@ class Contract:
     adapters: str
     tested: Mapping[str, tuple[str, ...]]
     needs: tuple[Need, ...]
+    hooks: tuple[Need, ...] = ()
 
     def require(self, plugin: str) -> None:
         """Raise EngineUnsupported unless the installed release has all names that `plugin` needs.
@@ -123,7 +125,7 @@ class Contract:
 
     def find(self, name: str) -> Any:
         """Returns the value of a listed name, or its stand-in's. Raises EngineUnsupported if it has neither."""
-        need = next(need for need in self.needs if need.name == name)
+        need = next(need for need in (*self.needs, *self.hooks) if need.name == name)
         value = _value_of(name)
         if value is not _MISSING:
             return value

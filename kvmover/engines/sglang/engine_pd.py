@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvmover.engines.common import EngineUnsupported
 from kvmover.engines.sglang.sglang_content import LoadedAdapters, RequestReader
-from kvmover.engines.sglang.sglang_contract import PD, SGLANG, allocation_policy, known_settings
+from kvmover.engines.sglang.sglang_contract import (
+    PD,
+    SGLANG,
+    allocation_policy,
+    hold_failure,
+    holds_every_failure,
+    known_settings,
+    sends_checksums,
+    sends_inline,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +38,7 @@ CommonKVManager: Any = _conn.CommonKVManager
 CommonKVSender: Any = _conn.CommonKVSender
 CommonKVReceiver: Any = _conn.CommonKVReceiver
 CommonKVBootstrapServer: Any = _conn.CommonKVBootstrapServer
+ensure_abort_notified: Any = SGLANG.find("sglang.srt.disaggregation.common.conn:CommonKVReceiver.ensure_abort_notified")
 SocketError: Any = SGLANG.find("zmq").ZMQError
 NetworkAddress: Any = _network.NetworkAddress
 
@@ -57,12 +66,16 @@ def hold_failed_pages() -> None:
     SGLang alone frees them after 30 s, even while a prefill writes to them, and at once if holding is off. Raises
     EngineUnsupported if holding is off, or if SGLang's hook does not take.
     """
-    if not _environ.envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get():
+    held = _environ.envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE
+    if not held.get() and (held.is_set() or holds_every_failure()):
         raise EngineUnsupported(
             "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE is off: SGLang would give pages of a failed request to"
             " others while a prefill may still write to them"
         )
-    _wrap("sglang.srt.disaggregation.decode.DecodeTransferQueue._defer_release", _without_deadline)
+    _wrap("sglang.srt.disaggregation.decode:DecodeTransferQueue._defer_release", _without_deadline)
+    if not holds_every_failure():
+        name = "sglang.srt.disaggregation.decode:DecodeTransferQueue._clean_hicache_prefetch_resources"
+        _wrap(name, hold_failure)
 
 
 def tell_prompts(mode: Any) -> None:
@@ -72,11 +85,13 @@ def tell_prompts(mode: Any) -> None:
     take.
     """
     if mode is PREFILL:
-        _wrap("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender", _with_prompt)
+        _wrap("sglang.srt.disaggregation.prefill:PrefillBootstrapQueue.create_sender", _with_prompt)
+    elif sends_inline():
+        _wrap("sglang.srt.disaggregation.decode:DecodeRequest.__init__", _with_receiver)
     else:
-        _wrap("sglang.srt.disaggregation.decode.DecodePreallocQueue._send_kv_metadata", _with_length)
+        _wrap("sglang.srt.disaggregation.decode:DecodePreallocQueue._send_kv_metadata", _with_length)
     if _context.get_lora().enable_lora:
-        _wrap("sglang.srt.lora.lora_manager.LoRAManager.load_lora_adapter", _reading)
+        _wrap("sglang.srt.lora.lora_manager:LoRAManager.load_lora_adapter", _reading)
         for adapter in _context.get_lora().lora_paths or ():
             _adapters.load(adapter.lora_id, adapter.lora_path)
 
@@ -86,7 +101,7 @@ def meet_newer_prefills() -> None:
 
     A setting that is on stays, so that SGLang refuses it. Raises EngineUnsupported if a hook does not take.
     """
-    _wrap("sglang.srt.disaggregation.common.conn.PrefillServerInfo.__init__", _of_known_fields)
+    _wrap("sglang.srt.disaggregation.common.conn:PrefillServerInfo.__init__", _of_known_fields)
 
 
 def _of_known_fields(init: Callable[..., None], info: Any, *given: Any, **named: Any) -> None:
@@ -94,14 +109,14 @@ def _of_known_fields(init: Callable[..., None], info: Any, *given: Any, **named:
 
 
 def _wrap(name: str, around: Callable[..., Any]) -> None:
-    """Wrap a method of SGLang, by its full name, in `around`, once a process. Raises EngineUnsupported if it fails."""
-    path, _, method = name.rpartition(".")
-    module, _, owner = path.rpartition(".")
-    of = getattr(import_module(module), owner)
-    if not hasattr(getattr(of, method), "__wrapped__"):
-        _hooks.HookRegistry.register(name, around, _hooks.HookType.AROUND)
+    """Wrap a method of SGLang, by its name in the contract, in `around`, once a process.
+
+    Raises EngineUnsupported if the release lacks it, or if SGLang's hook does not take.
+    """
+    if not hasattr(SGLANG.find(name), "__wrapped__"):
+        _hooks.HookRegistry.register(name.replace(":", "."), around, _hooks.HookType.AROUND)
         _hooks.HookRegistry.apply_hooks()
-    if not hasattr(getattr(of, method), "__wrapped__"):
+    if not hasattr(SGLANG.find(name), "__wrapped__"):
         raise EngineUnsupported(f"SGLang's hook at {name} does not take: its log says why")
 
 
@@ -142,13 +157,24 @@ def _with_length(
 
     `kv_indices` [token]: of the tokens that decode lacks.
     """
+    _tell(request.kv_receiver, request.req)
     request.kv_receiver.tokens = (named.get("decode_prefix_len") or 0) + len(kv_indices)
-    sampling = request.req.sampling_params
-    request.kv_receiver.parameters = sampling.custom_params
-    # The first of several requests, without tokens, warms the prefix cache; a beam search is a single request.
-    request.kv_receiver.answers = sampling.n if sampling.max_new_tokens and (sampling.beam_width or 1) == 1 else 1
-    request.kv_receiver.content = _reader().content(request.req)
     send(queue, request, kv_indices, *more, **named)
+
+
+def _with_receiver(init: Callable[..., None], request: Any, *given: Any, **named: Any) -> None:
+    """Set the same as a request gets its receiver: its length is that of its prompt."""
+    init(request, *given, **named)
+    _tell(request.kv_receiver, request.req)
+    request.kv_receiver.tokens = request.kv_receiver.content.tokens
+
+
+def _tell(receiver: Any, req: Any) -> None:
+    sampling = req.sampling_params
+    receiver.parameters = sampling.custom_params
+    # The first of several requests, without tokens, warms the prefix cache; a beam search is a single request.
+    receiver.answers = sampling.n if sampling.max_new_tokens and (sampling.beam_width or 1) == 1 else 1
+    receiver.content = _reader().content(req)
 
 
 def _without_deadline(hold: Callable[[Any, Any], None], queue: Any, request: Any) -> None:
@@ -184,7 +210,7 @@ def foreign_prefill() -> Any:
 
 def room_buffer() -> int:
     """Returns the index from the end of the metadata buffer with the rooms: -1, or -2 if checksums follow it."""
-    return -2 if _context.get_disagg().disaggregation_enable_kv_checksum else -1
+    return -2 if sends_checksums(_context.get_disagg()) else -1
 
 
 def bootstrap_url(manager: Any) -> str:

@@ -577,9 +577,14 @@ class KvmoverReceiver(engine_pd.CommonKVReceiver):
             return status
         return self.conclude_state
 
+    def abort(self) -> None:
+        """Fail the request for the scheduler, and stop fetching."""
+        engine_pd.CommonKVReceiver.abort(self)
+        self.ensure_abort_notified()
+
     def ensure_abort_notified(self, **more: Any) -> None:
         """Tell the prefill that the request failed, on this rank or another, and stop fetching."""
-        engine_pd.CommonKVReceiver.ensure_abort_notified(self, **more)
+        engine_pd.ensure_abort_notified(self, **more)
         if self.kv_mgr.is_moving(self.bootstrap_room):
             self.kv_mgr.give_up(self.bootstrap_room, "decode aborted the request")
 

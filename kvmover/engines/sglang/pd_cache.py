@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover.engines.common import EngineUnsupported, ParallelRank
-from kvmover.engines.sglang.sglang_contract import shares_heads_over_context, window_layout
+from kvmover.engines.sglang.sglang_contract import compresses_latents, shares_heads_over_context, window_layout
 from kvmover.errors import PlanError
 from kvmover.layout import DTYPE_BYTES, PACKED_AXES, Component, Layout, Pool, PoolSpec
 
@@ -183,7 +183,7 @@ def caches_of(args: Any, whole: CacheTotals, place: ParallelRank) -> list[RankCa
     every = Buffers.of(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)
     count, dtype, tokens = len(every.items) - args.num_draft_entries, args.kv_cache_dtype_str, args.page_size
     own, draft = every.only(range(count)), every.only(range(count, len(every.items)))
-    if args.mla_compression_ratios:
+    if compresses_latents(args):
         found = list(_copies(f"kv {dtype}", own, 1, tokens, place))
     else:
         found = list(_pages(f"kv {dtype}", own, whole.kv, whole.heads, place, tokens, 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -32,6 +32,43 @@ def _no_states() -> Any:
         raise ValueError(f"sglang {SGLANG.installed()} does not describe its pool of recurrent states")
 
     return refuse
+
+
+def _tell_abort() -> Any:
+    """Returns the method that tells all prefill ranks of a request's failure once, which 0.5.20 has not by itself."""
+
+    def ensure_abort_notified(receiver: Any, **_: Any) -> None:
+        if not receiver.abort_notified and getattr(receiver, "bootstrap_infos", None) is not None:
+            receiver._send_abort_notification()
+            receiver.abort_notified = True
+
+    return ensure_abort_notified
+
+
+def holds_every_failure() -> bool:
+    """Returns True if SGLang's setting holds the pages of all failed requests: 0.5.20 holds those that decode gave up,
+    and has it off.
+    """
+    return SGLANG.has(f"{_DISAGG}.common.conn.CommonKVReceiver.ensure_abort_notified")
+
+
+def hold_failure(ended: Callable[[Any, Any], None], queue: Any, request: Any) -> None:
+    """Have a queue of 0.5.20 hold the pages of every request that fails: it calls this before it decides."""
+    ended(queue, request)
+    receiver = request.kv_receiver  # None for a request that landed
+    queue.enable_deferred_kv_release = True
+    if hasattr(receiver, "ensure_abort_notified"):
+        receiver.kv_mgr.enable_deferred_decode_kv_release = True
+        receiver.ensure_abort_notified()
+
+
+def _inline() -> None:
+    """Returns None for a method whose work a release does inside another, or not at all."""
+
+
+def sends_inline() -> bool:
+    """Returns True if SGLang has no method that sends a request's metadata, as in 0.5.20."""
+    return SGLANG.find(f"{_DISAGG}.decode:DecodePreallocQueue._send_kv_metadata") is None
 
 
 def _add_backends() -> Any:
@@ -103,9 +140,21 @@ def shares_heads_over_context(parallel: Any) -> bool:
     return bool(getattr(parallel, "enable_cp_tp_group_sharing", False))
 
 
+def compresses_latents(args: Any) -> bool:
+    """Returns True if `KVArgs` are of latents compressed by layer; a decode of 0.5.20 does not say so, and its prefill,
+    which does, refuses it for other caches.
+    """
+    return bool(getattr(args, "mla_compression_ratios", None))
+
+
 def window_layout(args: Any) -> str | None:
     """Returns the order of axes in windows by `KVArgs`; None before 0.5.22, whose windows are refused."""
     return getattr(args, "swa_kv_cache_layout", None)
+
+
+def sends_checksums(settings: Any) -> bool:
+    """Returns True if checksums of KV stand behind the rooms of the metadata, which 0.5.20 does not have."""
+    return bool(getattr(settings, "disaggregation_enable_kv_checksum", False))
 
 
 def allocation_policy(settings: Any) -> dict[str, str]:
@@ -170,11 +219,12 @@ _NEEDS = (
         f"{_DISAGG}.common.conn",
         (PD,),
         (
-            *("CommonKVBootstrapServer", "CommonKVReceiver.ensure_abort_notified", "CommonKVSender"),
+            *("CommonKVBootstrapServer", "CommonKVReceiver._send_abort_notification", "CommonKVSender"),
             *("CommonKVReceiver._connect_to_bootstrap_server", "CommonKVSender._prepare_send_indices"),
             *("KVTransferError", "PrefillServerInfo", "requests", "web"),
         ),
     ),
+    Need(f"{_DISAGG}.common.conn:CommonKVReceiver.ensure_abort_notified", (PD,), (), _tell_abort),
     Need(f"{_DISAGG}.base.conn", (PD,), ("KVPoll",)),
     Need("zmq", (PD,), ("ZMQError",)),
     Need(f"{_DISAGG}.utils", (CHOICES, PD), ("DisaggregationMode.PREFILL", "TransferBackend", "get_kv_class")),
@@ -185,17 +235,41 @@ _NEEDS = (
     Need("sglang.srt.lora.lora_config", (PD,), ("snapshot_download",)),
 )
 
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
+
+_HOOKS = (
+    Need(f"{_DISAGG}.decode:DecodeTransferQueue._defer_release", (PD,)),
+    Need(f"{_DISAGG}.decode:DecodeTransferQueue._clean_hicache_prefetch_resources", (PD,)),
+    Need(f"{_DISAGG}.decode:DecodePreallocQueue._send_kv_metadata", (PD,), (), _inline),
+    Need(f"{_DISAGG}.decode:DecodeRequest.__init__", (PD,)),
+    Need(f"{_DISAGG}.prefill:PrefillBootstrapQueue.create_sender", (PD,)),
+    Need(f"{_DISAGG}.common.conn:PrefillServerInfo.__init__", (PD,)),
+    Need("sglang.srt.lora.lora_manager:LoRAManager.load_lora_adapter", (PD,)),
+    Need("sglang.srt.lora.lora_registry:LoRARef.deterministic_id", (CHOICES,)),
+    Need("sglang.srt.managers.tokenizer_manager:TokenizerManager._handle_batch_request", (CHOICES,)),
+    Need("sglang.srt.managers.tokenizer_manager:TokenizerManager._send_one_request", (CHOICES,)),
+    Need(f"{_UPDATER}.update_weights_from_disk", _ALL),
+    Need(f"{_UPDATER}.update_weights_from_ipc", _ALL),
+    Need(f"{_UPDATER}.update_weights_from_tensor", _ALL),
+    Need(f"{_UPDATER}.update_weights_from_distributed", _ALL),
+    Need(f"{_UPDATER}.begin_weight_update", _ALL, (), _inline),
+    Need(f"{_UPDATER}.end_weight_update", _ALL, (), _inline),
+    Need("sglang.srt.managers.scheduler:Scheduler.record_weight_version_change", _ALL, (), _inline),
+    Need("sglang.srt.managers.scheduler:Scheduler.flush_cache", _ALL),
+)
+
 #: The contract with SGLang, most of whose names are internals.
 SGLANG = Contract(
     "SGLang",
     "sglang",
     "kvmover.engines.sglang",
     {
-        CHOICES: ("0.5.20", "0.5.21", "0.5.22", "0.5.23"),
-        STORE: ("0.5.20", "0.5.21", "0.5.22", "0.5.23"),
+        CHOICES: ("0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23"),
+        STORE: ("0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23"),
         LINKER: ("0.5.23",),
         RADIX: ("0.5.22", "0.5.23"),
-        PD: ("0.5.21", "0.5.22", "0.5.23"),
+        PD: ("0.5.20", "0.5.21", "0.5.22", "0.5.23"),
     },
     _NEEDS,
+    _HOOKS,
 )

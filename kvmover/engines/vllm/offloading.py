@@ -26,7 +26,7 @@ from kvmover.engines.vllm import vllm_api
 from kvmover.engines.vllm.block_store import page_of
 from kvmover.engines.vllm.request_accounts import RequestAccounts
 from kvmover.engines.vllm.served_model import PEER_TIER, ServedModel, weights_of_tier
-from kvmover.engines.vllm.vllm_contract import OFFLOADING, V1, VLLM, job_result, layout_revision, make_tier
+from kvmover.engines.vllm.vllm_contract import OFFLOADING, ONE_COPY, V1, VLLM, job_result, layout_revision, make_tier
 from kvmover.engines.vllm.vllm_options import parse_tier
 from kvmover.engines.vllm.vllm_weight_updates import follow_in_scheduler
 from kvmover.observe.endpoint import serve_metrics
@@ -76,14 +76,14 @@ def chunk_content(offloading_spec: Any) -> str:
     if config.canonical_layout and parallel.is_parallelism_agnostic:
         ranks = "canonical"
     elif offloading_spec.replicated_layout or parallel.world_size == 1:
-        ranks = "one copy"
+        ranks = ONE_COPY
     else:
         sizes = (parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size)
         ranks = "TP{} PP{} PCP{} DCP{}".format(*sizes) + ", canonical" * config.canonical_layout
     groups = repr([(group.tokens_per_block, sorted(group.layer_names)) for group in config.groups])
     return ", ".join(
         (
-            f"vLLM's {layout_revision()} on {_platform.device_type} {_capability()}",
+            f"vLLM's {layout_revision(ranks)} on {_platform.device_type} {_capability()}",
             f"{cache.blocks_per_chunk} blocks of {cache.tokens_per_hash} tokens a hash",
             f"{config.model.dtype} {config.kv_cache_layout}",
             ranks,

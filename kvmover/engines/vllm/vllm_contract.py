@@ -48,16 +48,21 @@ def make_tier(tier: Any, spec: Any, view: memoryview, tier_type: str, detector: 
     manager.__init__(tier, spec, view, tier_type, **more)
 
 
+#: What `chunk_content` calls a chunk without the order of ranks.
+ONE_COPY = "one copy"
+
 #: Releases of which each was seen to read the chunks of another (`make live-pair`, perf/results/live_upgrades.csv).
-_LAYOUT_1 = ("0.32", "0.33")
+#: Before 0.32 the parts of several ranks lie in the order of their devices' numbers, not of the ranks.
+_LAYOUT_1, _LAYOUT_1_OF_SEVERAL_RANKS = ("0.30", "0.31", "0.32", "0.33"), ("0.32", "0.33")
 
 
-def layout_revision() -> str:
-    """Returns the name of the layout in which this release offloads a chunk: its own, but where another reads its
-    chunks.
+def layout_revision(ranks: str) -> str:
+    """Returns the name of the layout in which this release offloads chunks of `ranks`: its own, but where another reads
+    its chunks.
     """
     found = VLLM.installed()
-    return "layout 1" if is_of(found, _LAYOUT_1) else f"layout of {found.partition('+')[0]}"
+    is_shared = is_of(found, _LAYOUT_1 if ranks == ONE_COPY else _LAYOUT_1_OF_SEVERAL_RANKS)
+    return "layout 1" if is_shared else f"layout of {found.partition('+')[0]}"
 
 
 def job_result(**said: Any) -> Any:

@@ -235,6 +235,8 @@ def publish(args: Any, shape: Shape, number: int) -> None:
     place = {"tp_rank": tp, "tp_size": shape.tp, "pp_rank": pp, "pp_size": shape.pp}
     alone = {"attn_cp_rank": 0, "attn_cp_size": 1, "attn_tp_rank": tp, "attn_tp_size": shape.tp, "attn_dp_rank": 0}
     context.get_parallel()._overrides.update(place | alone)
+    attention: Any = import_module("sglang.srt.layers.dp_attention")
+    attention._ATTN_DP_SIZE, attention._ATTN_DP_RANK = 1, 0
 
 
 def content(host: Any, seed: int) -> torch.Tensor:
@@ -254,6 +256,8 @@ def load(controller: Any, tokens: list[int]) -> tuple[int, torch.Tensor]:
     controller.prefetch("request", tokens)
     operation = controller.prefetch_hit_queue.get(timeout=60)
     operation.host_indices = controller.mem_pool_host.alloc(max(PAGE, operation.storage_hit_count))
+    if not hasattr(controller, "ack_prefetch_queue"):
+        return _loaded_at_once(controller, operation)
     controller.prefetch_buffer.put(operation)
     completed = 0
     while True:
@@ -261,6 +265,23 @@ def load(controller: Any, tokens: list[int]) -> tuple[int, torch.Tensor]:
         if ack.completed_req:
             return completed, operation.host_indices[:completed]
         completed = ack.completed_tokens
+
+
+def _loaded_at_once(controller: Any, operation: Any) -> tuple[int, torch.Tensor]:
+    """0.5.18 counts in the operation itself, tells nobody that it is through with it, and has its scheduler agree."""
+    transfer, ended = controller._page_transfer, threading.Event()
+
+    def transferred(one: Any) -> None:
+        transfer(one)
+        ended.set()
+
+    controller._page_transfer = transferred
+    controller.prefetch_buffer.put(operation)
+    assert ended.wait(60)
+    controller._page_transfer = transfer
+    completed = torch.tensor(operation.completed_tokens)
+    torch.distributed.all_reduce(completed, torch.distributed.ReduceOp.MIN)
+    return int(completed), operation.host_indices[: int(completed)]
 
 
 def keys_of(tokens: list[int]) -> list[str]:

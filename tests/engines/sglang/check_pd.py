@@ -22,6 +22,7 @@ from bench import PAGE, Rank, Running, Shape, finish, pools, start
 from kvmover.engines.sglang import sglang_plugin
 from kvmover.engines.sglang.pd import ROOM_TAKEN
 from kvmover.engines.sglang.pd_driver import TransferDriver
+from kvmover.engines.sglang.sglang_contract import sends_inline
 from kvmover.errors import PeerRefused
 from kvmover.transfer import Pace
 
@@ -30,7 +31,9 @@ sglang_plugin.register()
 plugins.HookRegistry.apply_hooks()
 utils: Any = import_module("sglang.srt.disaggregation.utils")
 KVPoll: Any = import_module("sglang.srt.disaggregation.base.conn").KVPoll
+groups: Any = import_module("sglang.srt.distributed.parallel_state")
 context: Any = import_module("sglang.srt.runtime_context")
+Environment: Any = import_module("sglang.srt.environ").envs
 queues: Any = import_module("sglang.srt.disaggregation.decode")
 senders: Any = import_module("sglang.srt.disaggregation.prefill")
 batches: Any = import_module("sglang.srt.managers.schedule_batch")
@@ -93,7 +96,9 @@ class Side:
     """One rank of a prefill or a decode: a pool, metadata rows, and the classes that SGLang would make."""
 
     def __init__(self, rank: Rank, mode: str, **changed: Any) -> None:
-        context.get_parallel().override_permanently(pp_group=stages_of(rank))
+        stages = stages_of(rank)
+        context.get_parallel().override_permanently(pp_group=stages)
+        groups._PP = stages  # where 0.5.20 looks
         self.rank, self.page = rank, 64 if rank.shape.kind == "dsa" else PAGE
         self.column, self.columns = (getattr(context.get_parallel(), f"attn_tp_{word}") for word in ("rank", "size"))
         self.pool = {"dsa": sparse, "gdn": hybrid}.get(rank.shape.kind, Rank.device_pool)(rank)
@@ -344,6 +349,11 @@ def publish(side: Side, req: Any, receiver: Any, at: dict[str, torch.Tensor], pr
     rows = (at["kv"][:, None] * side.page + torch.arange(side.page)).reshape(-1)
     tokens = len(req.origin_input_ids) - prefix * side.page
     decoding = queues.DecodeRequest(req=req, kv_receiver=receiver)
+    if sends_inline():  # what `pop_preallocated` of 0.5.20 does inline
+        receiver.send_metadata(
+            at["kv"].numpy().astype(np.int32), ROW, told(side, at), decode_prefix_len=prefix * side.page
+        )
+        return
     queue._send_kv_metadata(decoding, rows[:tokens], side.page, told(side, at), decode_prefix_len=prefix * side.page)
 
 
@@ -423,27 +433,46 @@ def _given_back(side: Side, receiver: Any) -> str:
     """
     queue = object.__new__(queues.DecodeTransferQueue)
     released: list[bool] = []
-    queue._deferred_releases, queue.deferred_kv_release_timeout = [], 0.0
+    held = Environment.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get()
+    queue.enable_deferred_kv_release, queue._deferred_releases, queue.deferred_kv_release_timeout = held, [], 0.0
     queue.enable_host_receive = queue.enable_staging = False
-    queue.gloo_group = torch.distributed.group.WORLD
-    queue.scheduler = SimpleNamespace(metrics_reporter=SimpleNamespace(enable_metrics=False))
+    queue.gloo_group, queue.tp_rank = torch.distributed.group.WORLD, 0
+    queue.tree_cache = SimpleNamespace(unlock=lambda _lock: None)
+    queue._poll_with_metadata_gate = lambda: [KVPoll.Failed]
+    queue.scheduler = SimpleNamespace(
+        metrics_reporter=SimpleNamespace(enable_metrics=False),
+        output_streamer=SimpleNamespace(stream_output=lambda *_: None),
+        enable_decode_hicache=False,
+        enable_hisparse=False,
+    )
+
+    def release(*_: Any, **__: Any) -> None:
+        released.append(side.manager.is_moving(ROOM))
 
     class Rooms:
         """The row of the metadata is cleared by its room in 0.5.22 and before."""
 
         def __setitem__(self, row: int, room: int) -> None:
-            released.append(side.manager.is_moving(ROOM))
+            release()
 
-    cleared = Rooms()
-    queue.metadata_buffers = SimpleNamespace(clear_slot=lambda row: cleared.__setitem__(row, 0), bootstrap_room=cleared)
+    queue.metadata_buffers = SimpleNamespace(clear_slot=release, bootstrap_room=Rooms())
     queue.req_to_metadata_buffer_idx_allocator = SimpleNamespace(free=lambda row: None)
-    queue._release_request = lambda request: released.append(side.manager.is_moving(ROOM))
-    reason = _failed(receiver)
-    receiver.ensure_abort_notified(force_arm=True)
+    queue._release_request = queues.release_kv_cache = release  # the latter in 0.5.20
+    reasons: list[str] = []
+    fail = receiver.failure_exception
+
+    def failure_exception() -> None:
+        try:
+            fail()
+        except Exception as error:
+            reasons.append(error.failure_reason)
+            raise
+
+    receiver.failure_exception = failure_exception
+    request = queues.DecodeRequest(req=asked(range(PAGES)), kv_receiver=receiver, metadata_buffer_index=ROW)
+    queue.queue = [request]
+    assert queue.pop_transferred() == []
     assert receiver.abort_notified
-    request = SimpleNamespace(req=SimpleNamespace(bootstrap_room=ROOM), kv_receiver=receiver, metadata_buffer_index=ROW)
-    request.host_staged = False
-    queue._defer_release(request)
 
     def resolved() -> bool | None:
         queue.resolve_deferred_releases()
@@ -452,7 +481,7 @@ def _given_back(side: Side, receiver: Any) -> str:
     until(resolved, "SGLang to give the pages back")
     assert released == [False, False], "pages were given back while they may be written"
     assert side.manager.enter(ROOM) == ROOM
-    return reason
+    return reasons[0]
 
 
 def started(root: Path, src: Shape, dst: Shape, cp: int = 1, **more: Any) -> tuple[Running, Running]:
