@@ -24,7 +24,7 @@ OLD_NIXL := .nixl/$(OLDEST_NIXL)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test prove mooncake simulate engines environments indexer live live-pair orchestrators lint types wheel perf gpu-check pictures site clean
+.PHONY: help setup demo test prove mooncake simulate engines scan environments indexer live live-pair orchestrators lint types wheel perf gpu-check pictures site clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ simulate: setup ## run 20,000 seeded schedules of the protocol
 engines: setup environments ## build the engines' own environments (GiB), and run our adapters in them; ENGINE=vllm VERSION=0.32.0: another release
 	@KVMOVER_RELEASE="$(if $(VERSION),$(shell bash tests/engines/release.sh $(ENGINE) $(VERSION)))" \
 		$(BIN)/python -m pytest -q -m engine tests/engines $(if $(VERSION),-k $(ENGINE))
+
+scan: $(READY) ## read the newest release of ENGINE, which is not installed, and list the names of our contract that left it
+	@for engine in $(ENGINE); do $(BIN)/python -m tests.engines.scan $$engine || failed=1; done; exit $${failed:-0}
 
 indexer: ## make .orchestrators/indexer, Dynamo's indexer: the referee of our KV events
 	@bash tests/live/dynamo/setup.sh

@@ -37,6 +37,14 @@ the engine's environment, and `make live-pair PREFILL=vllm==0.31.0 DECODE=sglang
 two. This page is written by `python -m perf.compatibility_page`.
 """
 
+SCANS = """
+## The newest releases, read
+
+`make scan ENGINE=vllm` takes the newest wheel that the index offers, installs and imports nothing of it, and ends with
+1 if a plug-in lacks a name (`perf/results/scanned_releases.csv`). For the releases of the table above it says what
+their imports say.
+"""
+
 NAMES = """
 In SGLang 0.5.20 a decode holds only the pages of requests that it gave up itself, and its setting for that is off.
 There the plug-in tells the prefill of every failure before SGLang decides, and so has all pages held until no peer can
@@ -68,15 +76,25 @@ parts of several ranks in the order of their devices' numbers: such chunks are r
 
 def page() -> str:
     """Returns the page."""
-    return "\n".join([HEAD, *_plugins([VLLM, SGLANG]), NAMES, PAIRS, *_pairs(), STORES, *_upgrades()]) + "\n"
+    releases = [HEAD, *_plugins([VLLM, SGLANG]), NAMES, SCANS, *_scans(), ""]
+    return "\n".join([*releases, PAIRS, *_pairs(), STORES, *_upgrades()]) + "\n"
 
 
 def _plugins(contracts: Sequence[Contract]) -> list[str]:
     lines = ["## A row a plug-in", "", "| Engine | Plug-in | Tested with | Names that it uses |", "|---|---|---|---|"]
     for contract in contracts:
         for plugin, releases in contract.tested.items():
-            names = sum(max(1, len(need.has)) for need in contract.needs if plugin in need.plugins)
+            needs = (need for need in (*contract.needs, *contract.hooks) if plugin in need.plugins)
+            names = sum(max(1, len(need.has)) for need in needs)
             lines.append(f"| {contract.engine} | {plugin} | {', '.join(releases)} | {names} |")
+    return lines
+
+
+def _scans() -> list[str]:
+    lines = ["| Engine | Release | Plug-in | Names | Left |", "|---|---|---|---|---|"]
+    for row in read("scanned_releases"):
+        left = row["lacking"].replace(" ", ", ") or "none"
+        lines.append(f"| {row['engine']} | {row['release']} | {row['plugin']} | {row['names']} | {left} |")
     return lines
 
 
