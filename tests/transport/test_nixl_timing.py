@@ -38,6 +38,7 @@ class Pair:
         self.ends[0].write(self.peer, local, remote, b"", 1e9)
         until = time.monotonic() + 20
         while time.monotonic() < until:
+            self.ends[1].poll()
             for event in self.ends[0].poll():
                 assert isinstance(event, Completed)
                 return event
