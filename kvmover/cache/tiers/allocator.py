@@ -16,6 +16,7 @@ from kvmover.cache.prefix import (
     CopyOut,
     FreePages,
     InvariantBroken,
+    LockHandle,
     PrefixTree,
     Tier,
     WriteBack,
@@ -205,6 +206,15 @@ class PageAllocator:
         self.free[name, tier].give(ids)
         if tier is Tier.HOST and name == FULL:
             self.listeners.host_freed(ids)
+
+    def lock_for_load(self, node: int) -> list[LockHandle]:
+        """Lock the path to `node` before room is made for it by eviction: host copies of all components, and attention
+        KV wherever it is. Unlock it once it is loaded.
+
+        Raises StaleHandle if the node is gone, PrefixError without a host copy.
+        """
+        others = [component.name for component in self.tree.config.components]
+        return [self.tree.lock_host(node), self.tree.lock(node, skip=others)]
 
     def room(self, name: str, tier: Tier) -> int:
         """Return the number of ids that `take` could get."""

@@ -42,9 +42,8 @@ class GatedLoads:
         Raises StaleHandle if `node` is gone, PrefixError without a host copy.
         """
         allocator, tree = self.allocator, self.allocator.tree
-        # Lock first, as room is made by eviction; pages of further components are locked once they have their place.
-        others = [component.name for component in tree.config.components]
-        handles = [tree.lock_host(node), tree.lock(node, skip=others)]
+        # Pages of further components are locked once they have their place.
+        handles = allocator.lock_for_load(node)
         needs = tree.load_needs(node)
         ids = allocator.take_all(needs, Tier.DEVICE)
         if ids is None:
@@ -56,7 +55,7 @@ class GatedLoads:
         collective = self.collectives.begin(lambda agreed: self._ended(load))
         allocator.apply(tree.end(transfer.op))
         for leg in transfer.legs:
-            if leg.component in others:
+            if leg.component != FULL:
                 beside = tree.page_ids(node)[leg.positions]
                 allocator.free[leg.component, Tier.DEVICE].loaded(leg.dst_page_ids.tolist(), beside.tolist())
         handles.append(tree.lock(node))

@@ -425,11 +425,10 @@ class Restores:
     # Host to device
 
     def _lock(self, restore: Restore, match: Match) -> None:
-        tree = self.parts.allocator.tree
+        allocator = self.parts.allocator
         if match.best_tokens > match.tokens:
-            others = [component.name for component in tree.config.components]
-            restore.keeps += tree.lock_host(match.best_node), tree.lock(match.best_node, skip=others)
-        restore.keeps.append(tree.lock(match.device_node))
+            restore.keeps += allocator.lock_for_load(match.best_node)
+        restore.keeps.append(allocator.tree.lock(match.device_node))
 
     def _rematch(self, restore: Restore) -> RestoreEvent:
         match = restore.match = self.parts.allocator.tree.match(restore.key, limit_tokens=restore.state.limit_tokens)

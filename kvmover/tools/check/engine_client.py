@@ -20,6 +20,7 @@ import msgspec
 
 from kvmover.engines.common import EngineMake
 from kvmover.errors import KvmoverError
+from kvmover.foreign_text import printable
 from kvmover.tools.check.pair_seen import KVMOVER, EngineAnswer, ServerSeen
 
 #: Longest wait for a server's words about itself, s.
@@ -92,7 +93,7 @@ def error_in(text: str) -> str:
             fields = cast("dict[str, object]", said)
             said = next((fields[name] for name in ("error", "message", "detail") if name in fields), str(fields))
         text = str(said)
-    return " ".join(_WRAPPED.sub("", text).split())[:_MOST_ERROR]
+    return printable(" ".join(_WRAPPED.sub("", text).split()), _MOST_ERROR)
 
 
 @dataclass(frozen=True, slots=True)

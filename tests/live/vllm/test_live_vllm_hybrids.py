@@ -16,6 +16,7 @@ from tests.live.conftest import ModelMaker, Servers
 from tests.live.server import Command, Server, ServerDied, free_port
 from tests.live.table import Results
 from tests.live.vllm_client import ask, split, usage, warm
+from tests.live.vllm_pairs import same_answers
 from tests.live.vllm_servers import kvmover, nixl_connector, vllm
 
 #: The names of the models, and what the table says of them. Of one group each rank has a copy; two are divided by TP2.
@@ -57,24 +58,13 @@ def hybrid(request: pytest.FixtureRequest, servers: Servers, model: ModelMaker) 
     return Hybrid(KINDS[name], *started)
 
 
-def _compare(hybrid: Hybrid, results: Results, scenario: str, halves: Sequence[Server], seed: int) -> None:
-    """Twenty prompts, each 16 tokens on from a state that moved."""
-    first, second = halves
-    prompts = prompts_of(20, seed=seed)
-    wanted = many(lambda prompt: ask(hybrid.plain, prompt), prompts)
-    before = second.metrics("vllm:kvmover_received_bytes", "vllm:kvmover_received_failures")
-    got = many(lambda prompt: split(first, second, prompt), prompts)
-    after = second.metrics("vllm:kvmover_received_bytes", "vllm:kvmover_received_failures")
-    assert not results.add("vllm", f"{hybrid.kind}, {scenario}", wanted, got).failed
-    assert after["vllm:kvmover_received_bytes_total"] > before["vllm:kvmover_received_bytes_total"]
-    assert after["vllm:kvmover_received_failures_total"] == 0
-    assert usage(first) == usage(second) == 0
-
-
 def test_states_are_cut_and_joined_between_tp2_and_tp1(hybrid: Hybrid, results: Results) -> None:
     """The prefill of TP2 computes its prompts in chunks."""
-    _compare(hybrid, results, "TP2 in chunks to TP1", (hybrid.tp2, hybrid.tp1), seed=70)
-    _compare(hybrid, results, "TP1 to TP2 in chunks", (hybrid.tp1, hybrid.tp2), seed=71)
+    for words, halves, seed in (
+        ("TP2 in chunks to TP1", (hybrid.tp2, hybrid.tp1), 70),
+        ("TP1 to TP2 in chunks", (hybrid.tp1, hybrid.tp2), 71),
+    ):
+        same_answers(hybrid.plain, halves, results, f"{hybrid.kind}, {words}", seed)
 
 
 def test_prompts_that_share_a_prefix_go_on_from_a_state_that_is_cached(hybrid: Hybrid, results: Results) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.live.answers import GAP, Answer, many, prompts_of
+from tests.live.answers import GAP
 from tests.live.conftest import ModelMaker, Servers
 from tests.live.server import Server
 from tests.live.table import Results
-from tests.live.vllm_client import ask, split, usage, warm
+from tests.live.vllm_client import warm
 from tests.live.vllm_forms import Form, ask_choices, split_choices
+from tests.live.vllm_pairs import same_answers
 from tests.live.vllm_servers import kvmover, vllm
 
 #: Whose prompts' log probabilities are answered: of a model with windows the pages of such a prompt are not served.
@@ -71,17 +72,5 @@ def test_windows_on_pipeline_stages(servers: Servers, model: ModelMaker, results
 
 
 def _same(trio: Sequence[Server], results: Results, scenario: str, at_once: int, gap: float = GAP) -> None:
-    plain, first, second = trio
     warm(*trio)
-    prompts = prompts_of(20, seed=20)
-    wanted = many(lambda prompt: ask(plain, prompt), prompts, at_once)
-
-    def through(prompt: Sequence[int]) -> Answer:
-        return split(first, second, prompt)
-
-    got = many(through, prompts, at_once)
-    moved = second.metrics("vllm:kvmover_received_bytes", "vllm:kvmover_received_failures")
-    assert not results.add("vllm", scenario, wanted, got, gap=gap).failed
-    assert moved["vllm:kvmover_received_bytes_total"] > 0
-    assert moved["vllm:kvmover_received_failures_total"] == 0
-    assert usage(first) == usage(second) == 0
+    same_answers(trio[0], trio[1:], results, scenario, at_once=at_once, gap=gap)
