@@ -105,7 +105,6 @@ pictures: $(READY) ## draw the pictures of the README
 		--src tp=4,page=16 --dst tp=2,page=64 --svg docs/plan-mla.svg
 
 site: $(READY) ## build the pages as a site with search, in site/; a link that leads nowhere ends it
-	@$(PIP) install --no-build-isolation --editable ".[site]"
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean: ## remove what was built, but not .venv

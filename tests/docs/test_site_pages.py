@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -44,7 +43,6 @@ def test_lists_begin_after_a_blank_line_and_are_indented_by_four(written_so: str
     assert for_python_markdown(written_so) == read_so
 
 
-@pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs-material is not here: `make site` installs it")
 def test_the_site_builds_and_a_link_that_leads_nowhere_ends_it(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, check=True, timeout=100)
