@@ -28,10 +28,11 @@ A plug-in knows every name of its engine that it uses, and looks for all of them
 | was not tested, and has all names | it loads, with a line in the log; `KVMOVER_ENGINE=strict` refuses it |
 | lacks a name | the plug-in is refused with the name, and the others load |
 
-Names prove nothing about bytes. So vLLM's connector and SGLang's HiCache storage compare, before anything is moved,
-addresses, strides and dtype of blocks with the engine's own description: `KVCacheConfig` with its layout, and the
-runs that SGLang's zero-copy backends get. A difference refuses the plug-in with both values. SGLang's prefill/decode
-takes its addresses from `KVArgs`, and linker and tiers take the pools that SGLang's own linker assembles.
+Names prove nothing about bytes. So, before anything is moved, a plug-in compares addresses, sizes and dtype of blocks
+with the engine's own description: vLLM's connector with `KVCacheConfig` and its layout, SGLang's HiCache storage with
+the runs that zero-copy backends get, its linker and tiers with the buffers that prefill/decode would register, for
+plain attention and latents. A difference refuses the plug-in with both values. Prefill/decode takes its addresses from
+`KVArgs`, SGLang's one description of them there.
 
 `make engines ENGINE=vllm VERSION=0.31.0` runs the plug-ins' checks in another release, whose Python it lays over
 the engine's environment, and `make live-pair PREFILL=vllm==0.31.0 DECODE=sglang==0.5.22` serves 20 prompts through

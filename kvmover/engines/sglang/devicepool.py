@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvmover.engines.common import BounceBuffer, EngineUnsupported, PackedBackend, ParallelRank
 from kvmover.engines.sglang.page_parts import MAIN, PoolRows, TpPlacement, part_of_rows
+from kvmover.engines.sglang.sglang_contract import SGLANG
 from kvmover.engines.sglang.sglang_options import ModelFacts
 from kvmover.engines.sglang.store_adapter import StoreAdapter
 from kvmover.layout import PACKED_AXES, Component, Layout, Pool, PoolSpec, Span
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 #: Pools whose rows mean the same to ranks of every shape: a row per token, K and V in separate buffers.
 _ATTENTION = "MHATokenToKVPool"
+
+#: Pools that list K of all layers, then V, or latents, as their transfers move them.
+_TOLD = (_ATTENTION, "MLATokenToKVPool")
 
 #: Class-name prefixes of pools that are the same on every tensor-parallel rank.
 _SHARED = ("MLA", "DSA", "DeepSeekV4")
@@ -94,6 +98,30 @@ def strands_of(entry: Any, first_layer: int, placement: TpPlacement) -> list[Str
         made.append(_alone(entry, name, range(first, first + len(group)), group, first_layer, placement))
         first += len(group)
     return made
+
+
+def check_addresses(plugin: str, entry: Any, strand: Strand) -> None:
+    """Raise EngineUnsupported, with both, unless page 1 of each layer's K and V lies where SGLang's transfers find it.
+
+    Compared are address, bytes and dtype of a page, for the pools of which `plugin` knows what SGLang tells: plain
+    attention and latents. Others are taken as SGLang's linker assembles them.
+    """
+    pool = entry.device_pool
+    if type(pool).__name__ not in _TOLD or len(entry.components) != 1:
+        return
+    rows, flat = strand.rows, entry.components[0]
+    addresses, _, sizes = pool.get_contiguous_buf_infos()
+    ours: dict[str, object] = {}
+    described: dict[str, object] = {}
+    for place, number in enumerate(strand.buffers):
+        layer, kv = divmod(place, rows.kv)
+        told = kv * rows.layers + layer
+        page_bytes = strand.page_tokens * rows.heads * rows.dim * flat[number].element_size()
+        told_bytes = strand.page_tokens * sizes[told] // pool.page_size
+        name = f"{entry.name}, layer {layer}, {'KV'[kv] if rows.kv == 2 else 'latent'}"
+        ours[name] = flat[number].data_ptr() + page_bytes, page_bytes, rows.dtype
+        described[name] = addresses[told] + told_bytes, told_bytes, str(pool.store_dtype).removeprefix("torch.")
+    SGLANG.compare(plugin, ours, described)
 
 
 def _attention(entry: Any, flat: Sequence[torch.Tensor], first_layer: int) -> Strand:

@@ -19,7 +19,14 @@ from kvmover.engines.common import (
     of_all,
 )
 from kvmover.engines.sglang import engine_linker, sglang_api
-from kvmover.engines.sglang.devicepool import DevicePoolPages, Strand, part_of_strand, placement_of, strands_of
+from kvmover.engines.sglang.devicepool import (
+    DevicePoolPages,
+    Strand,
+    check_addresses,
+    part_of_strand,
+    placement_of,
+    strands_of,
+)
 from kvmover.engines.sglang.hicache_store import page_of
 from kvmover.engines.sglang.page_parts import ALL_PAGES, MAIN, TpPlacement, hits
 from kvmover.engines.sglang.sglang_api import PoolTransfer
@@ -202,6 +209,9 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
             str(name): strands_of(entry, first, self._placement_of(entry.device_pool))
             for name, entry in self.pools.items()
         }
+        for name, entry in self.pools.items():
+            for strand in strands[str(name)]:
+                check_addresses(LINKER, entry, strand)
         parts = {name: [self._part(name, strand, kvcache) for strand in of] for name, of in strands.items()}
         bounce = BounceBuffer.of(max(part.nbytes for of in parts.values() for part in of))
         adapter.register([bounce.memory])

@@ -31,10 +31,10 @@ from kvmover.config import load
 from kvmover.engines.common import ParallelRank, Upkeep, as_bytes
 from kvmover.engines.sglang import engine_linker, sglang_api
 from kvmover.engines.sglang.device_indices import DeviceIndices
-from kvmover.engines.sglang.devicepool import Strand, part_of_strand, placement_of, strands_of
+from kvmover.engines.sglang.devicepool import Strand, check_addresses, part_of_strand, placement_of, strands_of
 from kvmover.engines.sglang.page_parts import TpPlacement
 from kvmover.engines.sglang.radix_components import STATE, WINDOW
-from kvmover.engines.sglang.sglang_contract import kept_window
+from kvmover.engines.sglang.sglang_contract import RADIX, kept_window
 from kvmover.engines.sglang.sglang_options import PoolSize, StorageFlags, TierFlags, parse, said, served, served_weights
 from kvmover.engines.sglang.store_adapter import ServedRank, StoreAdapter
 from kvmover.engines.sglang.tier_peers import EnginePeers, open_peers, refuse_unasked
@@ -111,6 +111,10 @@ def open_tiers(
         for strand in strands_of(entry, kvcache.start_layer, placement_of(entry.device_pool))
         for part in (part_of_strand(str(name), strand, place, served(), pools.num_layers, params.page_size),)
     ]
+    for name, entry in pools.entry_map.items():
+        for each in found:
+            if each.name == _COMPONENTS[str(name)]:
+                check_addresses(RADIX, entry, each.strand)
     pages = flags.host_pages(_sizes(found, params))
     if group is not None:
         agreed = Grouped(group).minimum(np.array(list(pages.values()), np.int64))

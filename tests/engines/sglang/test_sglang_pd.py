@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import torch
 import zmq
 
 from kvmover.engines.common import EngineUnsupported, ParallelRank
-from kvmover.engines.sglang.devicepool import placement_of, strands_of
+from kvmover.engines.sglang.devicepool import check_addresses, placement_of, strands_of
 from kvmover.engines.sglang.page_parts import TpPlacement, part_of_rows
 from kvmover.engines.sglang.pd_aux import AuxRows
 from kvmover.engines.sglang.pd_cache import (
@@ -40,6 +41,7 @@ from kvmover.engines.sglang.pd_driver import (
     frames,
     read,
 )
+from kvmover.engines.sglang.sglang_contract import LINKER
 from kvmover.engines.sglang.sglang_options import ModelFacts
 from kvmover.errors import PeerUnknown, PlanError
 from kvmover.transfer import Content, Gate, Pace
@@ -679,6 +681,42 @@ def test_keys_and_values_are_two_planes_of_a_layer() -> None:
     part = part_of_rows(strand.rows, ParallelRank(0, 1), ModelFacts(), PAGE)
     assert strand.spec(part.component).allocation_bytes == buffers[0].nbytes
     assert part.nbytes == sum(buffer[:PAGE].nbytes for buffer in buffers)
+
+
+def told_entry(kind: str, buffers: list[torch.Tensor], told: list[torch.Tensor], page_bytes: int) -> Any:
+    """An entry of `buffers` whose pool tells the addresses of `told`, and pages of these bytes."""
+    of = entry(kind, [buffers], {0: (0, 1) if len(buffers) > 1 else 0}, False)
+    of.device_pool.page_size, of.device_pool.store_dtype = PAGE, buffers[0].dtype
+    infos = [each.data_ptr() for each in told], [each.nbytes for each in told], [page_bytes] * len(told)
+    of.device_pool.get_contiguous_buf_infos = lambda: infos
+    return of
+
+
+@pytest.mark.parametrize(("kind", "count"), [("MHATokenToKVPool", 2), ("MLATokenToKVPool", 1)])
+def test_pages_that_do_not_lie_where_sglang_tells_are_refused_with_both_places(kind: str, count: int) -> None:
+    buffers = [torch.zeros(5 * PAGE, HEADS, DIM, dtype=torch.bfloat16) for _ in range(count)]
+    page_bytes = buffers[0][:PAGE].nbytes
+
+    def check(of: Any) -> None:
+        check_addresses(LINKER, of, strands_of(of, 0, SHARDED)[0])
+
+    check(told_entry(kind, buffers, buffers, page_bytes))
+    first = buffers[0].data_ptr()
+    name = "K" if count == 2 else "latent"
+    stride = re.escape(
+        f"kv, layer 0, {name} as ({first + page_bytes}, {page_bytes}, 'bfloat16'); SGLang describes it as"
+        f" ({first + 2 * page_bytes}, {2 * page_bytes}, 'bfloat16')"
+    )
+    with pytest.raises(EngineUnsupported, match=stride):
+        check(told_entry(kind, buffers, buffers, 2 * page_bytes))
+    other = told_entry(kind, buffers, buffers, page_bytes)
+    other.device_pool.store_dtype = torch.float16
+    with pytest.raises(EngineUnsupported, match=r"'bfloat16'\); SGLang describes it as .*'float16'\)"):
+        check(other)
+    swapped = buffers[::-1] if count == 2 else [torch.zeros_like(buffers[0])]
+    second = swapped[0].data_ptr()
+    with pytest.raises(EngineUnsupported, match=rf"as \({first + page_bytes}, .* as \({second + page_bytes}, "):
+        check(told_entry(kind, buffers, swapped, page_bytes))
 
 
 def test_a_layer_of_the_model_may_wait_for_several_of_a_pools_own() -> None:
