@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,6 +31,12 @@ class Pool:
     def take(self, count, near=None): ...
 
 
+class SharedPool(Pool):
+    def __init__(self, pages, peers):
+        super().__init__(pages)
+        self.peers = peers
+
+
 def place(rank, size): ...
 """
 
@@ -42,6 +48,7 @@ _CONTRACT = Contract(
     (
         Need("toy_engine.pools", ("store",), ("LIMIT", "Pool.kind", "Pool.pages", "Pool.take.near", "place.size")),
         Need("toy_engine.pools:Pool", ("store", "radix"), ("take",)),
+        Need("toy_engine.pools:SharedPool", ("store",), ("kind", "pages", "peers", "take")),
         Need("toy_engine.pools:SOURCES", ("store",), (), lambda: ["a stand-in"]),
         Need("toy_engine.trees:Tree", ("radix",)),
         Need("toy_engine.pools:Pool", ("radix",), ("evict",)),
@@ -174,6 +181,90 @@ def test_every_name_of_an_engine_that_an_adapter_finds_is_a_row_of_its_contract(
                 )
     assert found <= rows
     assert {need.name for need in of.needs if need.stand_in} <= found
+
+
+def _bases(trees: Sequence[ast.Module]) -> dict[str, str]:
+    """Returns the rows, `module:name`, that the adapters' own names for parts of an engine stand for."""
+    found = dict[str, str]()
+    for tree in trees:
+        modules = dict[str, str]()
+        for node in tree.body:
+            match node:
+                case ast.AnnAssign(target=ast.Name(own), value=ast.Call(args=[name])):
+                    if (row := _text(name)) is not None:
+                        (found if ":" in row else modules)[own] = row
+                case ast.AnnAssign(target=ast.Name(own), value=ast.Attribute(ast.Name(module), name)):
+                    if module in modules:
+                        found[own] = f"{modules[module]}:{name}"
+                case _:
+                    pass
+    return found
+
+
+def _last(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def _own(of: ast.ClassDef) -> set[str]:
+    """Returns the names that a class sets: methods, annotated and assigned names, and attributes of `self`."""
+    found = set[str]()
+    for node in ast.walk(of):
+        match node:
+            case ast.FunctionDef(name) | ast.AsyncFunctionDef(name):
+                found.add(name)
+            case ast.Attribute(ast.Name("self" | "cls"), name, ast.Store()):
+                found.add(name)
+            case ast.AnnAssign(target=ast.Name(name)) | ast.Assign(targets=[ast.Name(name)]):
+                found.add(name)
+            case _:
+                pass
+    return found
+
+
+def _inherited(of: ast.ClassDef, above: Collection[str], bases: Collection[str]) -> set[str]:
+    """Returns the names that a class takes from `self`, `cls` or `super()` and that neither it nor adapters `above` it
+    set, and those that it takes from one of its bases by the base's name.
+    """
+    own = _own(of)
+    found = set[str]()
+    for node in ast.walk(of):
+        match node:
+            case ast.Attribute(ast.Name("self" | "cls"), name, ast.Load()) if name not in own and name not in above:
+                found.add(name)
+            case ast.Attribute(ast.Call(ast.Name("super")), name) if name not in above:
+                found.add(name)
+            case ast.Attribute(base, name) if _last(base) in bases:
+                found.add(name)
+            case _:
+                pass
+    return {name for name in found if not name.startswith("__")}
+
+
+#: What a base sets after it was made, of a row's `init.prefill_dp_rank`.
+_SET_LATER = {"prefill_dp_rank"}
+
+
+@pytest.mark.parametrize(("of", "folder"), [(VLLM, "vllm"), (SGLANG, "sglang")])
+def test_every_name_that_an_adapter_inherits_from_a_class_of_an_engine_is_in_the_row_of_that_class(
+    of: Contract, folder: str
+) -> None:
+    """An older release may lack a method of the base that a later one has, and an engine ends at its first call."""
+    trees = [ast.parse(path.read_text()) for path in sorted((ROOT / "kvmover" / "engines" / folder).glob("*.py"))]
+    named = {f"{need.name}.{has}".replace(":", ".") for need in of.needs for has in need.has}
+    theirs = {own: row.replace(":", ".") for own, row in _bases(trees).items()}
+    classes = {node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    unnamed = set[str]()
+    for node in classes.values():
+        line, bases = [node], set[str]()
+        for each in line:
+            bases |= {base for base in map(_last, each.bases) if base in theirs}
+            line += [classes[base] for base in map(_last, each.bases) if base in classes]
+        above = set[str]().union(*map(_own, line[1:]))
+        for name in _inherited(node, above, bases) - _SET_LATER:
+            rows = [f"{theirs[base]}.{name}" for base in sorted(bases)]
+            if rows and not any(one == row or one.startswith(f"{row}.") for row in rows for one in named):
+                unnamed.add(" or ".join(rows))
+    assert not unnamed, "\n".join(sorted(unnamed))
 
 
 def test_every_method_that_the_plug_in_of_sglang_hooks_is_a_row_of_the_contract() -> None:

@@ -175,10 +175,12 @@ def _has_path(value: Any, path: list[str]) -> bool:
 
 
 def _has(value: Any, name: str) -> bool:
-    """Returns True for an attribute, a field, a parameter, or an attribute that the constructor sets."""
+    """Returns True for an attribute, a field, a parameter, or an attribute that a constructor of the class or of its
+    bases sets.
+    """
     kinds: tuple[Any, ...] = getattr(value, "__mro__", ())
     if hasattr(value, name) or any(name in getattr(kind, "__annotations__", {}) for kind in kinds):
         return True
-    made = value.__init__ if inspect.isclass(value) else value
-    code = getattr(inspect.unwrap(made), "__code__", None)
-    return code is not None and name in (*code.co_varnames, *code.co_names)
+    makers = [vars(kind)["__init__"] for kind in kinds if "__init__" in vars(kind)] if kinds else [value]
+    codes = [getattr(inspect.unwrap(maker), "__code__", None) for maker in makers]
+    return any(name in (*code.co_varnames, *code.co_names) for code in codes if code is not None)

@@ -167,6 +167,7 @@ _NEEDS = (
     Need(
         f"{_MEM}.hicache_storage", _ALL, ("HiCacheStorage", "PoolHitPolicy.ALL_PAGES", "PoolName", "PoolTransferResult")
     ),
+    Need(f"{_MEM}.hicache_storage:HiCacheStorage", (STORE,), ("register_mem_host_pool_v2", "register_mem_pool_host")),
     Need(f"{_MEM}.hicache_storage:PoolHitPolicy.BLOCK_GROUPS", (STORE, LINKER), (), block_groups),
     Need("sglang.srt.observability.metrics_collector", (STORE, LINKER), ("StorageMetrics",)),
     Need("sglang.srt.configs.model_config", _ALL, ("AttentionArch", "ModelConfig.from_server_args")),
@@ -180,6 +181,7 @@ _NEEDS = (
     ),
     Need("sglang.srt.distributed.parallel_state", _ALL, ("get_tp_group", "model_parallel_is_initialized")),
     Need(f"{_MEM}.unified_cache.unified_cache_linker", (LINKER, RADIX), ("LayerWiseLoadCounter", "UnifiedCacheLinker")),
+    Need(f"{_MEM}.unified_cache.unified_cache_linker:UnifiedCacheLinker", (LINKER,), ("record_offload_ready",)),
     Need(
         f"{_MEM}.hybrid_cache.linker_pool_assembler",
         (LINKER, RADIX),
@@ -196,9 +198,14 @@ _NEEDS = (
         f"{_MEM}.base_prefix_cache",
         (RADIX,),
         (
-            *("BasePrefixCache", "DecLockRefParams", "DecLockRefResult", "EvictResult", "IncLockRefResult"),
+            *("DecLockRefParams", "DecLockRefResult", "EvictResult", "IncLockRefResult"),
             *("InsertParams", "InsertResult", "MatchResult", "TreeLock"),
         ),
+    ),
+    Need(
+        f"{_MEM}.base_prefix_cache:BasePrefixCache",
+        (RADIX,),
+        ("init_metrics_collector", "unlock", "update_eviction_metrics"),
     ),
     Need(
         f"{_MEM}.registry",
@@ -219,9 +226,35 @@ _NEEDS = (
         f"{_DISAGG}.common.conn",
         (PD,),
         (
-            *("CommonKVBootstrapServer", "CommonKVReceiver._send_abort_notification", "CommonKVSender"),
-            *("CommonKVReceiver._connect_to_bootstrap_server", "CommonKVSender._prepare_send_indices"),
+            *("CommonKVReceiver._send_abort_notification", "CommonKVReceiver._connect_to_bootstrap_server"),
             *("KVTransferError", "PrefillServerInfo", "requests", "web"),
+        ),
+    ),
+    Need(f"{_DISAGG}.common.conn:CommonKVBootstrapServer", (PD,), ("_setup_routes", "app")),
+    Need(
+        f"{_DISAGG}.common.conn:CommonKVManager",
+        (PD,),
+        (
+            *("_handle_node_failure", "_send_multipart_locked", "_start_heartbeat_checker_thread", "update_status"),
+            *("addr_to_rooms_tracker", "connection_lock", "connection_pool", "disaggregation_mode", "failure_records"),
+            *("kv_args", "local_ip", "prefill_info_table", "rank_port", "record_failure", "register_to_bootstrap"),
+            *("req_to_decode_prefix_len", "request_status", "server_socket", "try_ensure_parallel_info"),
+        ),
+    ),
+    Need(
+        f"{_DISAGG}.common.conn:CommonKVReceiver",
+        (PD,),
+        (
+            *("_setup_bootstrap_infos", "abort", "bootstrap_addr", "bootstrap_room", "clear", "init.prefill_dp_rank"),
+            *("invalidate_cached_bootstrap_infos", "kv_mgr"),
+        ),
+    ),
+    Need(
+        f"{_DISAGG}.common.conn:CommonKVSender",
+        (PD,),
+        (
+            *("_check_bootstrap_timeout", "_prepare_send_indices", "_record_transfer_indices", "abort", "aux_index"),
+            *("bootstrap_room", "clear", "kv_mgr"),
         ),
     ),
     Need(f"{_DISAGG}.common.conn:CommonKVReceiver.ensure_abort_notified", (PD,), (), _tell_abort),

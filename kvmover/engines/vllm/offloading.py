@@ -26,7 +26,16 @@ from kvmover.engines.vllm import vllm_api
 from kvmover.engines.vllm.block_store import page_of
 from kvmover.engines.vllm.request_accounts import RequestAccounts
 from kvmover.engines.vllm.served_model import PEER_TIER, ServedModel, weights_of_tier
-from kvmover.engines.vllm.vllm_contract import OFFLOADING, ONE_COPY, V1, VLLM, job_result, layout_revision, make_tier
+from kvmover.engines.vllm.vllm_contract import (
+    OFFLOADING,
+    ONE_COPY,
+    V1,
+    VLLM,
+    hit_sources,
+    job_result,
+    layout_revision,
+    make_tier,
+)
 from kvmover.engines.vllm.vllm_options import parse_tier
 from kvmover.engines.vllm.vllm_weight_updates import follow_in_scheduler
 from kvmover.observe.endpoint import serve_metrics
@@ -404,7 +413,7 @@ class KvmoverOffloadingConnector(OffloadingConnector):
         """Do as vLLM's, and account for the external tokens."""
         OffloadingConnector.update_state_after_alloc(self, request, blocks, num_external_tokens)
         if num_external_tokens:
-            sources = self.get_external_cache_hit_sources(request, num_external_tokens)
+            sources = hit_sources(self, request, num_external_tokens)
             self._accounts.allocated(request, vllm_api.external_of(sources, self._lenders))
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:

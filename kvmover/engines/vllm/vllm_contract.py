@@ -80,6 +80,12 @@ def tell_scheduler(core: Any) -> None:
         connector.set_xfer_handshake_metadata_pp_aware({k: v for ranks in said if ranks for k, v in ranks.items()})
 
 
+def hit_sources(connector: Any, request: Any, external_tokens: int) -> dict[Any, int]:
+    """Returns the external tokens of vLLM's offloading by their source; 0.31 and 0.30 do not say it, and have None."""
+    say = getattr(connector, "get_external_cache_hit_sources", None)
+    return {None: external_tokens} if say is None else dict(say(request, external_tokens))
+
+
 def request_hints(request: Any) -> Any:
     """Returns an orchestrator's hints beside a request; None in 0.30, whose requests have none."""
     return getattr(request, "kv_hints", None)
@@ -91,7 +97,10 @@ _NEEDS = (
     Need(
         f"{V1}.base:KVConnectorBase_V1",
         _ALL,
-        ("bind_connector_metadata", "bind_kv_cache_manager", "get_num_new_matched_tokens", "request_finished"),
+        (
+            *("bind_connector_metadata", "bind_kv_cache_manager", "get_num_new_matched_tokens", "request_finished"),
+            *("_get_connector_metadata", "_kv_cache_config", "_kv_transfer_config", "_role"),
+        ),
     ),
     Need(f"{V1}.base:SupportsHMA", _ALL),
     Need(f"{V1}.base:KVConnectorHandshakeMetadata", _ALL),
@@ -99,7 +108,7 @@ _NEEDS = (
     Need(f"{V1}.base:KVConnectorWorkerMetadata", _ALL),
     Need(f"{V1}.base:KVConnectorRole", _ALL, ("SCHEDULER", "WORKER")),
     Need(f"{V1}.metrics:KVConnectorStats", _ALL),
-    Need(f"{V1}.metrics:KVConnectorPromMetrics", _ALL),
+    Need(f"{V1}.metrics:KVConnectorPromMetrics", _ALL, ("_counter_cls",)),
     Need(f"{V1}.metrics:Counter", _ALL),
     Need("vllm.v1.kv_cache_interface:get_kv_cache_spec_kind", _ALL),
     Need("vllm.v1.kv_cache_interface:get_kv_cache_spec_sliding_window", _ALL),
@@ -151,8 +160,15 @@ _NEEDS = (
     Need("vllm.v1.kv_offload.tiering.base:SecondaryTierManager", _TIERS),
     Need("vllm.v1.kv_offload.tiering.base:JobResult", _TIERS),
     Need(f"{V1}.offloading.metrics:OffloadingConnectorStats", _TIERS),
-    Need(f"{V1}.offloading_connector:OffloadingConnector", _TIERS),
-    Need("vllm.v1.kv_offload.cpu.policies.lru:LRUCachePolicy", (PEER_TIER,)),
+    Need(
+        f"{V1}.offloading_connector:OffloadingConnector",
+        _TIERS,
+        (
+            *("_kv_transfer_config", "_role", "build_connector_meta", "get_num_new_matched_tokens", "on_new_request"),
+            *("request_finished", "request_finished_all_groups", "shutdown", "update_state_after_alloc"),
+        ),
+    ),
+    Need("vllm.v1.kv_offload.cpu.policies.lru:LRUCachePolicy", (PEER_TIER,), ("chunks", "clear", "evict")),
 )
 
 #: The contract with vLLM, whose interfaces for connectors and tiers are experimental.
