@@ -36,6 +36,7 @@ def quiet() -> Iterable[None]:
     logging.disable(logging.NOTSET)
 
 
+@pytest.mark.timeout(600)
 def test_every_invariant_of_a_hand_over_holds_in_every_schedule():
     assert not REACHED - _all(SCHEDULES).keys()
 

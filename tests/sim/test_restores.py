@@ -31,6 +31,7 @@ REACHED = {
 }
 
 
+@pytest.mark.timeout(600)
 def test_every_invariant_holds_after_every_round_of_a_schedule():
     seen = Counter[str]()
     for profile in PROFILES:
