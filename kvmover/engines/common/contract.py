@@ -181,6 +181,6 @@ def _has(value: Any, name: str) -> bool:
     kinds: tuple[Any, ...] = getattr(value, "__mro__", ())
     if hasattr(value, name) or any(name in getattr(kind, "__annotations__", {}) for kind in kinds):
         return True
-    makers = [vars(kind)["__init__"] for kind in kinds if "__init__" in vars(kind)] if kinds else [value]
+    makers: list[Any] = [vars(kind)["__init__"] for kind in kinds if "__init__" in vars(kind)] if kinds else [value]
     codes = [getattr(inspect.unwrap(maker), "__code__", None) for maker in makers]
     return any(name in (*code.co_varnames, *code.co_names) for code in codes if code is not None)
