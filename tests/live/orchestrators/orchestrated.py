@@ -25,7 +25,7 @@ TOKEN_IDS = {"return_token_ids": True}
 DYNAMOS_TOKEN_IDS = {"nvext": {"extra_fields": ["completion_token_ids"]}}
 
 #: 4 layers of 4 heads of K and V of 32 float32.
-_TOKEN_BYTES = 4096
+TOKEN_BYTES = 4096
 
 
 def ask(url: str, prompt: Sequence[int], said: Mapping[str, Any] = TOKEN_IDS) -> Answer:
@@ -59,14 +59,17 @@ class Way:
     engine: str
     how: str
 
+    def prompts(self, **lengths: int) -> list[list[int]]:
+        """Returns 20 prompts of printable characters, others for each way."""
+        drawn = prompts_of(REQUESTS, seed=crc32(str(self).encode()), **lengths)
+        return [[token % _CHARACTERS for token in prompt] for prompt in drawn]
+
     def compare(self, results: Results, plain: str, front: str, log: Path, said: Mapping[str, Any]) -> None:
         """Ask 20 prompts of a plain server and through the orchestrator, and keep the row.
 
         Fails at an answer that differs or did not come, and where the KV of a prompt did not come over kvmover.
         """
-        prompts = [
-            [token % _CHARACTERS for token in prompt] for prompt in prompts_of(REQUESTS, seed=crc32(str(self).encode()))
-        ]
+        prompts = self.prompts()
         wanted = many(lambda prompt: ask(plain, prompt), prompts)
         before = len(received(log))
         got = many(lambda prompt: ask(front, prompt, said), prompts)
@@ -75,7 +78,7 @@ class Way:
         self.keep(verdict, _sum_bytes(moved))
         assert verdict.same == len(prompts), verdict.failed
         assert [each.cause for each in moved] == [None] * len(prompts)
-        assert _sum_bytes(moved) >= _TOKEN_BYTES * sum(len(prompt) - 1 for prompt in prompts)
+        assert _sum_bytes(moved) >= TOKEN_BYTES * sum(len(prompt) - 1 for prompt in prompts)
 
     def keep(self, verdict: Verdict, moved_bytes: int = 0, seen: str = "") -> None:
         """Write the row into live_orchestrators.csv. `seen`: what stopped it."""
