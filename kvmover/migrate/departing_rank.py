@@ -98,6 +98,12 @@ class DepartingRank:
         return self._state.may_write
 
     @property
+    def landed_tokens(self) -> int:
+        """Returns the leading tokens in the target's pages, of rounds that ended."""
+        state = self._state
+        return state.round.stop if state.phase is DeparturePhase.GONE else state.round.start
+
+    @property
     def transfers(self) -> tuple[Transfer, ...]:
         """Returns the rounds' transfers so far, in order."""
         return tuple(self._rounds)

@@ -19,6 +19,7 @@ _MOST = 1 << 53
 #: Values of `--scenario`, `--policy`, `--write-policy` and `--format`, repeated here because their modules load numpy
 #: and torch.
 SCENARIOS = (
+    "smollm2",
     "gqa",
     "replicated-dst",
     "replicated-both",

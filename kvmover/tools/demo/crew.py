@@ -103,12 +103,16 @@ class Crew:
         self.members: list[Member] = []
         try:
             resource_tracker.ensure_running()  # with the first process it would unblock signals
-            with _undisturbed():
-                for _ in range(size):
-                    self.members.append(self._spawned())
+            self.grow(size)
         except BaseException:
             self._kill()
             raise
+
+    def grow(self, size: int) -> None:
+        """Spawn processes until there are `size`."""
+        with _undisturbed():
+            while len(self.members) < size:
+                self.members.append(self._spawned())
 
     def renew(self) -> None:
         """Spawn processes in the places of dead ones."""

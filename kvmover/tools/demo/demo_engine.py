@@ -13,10 +13,10 @@ from kvmover.cache.prefix import PrefixTree
 from kvmover.config.settings import Settings
 from kvmover.errors import KvmoverError
 from kvmover.plan.fleet_text import FleetText
-from kvmover.tools.demo.crew import CrewError, Member, ask_all, hear
+from kvmover.tools.demo.crew import CrewError, Member, ask, ask_all, hear
 from kvmover.tools.demo.demo_report import RequestReport, Wire
 from kvmover.tools.demo.model import ContiguousCache, Transformer
-from kvmover.tools.demo.rank import Seat
+from kvmover.tools.demo.rank import Digests, Seat
 from kvmover.tools.demo.scenarios import Scenario
 
 #: Tokens of every pool: the prompts of a run, kept for later turns.
@@ -68,6 +68,27 @@ class Engine:
         self.free += [*kept.page_ids().tolist(), *pages[whole:]]
 
 
+def pair(
+    scenario: Scenario,
+    members: Sequence[Member],
+    folder: Path,
+    settings: Settings,
+    names: tuple[str, str] = ("prefill", "decode"),
+    kind: type[Seat] = Seat,
+    device: str = "cpu",
+) -> tuple[Engine, Engine]:
+    """Seat a scenario's two fleets on the first of `members`, and connect the second with the first."""
+    engines, seats = list[Engine](), list[tuple[Seat]]()
+    for name, fleet in zip(names, (scenario.src, scenario.dst), strict=True):
+        at = len(seats)
+        engines.append(Engine(name, members[at : at + fleet.fleet.size], fleet))
+        seats += [(seat,) for seat in engines[-1].seats(scenario, folder, settings, device, at, kind)]
+    ask(members[: len(seats)], "seat", seats)
+    src, dst = engines
+    ask_all(dst.members, "connect", ask_all(src.members, "card"))
+    return src, dst
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A request: its unique name, its prompt, and its number of answer tokens."""
@@ -90,7 +111,7 @@ def serve(scenario: Scenario, src: Engine, dst: Engine, alone: Transformer, aske
         dst_pages = [*match.page_ids.tolist(), *dst.take(len(prompt) + answer_tokens - match.tokens)]
         moved = range(match.tokens, len(prompt))
         first, gap = ask_all(src.members, "prefill", prompt, src_pages)[0]
-        sent, landed = _move(src, dst, asked.name, moved, src_pages, dst_pages)
+        sent, landed = moved_on(src, dst, asked.name, moved, src_pages, dst_pages)
         rest, gaps = ask_all(dst.members, "decode", first, len(prompt), answer_tokens - 1, dst_pages)[0]
     except CrewError:
         dst.tree.unlock(receipt)
@@ -102,7 +123,8 @@ def serve(scenario: Scenario, src: Engine, dst: Engine, alone: Transformer, aske
     alone.gaps.clear()
     expected = alone.generate(prompt, answer_tokens, ContiguousCache())
     moved_by, compared = _gaps_moved(answer, [gap, *gaps], expected, alone.gaps, scenario.gap_tolerance)
-    same, near = _same_bytes(sent, landed), moved_by < scenario.gap_tolerance
+    same = same_rows([rows for _, rows in sent], [rows for _, rows in landed])
+    near = moved_by < scenario.gap_tolerance
     return RequestReport(
         asked.name,
         len(prompt),
@@ -117,7 +139,7 @@ def serve(scenario: Scenario, src: Engine, dst: Engine, alone: Transformer, aske
     )
 
 
-def _move(
+def moved_on(
     src: Engine, dst: Engine, name: str, moved: range, src_pages: list[int], dst_pages: list[int]
 ) -> tuple[list[Any], list[Any]]:
     """Move on both fleets in parallel. Returns (result, digests) of every source, and of every destination rank.
@@ -155,10 +177,10 @@ def _gaps_moved(
     return moved, len(answer)
 
 
-def _same_bytes(sent: list[Any], landed: list[Any]) -> bool:
+def same_rows(sent: Sequence[Digests], landed: Sequence[Digests]) -> bool:
     """True if every row of every destination rank equals that row on every source rank."""
     truth: dict[tuple[int, int, int], set[str]] = {}
-    for _, digests in sent:
+    for digests in sent:
         for place, digest in digests.items():
             truth.setdefault(place, set()).add(digest)
-    return all(truth[place] == {digest} for _, digests in landed for place, digest in digests.items())
+    return all(truth[place] == {digest} for digests in landed for place, digest in digests.items())

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from kvmover.tools.demo.perplexity import Perplexity
 from kvmover.tools.demo.scenarios import Scenario
 from kvmover.tools.tables import Column, Sheet
 from kvmover.transport import nixl_version
@@ -66,6 +67,11 @@ class RequestReport:
     compared: int | None = None
     #: Attempts: one, plus one for each engine that died of it.
     tries: int = 1
+    #: Tokens of the answer that the first fleet computed, and the texts, if the model speaks a language.
+    source_tokens: int = 1
+    question: str = ""
+    text: str = ""
+    expected_text: str = ""
 
     @property
     def tokens_identical(self) -> bool:
@@ -97,11 +103,15 @@ class ScenarioReport:
     title: str
     requests: list[RequestReport]
     lossy: float = 0.0
+    #: Perplexities over moved KV, if the model speaks a language.
+    perplexities: tuple[Perplexity, ...] = ()
 
     @classmethod
-    def of(cls, scenario: Scenario, requests: list[RequestReport]) -> ScenarioReport:
+    def of(
+        cls, scenario: Scenario, requests: list[RequestReport], perplexities: tuple[Perplexity, ...] = ()
+    ) -> ScenarioReport:
         """Build the report of all requests that a scenario served."""
-        return cls(scenario.name, scenario.title, requests, scenario.lossy)
+        return cls(scenario.name, scenario.title, requests, scenario.lossy, perplexities)
 
     def loss(self) -> str:
         """Describe the effect of a lossy form on the answers; empty if lossless."""
@@ -147,8 +157,9 @@ class RunReport:
 
     @property
     def passed(self) -> bool:
-        """True if every request passed; False without requests."""
-        return bool(self.requests) and all(request.passed for request in self.requests)
+        """True if every request and every perplexity passed; False without requests."""
+        scored = [each for scenario in self.scenarios for each in scenario.perplexities]
+        return bool(self.requests) and all(each.passed for each in (*self.requests, *scored))
 
     def sentence(self) -> str:
         """Return the outcome in words."""
@@ -163,10 +174,13 @@ class RunReport:
         again = sum(request.tries > 1 for request in self.requests)
         died = f" {again} of them outlived an engine that was killed." if again else ""
         wrong = [request.name for request in self.requests if not request.passed]
+        changed = [each.title for scenario in self.scenarios for each in scenario.perplexities if not each.passed]
         if not self.requests:
             return "FAILED: there was no request to serve"
         if wrong:
             return f"FAILED: {len(wrong)} of {len(self.requests)} requests differ from the one-process model: {wrong}"
+        if changed:
+            return f"FAILED: perplexities over moved KV are not what they have to be: {changed}"
         plural = "" if len(self.scenarios) == 1 else "s"
         sent = (
             f": {moved / 1e6:.1f} MB of KV moved {exactly} between fleets of different shape over"
@@ -205,6 +219,7 @@ class RunReport:
                     "tokens_identical": all(r.tokens_identical for r in scenario.requests),
                     "bytes_identical": all(r.bytes_identical for r in scenario.requests),
                     "lossy": scenario.lossy,
+                    "perplexities": [asdict(each) for each in scenario.perplexities],
                     "requests": [_request_data(request) for request in scenario.requests],
                 }
                 for scenario in self.scenarios
@@ -272,6 +287,8 @@ def show(report: RunReport, console: Console) -> None:
             )
         console.print(table)
         console.print(scenario.loss(), soft_wrap=True)
+        for each in scenario.perplexities:
+            console.print(each.sentence(), style="" if each.passed else "red", soft_wrap=True)
     console.print(
         "direct, packed: descriptors that either route posts. ms: from asking to landed, on the slowest rank."
     )

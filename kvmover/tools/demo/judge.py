@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvmover.tools.demo.demo_report import RequestReport, Wire
-from kvmover.tools.demo.model import Alone, ContiguousCache, ModelShard, Transformer
+from kvmover.tools.demo.model import ContiguousCache, Transformer
 from kvmover.tools.demo.rank import Digests
 from kvmover.tools.demo.scenarios import GAP_TOLERANCE, Scenario
 from kvmover.tools.demo.tiered_rank import Served
@@ -26,7 +26,7 @@ class Judge:
     @classmethod
     def of(cls, scenario: Scenario) -> Judge:
         """Make a judge that knows no rows."""
-        return cls(scenario, Transformer(scenario.model, ModelShard.of_rank(scenario.model, 1, 1, 0, 0), Alone()))
+        return cls(scenario, Transformer.alone(scenario.model))
 
     def report(self, number: int, prompt: tuple[int, ...], answer_tokens: int, served: list[Served]) -> RequestReport:
         """Compare the results of all ranks of a fleet for a request, and learn their rows."""

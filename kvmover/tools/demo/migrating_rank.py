@@ -35,13 +35,15 @@ class AnswerShare:
     """A side's share of a moved answer: its tokens, and how clearly each won.
 
     `goes_on`: True if this side now has the request, with the answer so far. `tokens`: tokens of prompt and answer
-    whose rows this side has. `pause_s`: time in which the source had no token to compute.
+    whose rows this side has; `landed_tokens`: those of them whose rows both sides have, as far as this one knows.
+    `pause_s`: time in which the source had no token to compute.
     """
 
     goes_on: bool
     answer: list[int]
     gaps: list[float]
     tokens: int
+    landed_tokens: int
     results: list[Result]
     pause_s: float = 0.0
     reason: str | None = None
@@ -50,8 +52,13 @@ class AnswerShare:
 class MigratingRank(DemoRank):
     """A seated process on either side of a migration. All ranks of a fleet are asked alike, and agree at each step."""
 
-    def depart(self, migration: Migration, answer: list[int], count: int, pages: list[int]) -> AnswerShare:
-        """Continue an answer, for at most `count` tokens, until it has moved; an answer that ends first stays here."""
+    def depart(
+        self, migration: Migration, answer: list[int], count: int, pages: list[int], unfinished_tokens: int = -1
+    ) -> AnswerShare:
+        """Continue an answer, for at most `count` tokens, until it has moved; an answer that ends first stays here.
+
+        It is left as it is, between two fleets, once the last round lacks `unfinished_tokens` tokens.
+        """
         answer, first, cache = list(answer), len(self._model.gaps), self._cache(pages)
         prompt_tokens = migration.tokens - len(answer) + 1
         most, paused_at, paused_s = len(answer) + count, 0.0, 0.0
@@ -61,7 +68,7 @@ class MigratingRank(DemoRank):
 
         self._meet(migration.target)
         departing = DepartingRank(self._mover, migration, now(), CONFIG, self._agree)
-        while not departing.settled:
+        while not departing.settled and departing.may_write != unfinished_tokens:
             if departing.may_write and len(answer) < most:
                 answer.append(self._model.decode(answer[-1], prompt_tokens + len(answer) - 1, cache))
                 departing.wrote(now())
@@ -74,11 +81,13 @@ class MigratingRank(DemoRank):
                 paused_s = time.monotonic() - paused_at
                 if not worked:
                     time.sleep(PAUSE_S)
-        self._mover.wait(departing.transfers)
+        if departing.settled:
+            self._mover.wait(departing.transfers)
         self._watched.look()
         tokens, results = prompt_tokens + len(answer) - 1, _results(departing.transfers)
-        goes_on = departing.may_write > 0
-        return AnswerShare(goes_on, answer, self._model.gaps[first:], tokens, results, paused_s, departing.reason)
+        goes_on, gaps = departing.may_write > 0, self._model.gaps[first:]
+        landed_tokens, reason = departing.landed_tokens, departing.reason
+        return AnswerShare(goes_on, answer, gaps, tokens, landed_tokens, results, paused_s, reason)
 
     def arrive(self, migration: Migration, pages: list[int]) -> AnswerShare:
         """Receive an answer while it is computed, until it is here or has failed to come."""
@@ -92,10 +101,8 @@ class MigratingRank(DemoRank):
         self._mover.wait(arriving.transfers)
         self._watched.look()
         here = arriving.phase is ArrivalPhase.HERE
-        answer = json.loads(arriving.payload)
-        return AnswerShare(
-            here, answer, [], arriving.landed_tokens, _results(arriving.transfers), reason=arriving.reason
-        )
+        answer, landed, results = json.loads(arriving.payload), arriving.landed_tokens, _results(arriving.transfers)
+        return AnswerShare(here, answer, [], landed, landed, results, reason=arriving.reason)
 
     def _meet(self, party: Party) -> None:
         """Poll until all ranks of a fleet are connected. Raises KvmoverError after 20 s."""

@@ -1,15 +1,17 @@
-"""The demo's model is a small seeded transformer, sharded over TP and PP, whose only state is the KV cache it is given.
+"""The demo's model is a transformer, sharded over TP and PP, whose only state is the KV cache it is given.
 
-Float64: another sharding sums in another order, which moves a logit by 1e-14, far below its gap to the next. Keys are
-cached unrotated, and rotated by their row number when read, so that a misplaced page gives wrong results.
+Its weights are drawn from a seed, or a Llama's, mapped from a checkpoint. Drawn ones are float64: another sharding
+sums in another order, which moves a logit by 1e-14, far below its gap to the next. Keys are cached unrotated, and
+rotated by their row number when read, so that a misplaced page gives wrong results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Protocol, TypeAlias, cast
 
@@ -20,10 +22,10 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.functional import rms_norm, silu
 
 from kvmover.errors import LayoutError
+from kvmover.tools.demo.llama_checkpoint import LLAMA_NAMES, mapped
 from kvmover.tools.demo.stored_plane import StoredPlane, Where
 
 _QUERY_CHUNK = 64  # queries attended at once: bounds the scores of a long prompt, and keeps them in the core's cache
-_SHARPNESS = 3.0  # as sharp as a trained model's attention: rows mixed evenly would hide a wrong row
 #: Sums and hand-overs among the ranks of a fleet: every rank calls the same methods in the same order.
 Collective: TypeAlias = "Alone | Gloo"
 
@@ -33,7 +35,9 @@ class ModelConfig:
     """A decoder. A cached row is [kv, kv_heads, head_dim]: plane 0 is the key, the last plane begins with the value.
 
     kv=2 and value_dim=head_dim is grouped-query attention; kv=1, kv_heads=1 and value_dim < head_dim is absorbed MLA.
-    Raises LayoutError for sizes that do not fit together.
+    `sharpness` makes drawn weights attend as sharply as trained ones: rows mixed evenly would hide a wrong row.
+    `checkpoint`: a file of a Llama's weights in safetensors; empty: weights drawn from `seed`. Raises LayoutError for
+    sizes that do not fit together.
     """
 
     name: str = "gqa"
@@ -47,9 +51,14 @@ class ModelConfig:
     vocab: int = 512
     mlp: int = 128
     seed: int = 0
+    rope_base: float = 1000.0
+    sharpness: float = 3.0
+    norm_eps: float | None = None
+    dtype: str = "float64"
+    checkpoint: str = ""
 
     def __post_init__(self) -> None:
-        if min(astuple(self)[1:-1]) < 1 or self.vocab < 2 or self.query_heads % self.kv_heads:
+        if min(astuple(self)[1:10]) < 1 or self.vocab < 2 or self.query_heads % self.kv_heads:
             raise LayoutError(f"a model needs positive sizes, and query heads that share its kv heads evenly: {self}")
         if self.head_dim % 2 or self.value_dim > self.head_dim:
             raise LayoutError(f"head_dim {self.head_dim} must be even and hold value_dim {self.value_dim}")
@@ -150,9 +159,9 @@ class Alone:
         """Returns `part`, which is the sum."""
         return part
 
-    def receive(self, rows: int, columns: int) -> Tensor:
+    def receive(self, like: Tensor) -> Tensor:
         """Raises LayoutError: there is no other stage."""
-        raise LayoutError(f"no previous stage to receive [{rows}, {columns}] from: a model alone holds every layer")
+        raise LayoutError(f"no previous stage to receive {list(like.shape)} from: a model alone holds every layer")
 
     def hand_on(self, activations: Tensor) -> None:
         """Raises LayoutError: there is no other stage."""
@@ -189,9 +198,9 @@ class Gloo:
         self._send(part, others)
         return part
 
-    def receive(self, rows: int, columns: int) -> Tensor:
-        """Receive the previous stage's activations, [rows, columns] of float64."""
-        return self._receive(torch.empty(rows, columns, dtype=torch.float64), [self.group.rank() - self.tp])[0]
+    def receive(self, like: Tensor) -> Tensor:
+        """Receive the previous stage's activations, of the shape and dtype of `like`."""
+        return self._receive(like, [self.group.rank() - self.tp])[0]
 
     def hand_on(self, activations: Tensor) -> None:
         """Send activations to the same rank of the next stage."""
@@ -229,10 +238,18 @@ class Transformer:
         if min(local) < 0 or max(local) >= len(shard.kv_heads):
             raise LayoutError(f"query heads {shard.query_heads} need other kv heads than {shard.kv_heads}")
         self._kv_head_of_query = torch.tensor(local)
-        self._embedding = _weights(config, -1, "embedding", 1, config.vocab, config.hidden)
-        self._words = _weights(config, -1, "words", config.hidden, config.hidden, config.vocab)
-        self._layers = {layer: _layer_weights(config, shard, layer) for layer in shard.layers}
-        self._frequency = 1000.0 ** (-torch.arange(config.head_dim // 2, dtype=torch.float64) * 2 / config.head_dim)
+        draw = _drawn(config) if not config.checkpoint else _trained(config)
+        self._embedding = draw(-1, "embedding", 1, config.vocab, config.hidden)
+        self._words = draw(-1, "words", config.hidden, config.hidden, config.vocab)
+        self._last_norm = draw(-1, "norm", 0, config.hidden)
+        self._layers = {layer: _layer_weights(config, shard, partial(draw, layer)) for layer in shard.layers}
+        halves = torch.arange(config.head_dim // 2, dtype=torch.float64)
+        self._frequency = config.rope_base ** (-halves * 2 / config.head_dim)
+
+    @classmethod
+    def alone(cls, config: ModelConfig) -> Transformer:
+        """Make the whole model in one process."""
+        return cls(config, ModelShard.of_rank(config, 1, 1, 0, 0), Alone())
 
     def prefill(self, tokens: Sequence[int], cache: Cache, start: int = 0) -> int:
         """Compute the token after `tokens`; `cache` holds rows [0, start), and on return those of all `tokens`.
@@ -254,34 +271,65 @@ class Transformer:
             answer.append(self.decode(answer[-1], len(prompt) + len(answer) - 1, cache))
         return answer
 
+    def score(self, tokens: Sequence[int], start: int, cache: Cache) -> Iterator[list[float]]:
+        """Compute the surprise of each of tokens[start + 1:], the negative logarithm of its probability, in parts.
+
+        `cache` holds rows [0, start), and at the end those of all `tokens` but the last.
+        """
+        for first in range(start, len(tokens) - 1, _QUERY_CHUNK):
+            following = tokens[first + 1 : first + 1 + _QUERY_CHUNK]
+            hidden = self._hidden(tokens[first : first + len(following)], first, cache)
+            said = torch.zeros(len(following), dtype=torch.float64)
+            if self._is_last:
+                said[:] = torch.log_softmax(self._logits(hidden), -1).gather(1, torch.tensor([following]).T)[:, 0]
+            yield [-float(each) for each in self.comm.share(said)]
+
+    @property
+    def _is_last(self) -> bool:
+        return self.shard.layers.stop == self.config.layers
+
     def _forward(self, tokens: Sequence[int], start: int, cache: Cache) -> int:
-        width, first = self.config.hidden, self.shard.layers.start == 0
-        hidden = self._embedding[torch.tensor(tokens)] if first else self.comm.receive(len(tokens), width)
-        for layer in self.shard.layers:
-            hidden = hidden + self.comm.add_up(self._attention(layer, rms_norm(hidden, [width]), start, cache))
-            inner, weights = rms_norm(hidden, [width]), self._layers[layer]
-            inner = silu(inner @ weights["gate"]) * (inner @ weights["up"])
-            hidden = hidden + self.comm.add_up(inner @ weights["down"])
+        hidden = self._hidden(tokens, start, cache)
         choice = torch.zeros(2, dtype=torch.float64)  # a token id is exact in float64
-        if self.shard.layers.stop == self.config.layers:
-            best, words = torch.topk(rms_norm(hidden[-1], [width]) @ self._words, 2)
+        if self._is_last:
+            best, words = torch.topk(self._logits(hidden[-1]), 2)
             choice[0], choice[1] = words[0], best[0] - best[1]
-        else:
-            self.comm.hand_on(hidden)
         token, gap = (float(value) for value in self.comm.share(choice))
         self.gaps.append(gap)
         return int(token)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self._normed(hidden, self._last_norm) @ self._words
+
+    def _normed(self, rows: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(rows, [self.config.hidden], weight, self.config.norm_eps)
+
+    def _hidden(self, tokens: Sequence[int], start: int, cache: Cache) -> Tensor:
+        """Returns this stage's activations [token, hidden], handed on to the next stage if there is one."""
+        hidden = self._embedding[torch.tensor(tokens)]
+        if self.shard.layers.start:
+            hidden = self.comm.receive(hidden)
+        for layer in self.shard.layers:
+            weights = self._layers[layer]
+            inner = self._normed(hidden, weights["attention_norm"])
+            hidden = hidden + self.comm.add_up(self._attention(layer, inner, start, cache))
+            inner = self._normed(hidden, weights["mlp_norm"])
+            inner = silu(inner @ weights["gate"]) * (inner @ weights["up"])
+            hidden = hidden + self.comm.add_up(inner @ weights["down"])
+        if not self._is_last:
+            self.comm.hand_on(hidden)
+        return hidden
 
     def _attention(self, layer: int, hidden: Tensor, start: int, cache: Cache) -> Tensor:
         """Returns this rank's part of the attention output [token, hidden]; caches the rows of `hidden`."""
         config, weights, count = self.config, self._layers[layer], len(hidden)
         rows = (hidden @ weights["rows"]).view(count, config.kv, -1, config.head_dim)
         cache.write(layer, range(start, start + count), rows.transpose(0, 1))
-        planes = cache.read(layer, start + count)
+        planes = cache.read(layer, start + count).to(hidden.dtype)  # rows of fp8 are read in float64
         keys = self._rotated(planes[0], 0)[:, self._kv_head_of_query].permute(1, 2, 0)  # [head, dim, token]
         values = planes[-1][:, self._kv_head_of_query, : config.value_dim].transpose(0, 1)  # [head, token, dim]
         queries = self._rotated((hidden @ weights["query"]).view(count, -1, config.head_dim), start).transpose(0, 1)
-        queries = queries * (_SHARPNESS / config.head_dim**0.5)
+        queries = queries * (config.sharpness / config.head_dim**0.5)
         mixed: list[Tensor] = []
         for first in range(0, count, _QUERY_CHUNK):
             scores = queries[:, first : first + _QUERY_CHUNK] @ keys[:, :, : start + first + _QUERY_CHUNK]
@@ -292,22 +340,30 @@ class Transformer:
     def _rotated(self, rows: Tensor, start: int) -> Tensor:
         """Rotate `rows` [token, head, dim] by their positions, from `start` (rotary embedding)."""
         angles = torch.arange(start, start + len(rows), dtype=torch.float64)[:, None, None] * self._frequency
-        (left, right), cos, sin = rows.chunk(2, dim=-1), angles.cos(), angles.sin()
+        (left, right), cos, sin = rows.chunk(2, dim=-1), angles.cos().to(rows.dtype), angles.sin().to(rows.dtype)
         return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1)
 
 
 def generate_alone(config: ModelConfig, prompt: Sequence[int], count: int) -> list[int]:
     """Compute the reference answer: the whole model in one process, over a contiguous cache."""
-    model = Transformer(config, ModelShard.of_rank(config, 1, 1, 0, 0), Alone())
-    return model.generate(prompt, count, ContiguousCache())
+    return Transformer.alone(config).generate(prompt, count, ContiguousCache())
 
 
-def _layer_weights(config: ModelConfig, shard: ModelShard, layer: int) -> dict[str, Tensor]:
-    """Returns a rank's slices of one layer's matrices, all [in, out]."""
+class Draw(Protocol):
+    """The weights of a model: matrices [in, out], norms [hidden]."""
+
+    def __call__(self, layer: int, name: str, inputs: int, *shape: int) -> Tensor:
+        """Returns a whole matrix of a layer (-1: of none) by its name; a sum over `inputs` keeps unit variance."""
+        ...
+
+
+def _layer_weights(config: ModelConfig, shard: ModelShard, draw: Callable[..., Tensor]) -> dict[str, Tensor]:
+    """Returns a rank's slices of one layer's matrices, all [in, out], and its norms."""
     hidden, queries, kv_heads = config.hidden, config.query_heads, config.kv_heads
     of_queries, of_kv_heads, of_mlp = (slice(s.start, s.stop) for s in (shard.query_heads, shard.kv_heads, shard.mlp))
-    draw = partial(_weights, config, layer)
     return {
+        "attention_norm": draw("attention_norm", 0, hidden),
+        "mlp_norm": draw("mlp_norm", 0, hidden),
         "query": draw("query", hidden, hidden, queries, config.head_dim)[:, of_queries].flatten(1),
         "rows": draw("rows", hidden, hidden, config.kv, kv_heads, config.head_dim)[:, :, of_kv_heads].flatten(1),
         "out": draw("out", queries * config.value_dim, queries, config.value_dim, hidden)[of_queries].flatten(0, 1),
@@ -317,7 +373,26 @@ def _layer_weights(config: ModelConfig, shard: ModelShard, layer: int) -> dict[s
     }
 
 
-def _weights(config: ModelConfig, layer: int, name: str, inputs: int, *shape: int) -> Tensor:
-    """Returns a whole matrix, a function of (seed, layer, name) only; a sum over `inputs` keeps unit variance."""
-    generator = torch.Generator().manual_seed(Random(f"{config.seed}/{layer}/{name}").getrandbits(60))
-    return torch.randn(shape, dtype=torch.float64, generator=generator) / inputs**0.5
+def _drawn(config: ModelConfig) -> Draw:
+    """Returns the weights of a seed: each a function of (seed, layer, name) only, norms of ones."""
+    dtype = getattr(torch, config.dtype)
+
+    def draw(layer: int, name: str, inputs: int, *shape: int) -> Tensor:
+        if not inputs:
+            return torch.ones(shape, dtype=dtype)
+        generator = torch.Generator().manual_seed(Random(f"{config.seed}/{layer}/{name}").getrandbits(60))
+        return torch.randn(shape, dtype=torch.float64, generator=generator).div_(inputs**0.5).to(dtype)
+
+    return draw
+
+
+def _trained(config: ModelConfig) -> Draw:
+    """Returns the weights of a Llama's checkpoint, views of the mapped file where its order allows."""
+    tensors, dtype = mapped(Path(config.checkpoint)), getattr(torch, config.dtype)
+
+    def draw(layer: int, name: str, inputs: int, *shape: int) -> Tensor:
+        parts = [tensors[part.format(layer=layer)].to(dtype) for part in LLAMA_NAMES[name]]
+        whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return whole if name == "embedding" or whole.ndim == 1 else whole.t().reshape(shape)
+
+    return draw

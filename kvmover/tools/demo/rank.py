@@ -137,6 +137,14 @@ class DemoRank:
             answer.append(self._model.decode(answer[-1], position + step, cache))
         return answer[1:], self._model.gaps[len(self._model.gaps) - count :]
 
+    def score(self, tokens: tuple[int, ...], start: int, pages: list[int]) -> list[float]:
+        """Compute the surprise of each of tokens[start + 1:]; the rows of [0, start) are in the pages."""
+        surprises = list[float]()
+        for part in self._model.score(tokens, start, self._cache(pages)):
+            surprises += part
+            self._mover.poll()  # peers take a silent rank for dead
+        return surprises
+
     def close(self) -> None:
         """End the mover and its observers."""
         self._mover.close()
@@ -163,7 +171,8 @@ class DemoRank:
         import torch
 
         plane = self._pool.plane(layer, kv)
-        return StoredPlane(plane.view(torch.uint8), self._form) if self._form else plane
+        as_computed = plane.dtype == getattr(torch, self._model.config.dtype)
+        return plane if as_computed or not self._form else StoredPlane(plane.view(torch.uint8), self._form)
 
     def _as_landed(self, rows: Tensor) -> Tensor:
         """Convert rows of this pool to the decode fleet's form, by the definition."""

@@ -17,7 +17,7 @@ from kvmover.plan.fleet_text import FleetText
 from kvmover.tools.demo.crew import Crew, CrewError, ask, ask_all
 from kvmover.tools.demo.demo_engine import Asked, Engine, serve
 from kvmover.tools.demo.demo_report import RequestReport
-from kvmover.tools.demo.model import Alone, ModelShard, Transformer
+from kvmover.tools.demo.model import Transformer
 from kvmover.tools.demo.scenarios import Scenario
 
 #: Latest time of a kill after its request began, s. A request takes some 200 ms.
@@ -49,7 +49,7 @@ class Rolling:
         self._replaced = 0
         self._seating = ThreadPoolExecutor(1, "kvmover-demo-seats")
         self._successor = self._seat_next()
-        self.alone = Transformer(scenario.model, ModelShard.of_rank(scenario.model, 1, 1, 0, 0), Alone())
+        self.alone = Transformer.alone(scenario.model)
 
     def serve(self, number: int, prompt: tuple[int, ...], answer_tokens: int) -> RequestReport:
         """Serve on the engines whose turn it is; if one of them is killed, again on living ones."""

@@ -1,8 +1,8 @@
 """The demo's prefill fleets make KV by real forward passes, kvmover moves it, decode fleets continue from it.
 
 A scenario runs on its fleets against the model in one process. `ScenarioRun`: two fleets that live together. `Lives`:
-fleets one after another. `Rolling`: fleets replaced while others serve. `Migrations`: fleets whose answers move while
-they are computed. `Lenders`: fleets that lend each other pages.
+fleets one after another. `English`: a trained model answers questions. `Rolling`: fleets replaced while others serve.
+`Migrations`: fleets whose answers move while they are computed. `Lenders`: fleets that lend each other pages.
 """
 
 from __future__ import annotations
@@ -24,22 +24,25 @@ import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from kvmover.config import ConfigError, load
-from kvmover.config.settings import Settings
+from kvmover.config.settings import Level, LoggingSettings, Settings
 from kvmover.errors import KvmoverError, need
 from kvmover.exposition import FIRST_METRICS_PORT
 from kvmover.observe.runlog import LineReader, read_lines
 from kvmover.plan.cost import HOST
 from kvmover.store import store_location
 from kvmover.tools import top
-from kvmover.tools.demo.crew import Crew, ask, ask_all
-from kvmover.tools.demo.demo_engine import POOL_TOKENS, Asked, Engine, serve
+from kvmover.tools.demo.crew import Crew, ask_all
+from kvmover.tools.demo.demo_engine import POOL_TOKENS, Asked, pair, serve
 from kvmover.tools.demo.demo_report import RequestReport, RunReport, ScenarioReport, show
+from kvmover.tools.demo.english import MOVES, QUESTIONS, English, Questions, shown
 from kvmover.tools.demo.lenders import Lenders
 from kvmover.tools.demo.lives import LIFE_POOL_TOKENS, Lives
 from kvmover.tools.demo.migrations import Migrations
-from kvmover.tools.demo.model import Alone, ModelShard, Transformer
+from kvmover.tools.demo.model import Transformer
+from kvmover.tools.demo.perplexity import Perplexity
 from kvmover.tools.demo.requests import Chats, Traced, TraceError, TraceScale
 from kvmover.tools.demo.rolling import Rolling
 from kvmover.tools.demo.scenarios import Scenario, choose
@@ -54,19 +57,9 @@ class ScenarioRun:
     """A scenario on its two fleets, with the one-process model that gives the expected answers."""
 
     def __init__(self, scenario: Scenario, crew: Crew, folder: Path, options: DemoOptions) -> None:
-        sizes = scenario.src.fleet.size, scenario.dst.fleet.size
         self.scenario = scenario
-        self.src = Engine("prefill", crew.members[: sizes[0]], scenario.src)
-        self.dst = Engine("decode", crew.members[sizes[0] : sum(sizes)], scenario.dst)
-        everyone = [*self.src.members, *self.dst.members]
-        seats = [
-            seat
-            for engine, ports in ((self.src, 0), (self.dst, sizes[0]))
-            for seat in engine.seats(scenario, folder, options.settings, options.device, ports)
-        ]
-        ask(everyone, "seat", [(seat,) for seat in seats])
-        ask_all(self.dst.members, "connect", ask_all(self.src.members, "card"))
-        self.alone = Transformer(scenario.model, ModelShard.of_rank(scenario.model, 1, 1, 0, 0), Alone())
+        self.src, self.dst = pair(scenario, crew.members, folder, options.settings, device=options.device)
+        self.alone = Transformer.alone(scenario.model)
 
     def close(self) -> None:
         """End both fleets; their processes can be seated again."""
@@ -79,10 +72,13 @@ class ScenarioRun:
 
 
 #: The server of a scenario's requests.
-Stage = ScenarioRun | Lives | Lenders | Rolling | Migrations
+Stage = ScenarioRun | Lives | Lenders | Rolling | Migrations | English
 
 #: Defaults for processes of one machine that move a few MB.
 MOVER = MoverConfig(costs=HOST, arena_bytes=8 << 20, exports=Exports.POOLS)
+
+#: The demo kills ranks, whose peers would warn.
+QUIET = LoggingSettings(Level.ERROR)
 
 #: Seconds between two frames.
 _FRAME_S = 1.0
@@ -97,7 +93,7 @@ class DemoOptions:
 
     `report`: a trace to write at the end, as run.json, with the run log beside it, as run.jsonl. `watch`: show
     `kvmover top` of the demo's own ranks. `device`: place of the pools. `store`: location below which page stores are
-    made, and cleared at the end; None: a temporary folder. `settings`: omitted mover settings are those of `MOVER`.
+    made, and cleared at the end; None: a temporary folder. `settings`: omitted ones are those of `MOVER` and `QUIET`.
     """
 
     scenarios: tuple[str, ...] = ()
@@ -110,12 +106,17 @@ class DemoOptions:
     watch: bool = False
     device: str = "cpu"
     store: str | None = None
-    settings: Settings = field(default_factory=lambda: Settings(mover=MOVER))
+    settings: Settings = field(default_factory=lambda: Settings(mover=MOVER, logging=QUIET))
 
     @property
     def requests_each(self) -> int:
         """Returns the requests of a scenario; by default five turns of one conversation."""
         return self.requests or 5
+
+    @property
+    def chosen(self) -> list[Scenario]:
+        """Returns the scenarios to play: with a trace and no names, those that have no questions of their own."""
+        return [each for each in choose(self.scenarios) if self.scenarios or not (self.trace and each.speaks)]
 
 
 def run_demo(options: DemoOptions) -> int:
@@ -161,7 +162,7 @@ def _log_beside(trace: Path) -> Path:
 
 
 def _processes(options: DemoOptions) -> int:
-    return max(scenario.processes for scenario in choose(options.scenarios))
+    return max(scenario.processes for scenario in options.chosen)
 
 
 def _watched(options: DemoOptions) -> DemoOptions:
@@ -200,19 +201,30 @@ def _run_in_view(options: DemoOptions, notes: Console) -> RunReport:
         disable=options.as_json and not options.watch,
         transient=True,
     )
-    task = progress.add_task("starting processes", total=len(choose(options.scenarios)) * options.requests_each)
+    total = sum(_steps(scenario, options.requests_each) for scenario in options.chosen)
+    task = progress.add_task("starting processes", total=total)
 
     def step(what: str, requests: int) -> None:
         progress.update(task, description=what, advance=requests)
 
+    say = _nothing if options.as_json else notes.print
     addresses = _endpoints(options)
     if addresses and not options.watch:
         notes.print(f"to watch it: kvmover top {addresses}", soft_wrap=True)
     if addresses and options.watch:
         with _top(addresses, progress, notes):
-            return run(options, step)
+            return run(options, step, say)
     with progress:
-        return run(options, step)
+        return run(options, step, say)
+
+
+def _steps(scenario: Scenario, requests: int) -> int:
+    """Returns the steps of a scenario: its requests and, of a model that speaks, the texts that it scores."""
+    return min(requests, len(QUESTIONS)) + len(MOVES) if scenario.speaks else requests
+
+
+def _nothing(text: Text) -> None:
+    """Say nothing of an answer: the report has it."""
 
 
 @contextmanager
@@ -237,10 +249,13 @@ def _top(addresses: str, progress: Progress, notes: Console) -> Generator[None]:
             thread.join()
 
 
-def run(options: DemoOptions, step: Callable[[str, int], None]) -> RunReport:
-    """Run the scenarios on one crew of processes. `step` gets the current work and the number of requests ended."""
+def run(options: DemoOptions, step: Callable[[str, int], None], say: Callable[[Text], None] = _nothing) -> RunReport:
+    """Run the scenarios on one crew of processes.
+
+    `step` gets the current work and the number of requests ended, `say` each answer in a language as it is complete.
+    """
     began, settings = time.monotonic(), options.settings
-    scenarios = choose(options.scenarios)
+    scenarios = options.chosen
     plays = [(scenario, _requests(options, scenario)) for scenario in scenarios]  # bad ones start no process
     size = max(scenario.processes for scenario in scenarios)
     nixl_version()  # raises without NIXL
@@ -253,16 +268,19 @@ def run(options: DemoOptions, step: Callable[[str, int], None]) -> RunReport:
         if settings.metrics.port and settings.metrics.port + size > 1 << 16:
             raise ConfigError(f"metrics.port = {settings.metrics.port} leaves no ports for {size} ranks")
     reports: list[ScenarioReport] = []
-    with tempfile.TemporaryDirectory(prefix="kvmover-demo-") as folder, Crew(size) as crew:
+    with tempfile.TemporaryDirectory(prefix="kvmover-demo-") as folder, Crew(scenarios[0].processes) as crew:
         for scenario, requests in plays:
             seeded = replace(scenario, model=replace(scenario.model, seed=options.seed))
             place = Path(folder) / scenario.name
             place.mkdir()
-            reports.append(_play(_stage(seeded, crew, place, options), requests, step))
+            reports.append(_play(_stage(seeded, crew, place, options), requests, step, say))
+            crew.grow(size)
     return RunReport.of(reports, time.monotonic() - began)
 
 
 def _stage(scenario: Scenario, crew: Crew, folder: Path, options: DemoOptions) -> Stage:
+    if scenario.speaks:
+        return English(scenario, crew, folder, options.settings)
     if scenario.lives:
         root = folder if options.store is None else store_location(options.store)
         return Lives(scenario, crew, folder, root, options.requests_each, options.settings)
@@ -313,7 +331,12 @@ def _ended_by_a_signal() -> Generator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _play(stage: Stage, requests: Chats | Traced, step: Callable[[str, int], None]) -> ScenarioReport:
+def _play(
+    stage: Stage,
+    requests: Chats | Traced | Questions,
+    step: Callable[[str, int], None],
+    say: Callable[[Text], None],
+) -> ScenarioReport:
     """Serve all requests of a scenario, in order of arrival."""
     scenario = stage.scenario
     ranks = " + ".join(str(fleet.fleet.size) for fleet in scenario.fleets)
@@ -322,16 +345,26 @@ def _play(stage: Stage, requests: Chats | Traced, step: Callable[[str, int], Non
     for number, (prompt, answer_tokens) in enumerate(requests):
         done.append(stage.serve(number, prompt, answer_tokens))
         requests.answered(done[-1].answer)
+        if done[-1].text:
+            say(shown(scenario, done[-1]))
         step(f"{scenario.name}: {ranks} ranks", 1)
+    scored: list[Perplexity] = []
+    for each in stage.perplexities() if isinstance(stage, English) else ():
+        scored.append(each)
+        step(f"{scenario.name}: perplexity over moved KV", 1)
     stage.close()
-    return ScenarioReport.of(scenario, done)
+    return ScenarioReport.of(scenario, done, tuple(scored))
 
 
-def _requests(options: DemoOptions, scenario: Scenario) -> Chats | Traced:
+def _requests(options: DemoOptions, scenario: Scenario) -> Chats | Traced | Questions:
     if options.trace is None:
         if options.scale is not None:
             raise TraceError(f"--scale {options.scale} has no meaning without --trace")
+        if scenario.speaks:
+            return Questions(options.requests_each)
         return Chats.seeded(options.seed, options.requests_each)
+    if scenario.speaks:
+        raise TraceError(f"{scenario.name} answers questions of its own: leave out --trace {options.trace}")
     scale = TraceScale(scenario.model.vocab, SCALE if options.scale is None else options.scale)
     most = LIFE_POOL_TOKENS if scenario.lives or scenario.lenders else POOL_TOKENS
     return Traced.read(options.trace, scale, options.requests_each, most)

@@ -10,6 +10,7 @@ from kvmover.layout.component import Component
 from kvmover.plan.cost import Route
 from kvmover.plan.fleet_text import FleetText
 from kvmover.tools.demo.model import GQA, LATENT, ModelConfig
+from kvmover.tools.demo.smollm2 import SMOLLM2, missing
 
 #: Logit gaps of two runs over the same rows differ by 1e-14; one wrong element moves them by far more than this.
 GAP_TOLERANCE = 1e-9
@@ -38,6 +39,8 @@ class Scenario:
     gap_tolerance: float = GAP_TOLERANCE
     #: Length of answers that move from the first fleet to the second while computed (0: answers stay).
     answer_tokens: int = 0
+    #: True for real weights, unpacked from installed packages: the fleets answer questions.
+    speaks: bool = False
 
     @property
     def processes(self) -> int:
@@ -76,14 +79,25 @@ class Scenario:
     def component(self) -> Component:
         """Returns the cached component: float64 as computed, for a move never looks inside an element.
 
-        It is bfloat16 if either fleet names a stored form.
+        It is bfloat16 if either fleet names a stored form, and a trained model's own dtype.
         """
         model = self.model
-        dtype = "float64" if self.src.form == self.dst.form == "auto" else "bfloat16"
+        dtype = "bfloat16" if model.dtype == "float64" and {self.src.form, self.dst.form} != {"auto"} else model.dtype
         return Component(model.name, model.layers, model.kv, model.kv_heads, model.head_dim, dtype)
 
 
 SCENARIOS = (
+    replace(
+        Scenario.of(
+            "smollm2",
+            "SmolLM2-135M-Instruct, 3 KV heads, TP3 to TP1: English moved, migrated in mid-sentence, and after a kill",
+            SMOLLM2,
+            "tp=3,page=16,order=NHD",
+            "tp=1,page=64,order=HND",
+        ),
+        gap_tolerance=1e-2,
+        speaks=True,
+    ),
     Scenario.of(
         "gqa",
         "GQA, 8 KV heads, TP4 to TP2, pages of 16 in NHD to pages of 64 in HND",
@@ -200,9 +214,13 @@ SCENARIOS = (
 
 
 def choose(names: tuple[str, ...]) -> tuple[Scenario, ...]:
-    """Returns the named scenarios in order, all if no name is given. Raises LayoutError for an unknown name."""
+    """Returns the named scenarios in order; if no name is given, all whose packages are installed.
+
+    Raises LayoutError for an unknown name.
+    """
     known = {scenario.name: scenario for scenario in SCENARIOS}
     for name in names:
         if name not in known:
             raise LayoutError(f"unknown scenario {name!r}; known are {', '.join(known)}")
-    return tuple(known[name] for name in names) or SCENARIOS
+    named = tuple(known[name] for name in names)
+    return named or tuple(each for each in SCENARIOS if not each.speaks or not missing())

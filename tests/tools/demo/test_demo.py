@@ -16,7 +16,7 @@ if find_spec("nixl_cu13") is None and find_spec("nixl_cu12") is None:
 
 from kvmover.errors import LayoutError
 from kvmover.tools.demo import run as demo
-from kvmover.tools.demo.demo_engine import _same_bytes
+from kvmover.tools.demo.demo_engine import same_rows
 from kvmover.tools.demo.demo_report import RequestReport, RunReport, ScenarioReport, Wire, show
 from kvmover.tools.demo.run import DemoOptions, run, run_demo
 from kvmover.transport import nixl_version
@@ -127,19 +127,19 @@ def test_one_request_that_differs_fails_the_run_and_is_named(
     assert not (data["tokens_identical"] and data["bytes_identical"])
     assert not (data["scenarios"][0]["tokens_identical"] and data["scenarios"][0]["bytes_identical"])
     assert data["summary"] == said
-    monkeypatch.setattr(demo, "run", lambda options, step: report)
+    monkeypatch.setattr(demo, "run", lambda *given: report)
     assert run_demo(replace(UNEVEN, as_json=True)) == 1
     assert json.loads(capsys.readouterr().out)["summary"] == said
 
 
 def test_a_run_that_is_right_exits_with_success(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(demo, "run", lambda options, step: report_of(RIGHT))
+    monkeypatch.setattr(demo, "run", lambda *given: report_of(RIGHT))
     assert run_demo(replace(UNEVEN, as_json=True)) == 0
     assert json.loads(capsys.readouterr().out)["tokens_identical"] is True
 
 
-def digests(*rows: tuple[tuple[int, int, int], str]) -> tuple[None, dict[tuple[int, int, int], str]]:
-    return None, dict(rows)
+def digests(*rows: tuple[tuple[int, int, int], str]) -> dict[tuple[int, int, int], str]:
+    return dict(rows)
 
 
 HEAD_0, HEAD_1 = (0, 0, 0), (0, 0, 1)
@@ -147,7 +147,7 @@ SENT = [digests((HEAD_0, "a"), (HEAD_1, "b")), digests((HEAD_1, "b"))]
 
 
 def test_rows_that_are_everywhere_the_same_are_the_same():
-    assert _same_bytes(SENT, [digests((HEAD_0, "a")), digests((HEAD_0, "a"), (HEAD_1, "b"))])
+    assert same_rows(SENT, [digests((HEAD_0, "a")), digests((HEAD_0, "a"), (HEAD_1, "b"))])
 
 
 @pytest.mark.parametrize(
@@ -161,12 +161,12 @@ def test_rows_that_are_everywhere_the_same_are_the_same():
     ids=["one replica differs", "heads are swapped", "sources disagree", "sources disagree, last one landed"],
 )
 def test_one_row_that_differs_is_found(sent: list, landed: list):
-    assert not _same_bytes(sent, landed)
+    assert not same_rows(sent, landed)
 
 
 def test_rows_that_nobody_sent_are_found():
     with pytest.raises(KeyError):
-        _same_bytes([digests((HEAD_0, "a"))], [digests((HEAD_1, "b"))])
+        same_rows([digests((HEAD_0, "a"))], [digests((HEAD_1, "b"))])
 
 
 # A trace
@@ -189,5 +189,5 @@ def test_requests_of_a_trace_that_share_hash_ids_hit(crew: None, tmp_path: Path)
 
 
 def test_a_scenario_that_does_not_exist_is_named():
-    with pytest.raises(LayoutError, match="unknown scenario 'nope'; known are gqa"):
+    with pytest.raises(LayoutError, match="unknown scenario 'nope'; known are smollm2, gqa"):
         run(DemoOptions(scenarios=("nope",)), lambda what, requests: None)

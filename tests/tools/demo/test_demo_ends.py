@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
@@ -32,7 +32,7 @@ from kvmover.tools.demo import run as demo
 from kvmover.tools.demo.crew import Crew, CrewError, Member, ask
 from kvmover.tools.demo.demo_report import RunReport, ScenarioReport
 from kvmover.tools.demo.requests import TraceError
-from kvmover.tools.demo.run import MOVER, DemoOptions, run, run_demo
+from kvmover.tools.demo.run import MOVER, QUIET, DemoOptions, run, run_demo
 from kvmover.tools.demo.scenarios import choose
 from tests.proofs import family
 
@@ -166,7 +166,7 @@ def test_the_configuration_is_read_over_what_the_demo_would_do_by_itself(
 ):
     given: list[Settings] = []
 
-    def ran(options: DemoOptions, step: Callable[[str, int], None]) -> RunReport:
+    def ran(options: DemoOptions, *_: object) -> RunReport:
         given.append(options.settings)
         return RunReport([], 1.0, "1.5.1")
 
@@ -175,7 +175,7 @@ def test_the_configuration_is_read_over_what_the_demo_would_do_by_itself(
     monkeypatch.setenv("KVMOVER_METRICS_PORT", "24400")
     monkeypatch.setenv("KVMOVER_RECORD_RUN_LOG", str(tmp_path / "run.jsonl"))
     run_demo(UNEVEN)
-    assert given == [load(defaults=Settings(mover=MOVER)).settings]
+    assert given == [load(defaults=Settings(mover=MOVER, logging=QUIET)).settings]
     assert (given[0].mover.arena_bytes, given[0].mover.integrity) == (8 << 20, "digest")
     said = capsys.readouterr().err
     assert "kvmover top 127.0.0.1:24400-24404" in said

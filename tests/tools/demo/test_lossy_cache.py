@@ -89,7 +89,7 @@ def test_tokens_after_a_near_tie_are_not_called_those_of_the_one_process_model(
     assert re.search(r"1 of 3 same, then a near tie", page.getvalue())
     assert re.search(r"\b2 same", page.getvalue())
     assert data["passed"]
-    monkeypatch.setattr(demo, "run", lambda options, step: report)
+    monkeypatch.setattr(demo, "run", lambda *given: report)
     assert demo.run_demo(demo.DemoOptions(as_json=True)) == 0
 
 

@@ -56,6 +56,17 @@ def test_an_answer_is_the_same_wherever_it_is_cut(stage: Migrations):
     stage.close()
 
 
+@pytest.mark.timeout(200)
+def test_an_answer_whose_source_is_killed_in_its_last_round_keeps_what_had_landed(stage: Migrations):
+    """The rows of the rounds before landed, and are compared with the source's; those of the last one come anew."""
+    cut, length = 4, stage.scenario.answer_tokens
+    report = stage.outlived(0, PROMPT, length, cut)
+    assert report.passed, report
+    assert report.tokens_identical
+    assert cut + 1 < report.source_tokens < length
+    assert report.wire.nbytes >= (len(PROMPT) + cut) * stage.scenario.component.token_bytes
+
+
 KILLS = [(side, ms) for side in ("source", "target") for ms in (0, 3, 10, 20, 40, 80, 120, 160, 200, 300)]
 
 
