@@ -26,7 +26,7 @@ OLD_NIXL := .nixl/$(OLDEST_NIXL)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test prove mooncake simulate engines scan environments indexer live live-pair orchestrators lint types wheel perf gpu-check pictures site clean
+.PHONY: help setup demo test prove mooncake simulate engines scan environments indexer live soak live-pair orchestrators lint types wheel perf gpu-check pictures site clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +62,9 @@ indexer: ## make .orchestrators/indexer and kvcr: Dynamo's indexer of KV events 
 
 live: setup environments mooncake indexer ## serve with the engines through kvmover, and compare every token (half an hour); ENGINE=vllm runs one
 	@KVMOVER_LIVE="$(ENGINE)" $(BIN)/python -m pytest -q -n 2 --dist loadfile tests/live
+
+soak: setup environments ## half an hour of kills in each engine, then 500 requests with 100 at once
+	@KVMOVER_SOAK_S=1800 KVMOVER_LIVE="$(ENGINE)" KEEP_ROWS=1 $(BIN)/python -m pytest -q $(foreach engine,$(ENGINE),tests/live/$(engine)/test_live_$(engine)_soak.py)
 
 live-pair: setup ## the smallest part of it: one prefill and one decode of vLLM; PREFILL=vllm==0.31.0 DECODE=sglang==0.5.22: other releases
 ifeq ($(PREFILL)$(DECODE),)

@@ -29,6 +29,10 @@ _ENGINES = {
     "cross": {"sglang", "vllm"},
     "dynamo": set[str](),
 }
+
+#: Seconds that a soak takes at least: `make soak` sets half an hour.
+SOAK_S = float(os.environ.get("KVMOVER_SOAK_S", "0"))
+
 _RESULTS = pytest.StashKey[Results]()
 _LOCK = pytest.StashKey[IO[str]]()
 
@@ -38,7 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         folder = item.path.parent.name
         if item.path.is_relative_to(HERE) and folder in _ENGINES:
-            item.add_marker(pytest.mark.timeout(600))
+            item.add_marker(pytest.mark.timeout(600 + 2 * SOAK_S))
             engines = " ".join(_ENGINES[folder])
             if not (wanted and _ENGINES[folder] <= set(wanted)):
                 item.add_marker(pytest.mark.skip(reason=f'`make live ENGINE="{engines}"` runs servers of {engines}'))

@@ -54,6 +54,17 @@ class Ground:
 
 
 @dataclass(frozen=True, slots=True)
+class Footprint:
+    """The memory and the file descriptors of a server's processes, together."""
+
+    rss_bytes: int
+    descriptors: int
+
+    def __str__(self) -> str:
+        return f"{self.rss_bytes / 1e6:.0f} MB, {self.descriptors} descriptors"
+
+
+@dataclass(frozen=True, slots=True)
 class Command:
     """How a server is started. `name` is its log's; `bootstrap_port`: where SGLang's decode ranks find a prefill.
 
@@ -150,6 +161,12 @@ class Server:
             time.sleep(0.2)
         raise ServerDied(f"{self.name} was not ready after {_START_S:.0f} s:\n{self.log()[-6000:]}")
 
+    def footprint(self) -> Footprint:
+        """Returns what its processes take."""
+        processes = [each for each in Path("/proc").glob("[0-9]*") if _group_of(each) == self.pid]
+        pages = sum(int((each / "statm").read_text().split()[1]) for each in processes)
+        return Footprint(pages * os.sysconf("SC_PAGE_SIZE"), sum(len(os.listdir(each / "fd")) for each in processes))
+
     def get(self, path: str, port: int | None = None) -> tuple[int, str]:
         """From the server's own port or another of its. Raises OSError where nobody answers for a minute: servers of
         two files share two cores."""
@@ -239,6 +256,13 @@ _PORTS = ports_of(
     int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")),
     int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")),
 )
+
+
+def _group_of(process: Path) -> int | None:
+    """Returns the process group of a folder of /proc; None for one that has ended."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return int((process / "stat").read_text().rpartition(")")[2].split()[2])
+    return None
 
 
 def free_port() -> int:

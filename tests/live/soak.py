@@ -1,4 +1,7 @@
-"""A soak: clients send requests to a prefill and a decode while one or the other is killed and comes back."""
+"""A soak: clients send requests to a prefill and a decode while one or the other is killed and comes back.
+
+`make soak` has it go on for half an hour, in which the prefill alone is killed: its decode has to take no more memory.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
-from tests.live.answers import Answer, prompts_of
-from tests.live.conftest import Servers
+from tests.live.answers import Answer, many, prompts_of
+from tests.live.conftest import SOAK_S, Servers
 from tests.live.load import Load, Served
-from tests.live.server import Server
+from tests.live.server import Footprint, Server
 from tests.live.table import Results
 
 #: Which half is killed, in turn.
@@ -41,16 +44,22 @@ class Soak:
     split: Callable[[Server, Server, list[int], float], Answer]
     silence_s: float
     outages: list[Outage] = field(default_factory=list[Outage])
+    footprints: list[Footprint] = field(default_factory=list[Footprint])
 
     def run(self, seed: int) -> list[Served[Answer]]:
         """Returns all requests of four clients that went on while halves were killed and came back."""
-        prompts = prompts_of(5000, seed, least_tokens=20, most_tokens=400)
+        prompts, began = prompts_of(20_000, seed, least_tokens=20, most_tokens=400), monotonic()
         load = Load(lambda prompt: self.split(self.prefill, self.decode, prompt, PATIENCE_S), prompts, rest_s=_REST_S)
         try:
             load.more(_BETWEEN, lambda answer: answer.ok)
             for which in KILLS:
                 self._killed_and_back(which)
                 load.more(_BETWEEN, lambda answer: answer.ok)
+            self.footprints.append(self.decode.footprint())
+            while monotonic() < began + SOAK_S:
+                self._killed_and_back("prefill")
+                load.more(_BETWEEN, lambda answer: answer.ok)
+            self.footprints.append(self.decode.footprint())
         finally:
             done = load.end()
         return done
@@ -86,5 +95,21 @@ def judged(results: Results, engine: str, soak: Soak, done: Sequence[Served[Answ
     alone = sum(not each.answer.status for each in failed)
     said = f"{kills} kills in {took_s:.0f} s, a half was away for {downtime_s:.0f} s; {alone} met nobody there, "
     said += f"{len(failed) - alone} were told why"
+    first, last = soak.footprints
+    if SOAK_S:
+        said += f"; decode {first} to {last}"
     results.add(engine, "a soak with kills of prefill and decode", wanted, [each.answer for each in done], said)
     assert not unexplained(done, soak.outages, soak.silence_s)
+    assert last.rss_bytes < 1.2 * first.rss_bytes
+    assert last.descriptors < first.descriptors + 16
+
+
+def crowded(
+    results: Results, engine: str, ask: Callable[[list[int]], Answer], split: Callable[[list[int]], Answer]
+) -> None:
+    """Ask 500 prompts of a prefill and a decode, 100 at once, and keep the row. Fails at an answer that differs or did
+    not come.
+    """
+    prompts = prompts_of(500, seed=131, least_tokens=20, most_tokens=400)
+    wanted, got = many(ask, prompts), many(split, prompts, at_once=100)
+    assert results.add(engine, "500 requests, 100 at once", wanted, got).same == len(prompts)

@@ -51,13 +51,13 @@ class Fleet:
     page_tokens: int
     ranks: int = 1
 
-    def ask(self, prompt: Sequence[int], source: str = "", words: Words = dynamo) -> Answer:
+    def ask(self, prompt: Sequence[int], source: str = "", words: Words = dynamo, tokens: int = 16) -> Answer:
         if self.make == "sglang":
-            return sglang_client.ask(self.server, prompt, room={"kv_hints": dynamo(source)} if source else None)
+            return sglang_client.ask(self.server, prompt, tokens, {"kv_hints": dynamo(source)} if source else None)
         if not source:
-            return vllm_client.ask(self.server, prompt)
+            return vllm_client.ask(self.server, prompt, tokens)
         said = {"kv_hint": words(source)} if words is dynamo else words(source)
-        return vllm_client.ask(self.server, prompt, params=said)
+        return vllm_client.ask(self.server, prompt, tokens, said)
 
     def hits(self) -> dict[str, float]:
         return vllm_peers.hits(self.server) if self.make == "vllm" else sglang_peers.hits(self.server)

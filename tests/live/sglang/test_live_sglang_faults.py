@@ -1,6 +1,7 @@
 """Faults between live SGLang servers: what the client gets and when, and that nothing is held after its deadline.
 
-SGLang tries no request twice: whose transfer ends gets HTTP 500 with the reason, and its client may ask again.
+A server of SGLang tries no request twice: whose transfer ends gets HTTP 500 with the reason, and its client may ask
+again, as SGLang's own router does.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tests.live.answers import Answer, Prompt, many, prompts_of
 from tests.live.conftest import ModelMaker, Servers
 from tests.live.server import Server
 from tests.live.sglang_client import Room, ask, counted, halves, loads, room_at, split, usage, warm
-from tests.live.sglang_servers import DECODE_WITH_PREFIXES, PREFILL, sglang
+from tests.live.sglang_servers import DECODE_WITH_PREFIXES, PREFILL, router, sglang
 from tests.live.table import Results
 
 #: A half whose other half does not come is given up after so long, and a peer that answers no ping for so long is lost.
@@ -62,6 +63,9 @@ def until(condition: Callable[[], bool], within_s: float) -> None:
         assert time.monotonic() < stop, f"not within {within_s} s"
         time.sleep(0.02)
 
+
+#: Of SGLang's router: a server whose requests failed twice is left out, before its health says so.
+_ASKS_AGAIN = ("--retry-max-retries", "5", "--cb-failure-threshold", "2", "--health-check-interval-secs", "1")
 
 #: Packed, so that no page is held for longer than its request: see `_WRITTEN`.
 _ENVIRONMENT = {
@@ -171,6 +175,34 @@ def test_a_prefill_that_is_killed_while_transfers_are_open(pair: Pair, results: 
     assert took < _SILENCE_S + _SLACK_S
     assert held == 0
     _served(pair, results, "prefill restarted beside its decode", seed=54)
+
+
+def test_sglangs_router_asks_the_other_prefill_for_requests_of_one_that_is_killed(
+    plain: Server, servers: Servers, model: ModelMaker, results: Results
+) -> None:
+    weights, modes = model("llama", "sglang"), {"first": PREFILL, "second": PREFILL, "decode": DECODE_WITH_PREFIXES}
+    first, second, decode = servers.start(
+        *(sglang(f"sglang-again-{name}", weights, mode=mode, environment=_ENVIRONMENT) for name, mode in modes.items())
+    )
+    also = ("--prefill", second.url, str(second.command.bootstrap_port))
+    (front,) = servers.start(router("sglang-again-router", first, decode, *also, *_ASKS_AGAIN))
+    warm(plain.ready())
+    assert all(split(prefill, decode, range(40)).ok for prefill in (first, second))
+    prompts = prompts_of(20, seed=70, least_tokens=600, most_tokens=1500)
+    wanted = many(lambda prompt: ask(plain, prompt), prompts)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        begun = [pool.submit(ask, front, prompt) for prompt in prompts]
+        until(lambda: counted(decode, "kvmover_open_receives") >= 5, 20)
+        opened = counted(decode, "kvmover_open_receives")
+        first.kill()
+        got = [each.result() for each in begun]
+    told = front.log().count("retry")
+    said = f"{opened:.0f} transfers open; its router had {told} answers of 500 and asked the other prefill"
+    verdict = results.add("sglang", "kill -9 of one of two prefills, SGLang's router asks again", wanted, got, said)
+    held = usage(decode, _SLACK_S) + usage(second, _SLACK_S)
+    servers.stop([front, second, decode])
+    assert verdict.same == len(prompts), verdict.failed
+    assert held == 0
 
 
 def test_clients_are_told_that_a_prefill_was_killed_long_before_the_pages_are_free_that_it_might_write(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.live.answers import many
-from tests.live.conftest import ModelMaker, Servers
-from tests.live.server import Server
+from tests.live.conftest import SOAK_S, ModelMaker, Servers
+from tests.live.server import Command, Server
 from tests.live.sglang_client import ask, split, usage, warm
 from tests.live.sglang_servers import DECODE_WITH_PREFIXES, PREFILL, sglang
-from tests.live.soak import Soak, judged
+from tests.live.soak import Soak, crowded, judged
 from tests.live.table import Results
 
 #: A half whose other half does not come is given up after so long, and a peer that answers no ping for so long is lost.
@@ -23,16 +25,31 @@ _ENVIRONMENT = {
 }
 
 
+def _halves(name: str, model: ModelMaker) -> tuple[Command, Command]:
+    weights = model("llama", "sglang")
+    return (
+        sglang(f"{name}-prefill", weights, mode=PREFILL, environment=_ENVIRONMENT),
+        sglang(f"{name}-decode", weights, mode=DECODE_WITH_PREFIXES, environment=_ENVIRONMENT),
+    )
+
+
 def test_requests_go_on_while_halves_are_killed_and_come_back(
     plain: Server, servers: Servers, model: ModelMaker, results: Results
 ) -> None:
-    weights = model("llama", "sglang")
-    first, second = servers.start(
-        sglang("sglang-soak-prefill", weights, mode=PREFILL, environment=_ENVIRONMENT),
-        sglang("sglang-soak-decode", weights, mode=DECODE_WITH_PREFIXES, environment=_ENVIRONMENT),
-    )
+    first, second = servers.start(*_halves("sglang-soak", model))
     warm(plain.ready())
     soak = Soak(servers, first, second, lambda one, other, prompt, s: split(one, other, prompt, 16, s), _SILENCE_S)
     done = soak.run(seed=130)
     judged(results, "sglang", soak, done, many(lambda each: ask(plain, each.prompt), done))
     assert usage(soak.prefill, _DEADLINE_S + 10) == usage(soak.decode, _DEADLINE_S + 10) == 0
+    servers.stop([soak.prefill, soak.decode])
+
+
+@pytest.mark.skipif(not SOAK_S, reason="`make soak` runs it")
+def test_five_hundred_requests_with_a_hundred_at_once(
+    plain: Server, servers: Servers, model: ModelMaker, results: Results
+) -> None:
+    first, second = servers.start(*_halves("sglang-crowd", model))
+    warm(plain.ready())
+    crowded(results, "sglang", lambda prompt: ask(plain, prompt), lambda prompt: split(first, second, prompt))
+    assert usage(first, _DEADLINE_S + 10) == usage(second, _DEADLINE_S + 10) == 0
