@@ -25,7 +25,7 @@ from tests.live.table import Results
 from tests.live.vllm import test_live_vllm_peer_tier as vllm_peers
 from tests.live.vllm_servers import vllm
 
-_SESSIONS, _TURNS, _FIRST_TOKENS, _NEXT_TOKENS = 20, 4, 600, 60
+_SESSIONS, _TURNS, _FIRST_TOKENS, _NEXT_TOKENS = 20, 4, 600, 200
 
 #: By the make of an engine: the shapes that a session is moved between, as their rows call them.
 _SHAPES = {
@@ -97,7 +97,7 @@ def test_sessions_that_a_router_moves_after_each_turn(
     verdict = results.add("sglang and vllm" if one != other else one, title, wanted, got, said)
     servers.stop([plain, *started])
     assert verdict.same == _SESSIONS * _TURNS, verdict.failed
-    assert min(found) >= _SESSIONS * _NEXT_TOKENS // 64 * 64
+    assert min(found) >= _SESSIONS * 2 * 64, "each turn is some blocks of the coarser engine longer"
 
 
 def _ms(seconds: Sequence[float]) -> str:

@@ -64,8 +64,11 @@ def until(condition: Callable[[], bool], within_s: float) -> None:
         time.sleep(0.02)
 
 
-#: Of SGLang's router: a server whose requests failed twice is left out, before its health says so.
-_ASKS_AGAIN = ("--retry-max-retries", "5", "--cb-failure-threshold", "2", "--health-check-interval-secs", "1")
+#: Of SGLang's router. Its circuit breaker would leave out the one decode, which says 500 for the prefill.
+_ASKS_AGAIN = (
+    *("--disable-circuit-breaker", "--retry-max-retries", "6", "--retry-initial-backoff-ms", "500"),
+    *("--health-check-interval-secs", "1", "--health-failure-threshold", "1"),
+)
 
 #: Packed, so that no page is held for longer than its request: see `_WRITTEN`.
 _ENVIRONMENT = {
