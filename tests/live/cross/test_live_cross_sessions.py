@@ -1,4 +1,4 @@
-"""Sessions go to and fro between engines of unlike shape: a turn finds its prefix where the turn before was answered.
+"""Sessions go back and forth between engines of unlike shape: a turn finds its prefix where the last was answered.
 
 A router that moves a session says where its KV is. Nothing moves while the session is idle.
 """
