@@ -32,6 +32,7 @@ TARGETS = [
     "scan",
     "indexer",
     "live",
+    "soak",
     "live-pair",
     "orchestrators",
     "lint",
