@@ -100,6 +100,17 @@ def strands_of(entry: Any, first_layer: int, placement: TpPlacement) -> list[Str
     return made
 
 
+def checked_strands(plugin: str, entry: Any, first_layer: int, placement: TpPlacement) -> list[Strand]:
+    """Returns the strands of an SGLang `DevicePoolEntry`, each compared as `check_addresses` does.
+
+    Raises EngineUnsupported as `strands_of` and `check_addresses`.
+    """
+    strands = strands_of(entry, first_layer, placement)
+    for strand in strands:
+        check_addresses(plugin, entry, strand)
+    return strands
+
+
 def check_addresses(plugin: str, entry: Any, strand: Strand) -> None:
     """Raise EngineUnsupported, with both, unless page 1 of each layer's K and V lies where SGLang's transfers find it.
 

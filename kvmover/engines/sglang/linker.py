@@ -22,10 +22,9 @@ from kvmover.engines.sglang import engine_linker, sglang_api
 from kvmover.engines.sglang.devicepool import (
     DevicePoolPages,
     Strand,
-    check_addresses,
+    checked_strands,
     part_of_strand,
     placement_of,
-    strands_of,
 )
 from kvmover.engines.sglang.hicache_store import page_of
 from kvmover.engines.sglang.page_parts import ALL_PAGES, MAIN, TpPlacement, hits
@@ -206,12 +205,9 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         """Returns the pages of every pool for one thread, with bounce memory and a stream of its own."""
         first, adapter = kvcache.start_layer, self._adapter
         strands = {
-            str(name): strands_of(entry, first, self._placement_of(entry.device_pool))
+            str(name): checked_strands(LINKER, entry, first, self._placement_of(entry.device_pool))
             for name, entry in self.pools.items()
         }
-        for name, entry in self.pools.items():
-            for strand in strands[str(name)]:
-                check_addresses(LINKER, entry, strand)
         parts = {name: [self._part(name, strand, kvcache) for strand in of] for name, of in strands.items()}
         bounce = BounceBuffer.of(max(part.nbytes for of in parts.values() for part in of))
         adapter.register([bounce.memory])

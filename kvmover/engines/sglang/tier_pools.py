@@ -31,7 +31,7 @@ from kvmover.config import load
 from kvmover.engines.common import ParallelRank, Upkeep, as_bytes
 from kvmover.engines.sglang import engine_linker, sglang_api
 from kvmover.engines.sglang.device_indices import DeviceIndices
-from kvmover.engines.sglang.devicepool import Strand, check_addresses, part_of_strand, placement_of, strands_of
+from kvmover.engines.sglang.devicepool import Strand, checked_strands, part_of_strand, placement_of
 from kvmover.engines.sglang.page_parts import TpPlacement
 from kvmover.engines.sglang.radix_components import STATE, WINDOW
 from kvmover.engines.sglang.sglang_contract import RADIX, kept_window
@@ -108,13 +108,9 @@ def open_tiers(
         _PoolPart(_COMPONENTS[str(name)], strand, part, memory)
         for name, entry in pools.entry_map.items()
         for memory in (tuple(as_bytes(buffer) for buffer in entry.kv_buffer),)
-        for strand in strands_of(entry, kvcache.start_layer, placement_of(entry.device_pool))
+        for strand in checked_strands(RADIX, entry, kvcache.start_layer, placement_of(entry.device_pool))
         for part in (part_of_strand(str(name), strand, place, served(), pools.num_layers, params.page_size),)
     ]
-    for name, entry in pools.entry_map.items():
-        for each in found:
-            if each.name == _COMPONENTS[str(name)]:
-                check_addresses(RADIX, entry, each.strand)
     pages = flags.host_pages(_sizes(found, params))
     if group is not None:
         agreed = Grouped(group).minimum(np.array(list(pages.values()), np.int64))

