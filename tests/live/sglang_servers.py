@@ -14,8 +14,11 @@ from tests.live.server import ENVIRONMENTS, Command, Ground, Server, free_port
 #: Lets SGLang's wheel for CUDA run on a CPU. Of these processes alone: the environment's other users do not see it.
 _FIXTURE = Path(__file__).parent / "fixtures" / "sglang"
 
+#: With what recurrent layers compute, which both engines share.
+_FIXTURES = (_FIXTURE, _FIXTURE.parent / "vllm")
+
 _ENVIRONMENT = {
-    "PYTHONPATH": os.pathsep.join([str(_FIXTURE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+    "PYTHONPATH": os.pathsep.join([*map(str, _FIXTURES), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     "PYTHONWARNINGS": "ignore",
     "SGLANG_USE_CPU_ENGINE": "1",
     "SGLANG_HOST_IP": "127.0.0.1",
@@ -88,7 +91,7 @@ def of_tree(command: Command, tree: Path) -> Command:
     plugin = tree / "kvmover" / "engines" / "sglang" / "sglang_plugin.py"
     if not plugin.exists():
         plugin.write_text("from kvmover.engines.sglang.plugin import register as register\n")
-    own = {**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(_FIXTURE), str(tree)])}
+    own = {**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join([*map(str, _FIXTURES), str(tree)])}
     return replace(command, ground=Ground("sglang", (*_GROUND.modules, "kvmover"), own))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvmover.engines.common import EngineUnsupported
+from kvmover.engines.sglang.pd_cache import MOST_HEADS
 from kvmover.engines.sglang.sglang_content import LoadedAdapters, RequestReader
 from kvmover.engines.sglang.sglang_contract import (
     PD,
@@ -249,11 +250,15 @@ def is_latent(config: Any) -> bool:
 
 
 def mamba_projections(config: Any) -> tuple[tuple[int, int], ...]:
-    """Returns units and heads of x, B and C, in their order in a Mamba-2 convolution; () for other models.
+    """Returns units and heads of the parts of a convolution, in their order; () for models that are not known.
+
+    They are x, B and C of Mamba-2, and the one part of a short convolution (LFM2).
 
     SGLang's pools do not tell them. A single group of B and C is held by every rank (`MambaMixer2`).
     """
     mamba = SGLANG.find("sglang.srt.configs.hybrid_arch").mamba2_config(config)
+    if getattr(mamba, "conv_L_cache", 0):
+        return ((mamba.hidden_size, math.gcd(mamba.hidden_size, MOST_HEADS)),)
     groups = getattr(mamba, "n_groups", 0) or getattr(mamba, "mamba_n_groups", 0)
     if mamba is None or not groups:
         return ()

@@ -79,7 +79,7 @@ KINDS = {
 }
 
 #: Heads of a state at most: every usual number of ranks divides it, and a row is still many channels.
-_MOST_HEADS = 192
+MOST_HEADS = 192
 
 #: Layouts of pages in which the tokens of a head lie together.
 _HEADS_OUTERMOST = ("hnd", "vectorized_5d")
@@ -387,7 +387,7 @@ def _states(args: Any, number: int, own: Buffers, whole: CacheTotals, place: Par
         runs = own.only(range(start, stop))
         state = RankCache(f"state {tensor}", runs.pointers, runs.pages, runs.item_bytes, runs.item_bytes, states=1)
         told = groups[start] or [cuts[start] * place.tp_size] * (tensor > 0)
-        known = [(group, gcd(group, _MOST_HEADS)) for group in told] or whole.projections
+        known = [(group, gcd(group, MOST_HEADS)) for group in told] or whole.projections
         yield from _cut(state, cuts[start], outers[start], known, place)
 
 

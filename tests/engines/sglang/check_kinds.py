@@ -389,6 +389,14 @@ FALCON = {
     "mamba_d_conv": 4,
 }
 
+#: Of 128 channels, side by side on the ranks.
+LFM2 = {
+    "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2",
+    "layer_types": ["full_attention", "conv"] * 2,
+    "conv_L_cache": 3,
+}
+
 
 def recurrent(side: Side) -> Any:
     """A pool of states: a convolution of q, k and v over three steps, and a temporal state of four heads."""
@@ -447,6 +455,14 @@ def mamba2(side: Side) -> Any:
     """Shapes by SGLang's own reading of a model's configuration."""
     served: Any = sglang_api.model_config()
     return mixed(side, slots_of_states(served.hf_config.mamba2_cache_params.shape))
+
+
+def of_convolutions(side: Side) -> Iterator[Plane]:
+    yield from attention(side, side.pool.full_kv_pool, 0)
+    at = torch.tensor([side.row + 1])
+    for number, layer in enumerate(side.pool.mamba_pool.mamba_cache.conv[0]):
+        conv = layer.view(torch.uint8)
+        yield cut(plane(conv, at, 40 + number, at, (128, conv.shape[2])), side, 128)
 
 
 #: As SGLang has them side by side in a convolution of Kimi's, whose steps are outermost.
@@ -655,6 +671,7 @@ FAMILIES = {
     "gdn": Family(4, lambda side: mixed(side, recurrent(side)), of_mixed),
     "kda": Family(4, kimi, of_kimi),
     "mamba2": Family(4, mamba2, lambda side: of_mixed(side, MAMBA2)),
+    "convolutions": Family(4, mamba2, of_convolutions),
     "mla": Family(4, latent, of_latent),
     "mla on large pages": Family(16, latent, of_latent),
     "gdn on large pages": Family(16, lambda side: mixed(side, recurrent(side)), of_mixed),
@@ -790,6 +807,15 @@ def test_projections_of_mamba_2_are_cut_each_by_itself_and_a_group_that_every_ra
 ) -> None:
     modelled(monkeypatch, **FALCON)
     answers = pair(tmp_path, Shape(tp=src), Shape(tp=dst), "mamba2", 9, disable_radix_cache=True)
+    assert answers == ([""] * src, [""] * dst)
+
+
+@pytest.mark.parametrize(("src", "dst"), [(1, 2), (4, 2)], ids=str)
+def test_short_convolutions_of_one_projection_are_cut_by_channels(
+    src: int, dst: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modelled(monkeypatch, **LFM2)
+    answers = pair(tmp_path, Shape(tp=src), Shape(tp=dst), "convolutions", 9, disable_radix_cache=True)
     assert answers == ([""] * src, [""] * dst)
 
 

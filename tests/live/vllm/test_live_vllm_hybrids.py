@@ -13,18 +13,12 @@ import pytest
 from perf import record
 from tests.live.answers import Answer, judge, many, prompts_of
 from tests.live.conftest import ModelMaker, Servers
+from tests.live.hybrid_models import KINDS
 from tests.live.server import Command, Server, ServerDied, free_port
 from tests.live.table import Results
 from tests.live.vllm_client import ask, split, usage, warm
 from tests.live.vllm_pairs import same_answers
 from tests.live.vllm_servers import kvmover, nixl_connector, vllm
-
-#: The names of the models, and what the table says of them. Of one group each rank has a copy; two are divided by TP2.
-KINDS = {
-    "convolutions": "short convolutions",
-    "scans": "Mamba-2, 1 group",
-    "scans-of-two-groups": "Mamba-2, 2 groups",
-}
 
 #: Prompts in chunks of 128 tokens, whose states are continued; and room for some 2,000 tokens, so that requests are
 #: preempted and computed again behind the state that came.

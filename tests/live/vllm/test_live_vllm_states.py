@@ -8,9 +8,9 @@ import pytest
 
 from tests.live.answers import Answer, many, post, prompts_of
 from tests.live.conftest import ModelMaker, Servers
+from tests.live.hybrid_models import KINDS
 from tests.live.server import Command, Server, free_port, labelled
 from tests.live.table import Results
-from tests.live.vllm.test_live_vllm_hybrids import KINDS
 from tests.live.vllm.test_live_vllm_tier import chunks
 from tests.live.vllm_client import ask, usage, warm
 from tests.live.vllm_servers import ACCOUNTED, DRAINED, OFFLOADING, tiered, vllm
