@@ -149,6 +149,8 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any], torch.dtype]] = {
         {"head_dim": 32, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6},
         torch.float32,
     ),
+    # Keys and values of its one layer are of tokens alone, whatever the cache of an attention before them rounds.
+    "qwen3-shallow": ("qwen3", {"head_dim": 32, "num_hidden_layers": 1}, torch.float32),
     "qwen3-other": ("qwen3", {"head_dim": 32, "num_hidden_layers": 6}, torch.float32),
     "qwen3-bf16": ("qwen3", {"head_dim": 32}, torch.bfloat16),
     "llama": ("llama", {"head_dim": 32}, torch.float32),

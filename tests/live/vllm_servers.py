@@ -42,6 +42,9 @@ ASYNC_SCHEDULING = {"WITHOUT_GPU_ASYNC_SCHEDULING": "1"}
 #: vLLM's own offloading to memory of the host.
 OFFLOADING = {"WITHOUT_GPU_OFFLOADING": "1"}
 
+#: A cache that other processes of the host map, as they do one on a GPU.
+SHARED_CACHE = {"WITHOUT_GPU_SHARED_CACHE": "1"}
+
 
 def kvmover(role: str = "kv_both", policy: str = "recompute", **options: Any) -> dict[str, Any]:
     """`--kv-transfer-config` for kvmover's connector. A transfer that nobody ends is given up after 20 s."""
