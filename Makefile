@@ -5,7 +5,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 JOBS ?= 2
 # Engines of `make engines` and `make live`.
 ENGINE ?= sglang vllm
-# A trained model for `make demo`, whose weights are in a package of the index: smollm2.
+# A trained model for `make demo` and `make live`, whose weights are in a package of the index: smollm2.
 MODEL ?=
 # Where `make gpu-check` leaves its results.
 OUT ?= out
@@ -60,8 +60,8 @@ indexer: ## make .orchestrators/indexer and kvcr: Dynamo's indexer of KV events 
 	@bash tests/live/dynamo/setup.sh indexer
 	@bash tests/live/dynamo/setup.sh kvcr
 
-live: setup environments mooncake indexer ## serve with the engines through kvmover, and compare every token (half an hour); ENGINE=vllm runs one
-	@KVMOVER_LIVE="$(ENGINE)" $(BIN)/python -m pytest -q -n 2 --dist loadfile tests/live
+live: setup environments $(if $(MODEL),.venv/.$(MODEL),mooncake indexer) ## serve with the engines through kvmover, and compare every token (half an hour); ENGINE=vllm runs one, MODEL=smollm2 a trained model alone
+	@KVMOVER_LIVE="$(ENGINE)" MODEL="$(MODEL)" $(BIN)/python -m pytest -q $(if $(MODEL),tests/live/english,-n 2 --dist loadfile tests/live)
 
 soak: setup environments ## half an hour of kills in each engine, then 500 requests with 100 at once
 	@KVMOVER_SOAK_S=1800 KVMOVER_LIVE="$(ENGINE)" KEEP_ROWS=1 $(BIN)/python -m pytest -q $(foreach engine,$(ENGINE),tests/live/$(engine)/test_live_$(engine)_soak.py)

@@ -28,6 +28,7 @@ _ENGINES = {
     **{name: {name} for name in ("sglang", "vllm", "pair", "orchestrators")},
     "cross": {"sglang", "vllm"},
     "dynamo": set[str](),
+    "english": set[str](),  # each test says its own
 }
 
 #: Seconds that a soak takes at least: `make soak` sets half an hour.
@@ -46,6 +47,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             engines = " ".join(_ENGINES[folder])
             if not (wanted and _ENGINES[folder] <= set(wanted)):
                 item.add_marker(pytest.mark.skip(reason=f'`make live ENGINE="{engines}"` runs servers of {engines}'))
+            if folder == "english" and not os.environ.get("MODEL"):
+                item.add_marker(pytest.mark.skip(reason="`make live MODEL=smollm2` serves a trained model"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
