@@ -13,6 +13,7 @@ from perf.hybrid_connectors import hybrid_connectors
 from perf.record import RESULTS, passed, read
 from perf.replaced_operators import replaced_operators
 from perf.shared_table import shared
+from perf.trained_models import trained_models
 from perf.wrong_partner import WRONG_PARTNER, wrong_partner
 
 ROOT = Path(__file__).parent.parent
@@ -63,7 +64,7 @@ _ENGINES = {
 
 def scenarios() -> str:
     """The block between the markers of docs/live.md: a row a scenario of the last whole run that was kept, and tables
-    of hybrid models, of wrong partners, and of operators that fixtures replace."""
+    of trained and hybrid models, of wrong partners, and of operators that fixtures replace."""
     if not (RESULTS / "live.csv").exists():
         return "No whole run is kept here yet.\n"
     rows = passed("live")
@@ -83,7 +84,7 @@ def scenarios() -> str:
         counts = " | ".join(row[name] for name in ("requests", "same", "wrong", "failed", "logprob_gap"))
         times = f"{row['p50_ms']}, {row['p99_ms']}"
         lines.append(f"| {_ENGINES[row['engine']]} | {row['scenario']} | {counts} | {times} | {row['said']} |")
-    for table in (hybrid_connectors(), wrong_partner(_ENGINES), replaced_operators()):
+    for table in (trained_models(), hybrid_connectors(), wrong_partner(_ENGINES), replaced_operators()):
         lines += ["", *table] if table else []
     return "\n".join([*lines, ""])
 

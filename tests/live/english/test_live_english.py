@@ -19,9 +19,6 @@ from tests.live.sglang_servers import DECODE, PREFILL, sglang
 from tests.live.table import Results
 from tests.live.vllm_servers import vllm
 
-#: Room for all prompts of a run, of a model whose rows are larger than those of the tiny ones.
-_ROOM_TOKENS = "8192"
-
 #: Requests under way: two cores compute them.
 _AT_ONCE = 4
 
@@ -44,15 +41,12 @@ class Half:
         name, folder = f"{model.name}-{self.engine}-{mode[0]}", model.folder()
         if self.engine == "vllm":
             return exchanging_vllm(name, folder, tp=self.tp(model), block_tokens=self.page_tokens)
-        room = "--max-total-tokens", _ROOM_TOKENS
-        return exchanging_sglang(name, folder, mode, *room, tp=self.tp(model), page_tokens=self.page_tokens)
+        return exchanging_sglang(name, folder, mode, tp=self.tp(model), page_tokens=self.page_tokens)
 
     def plain(self, model: TrainedModel) -> Command:
         """A server of the same engine that works alone."""
         name, folder = f"{model.name}-{self.engine}-plain", model.folder()
-        if self.engine == "vllm":
-            return vllm(name, folder)
-        return sglang(name, folder, "--max-total-tokens", _ROOM_TOKENS)
+        return vllm(name, folder) if self.engine == "vllm" else sglang(name, folder)
 
     def named(self, model: TrainedModel) -> str:
         return f"{_NAMES[self.engine]} TP{self.tp(model)}, {self.page_tokens} tokens a page"
