@@ -22,9 +22,9 @@ _ROUTER = ROOT / "docs" / "examples" / "exchange" / "router.py"
 EXCHANGE = {"KVMOVER_EXCHANGE_MODEL": "tiny"}
 
 
-def exchanging_sglang(name: str, model: Path, mode: tuple[str, ...], **more: Any) -> Command:
+def exchanging_sglang(name: str, model: Path, mode: tuple[str, ...], *more: str, **how: Any) -> Command:
     """SGLang as prefill or decode of a request whose other half may be another engine."""
-    return sglang(name, model, mode=mode, environment=EXCHANGE, **more)
+    return sglang(name, model, *more, mode=mode, environment=EXCHANGE, **how)
 
 
 def exchanging_vllm(

@@ -19,6 +19,9 @@ from tests.live.sglang_servers import DECODE, PREFILL, sglang
 from tests.live.table import Results
 from tests.live.vllm_servers import vllm
 
+#: SGLang fills its pool with zeros: rows of a trained model for 32,768 tokens would be 1.5 GB a server.
+_ROOM = ("--max-total-tokens", "8192")
+
 #: Requests under way: two cores compute them.
 _AT_ONCE = 4
 
@@ -41,12 +44,12 @@ class Half:
         name, folder = f"{model.name}-{self.engine}-{mode[0]}", model.folder()
         if self.engine == "vllm":
             return exchanging_vllm(name, folder, tp=self.tp(model), block_tokens=self.page_tokens)
-        return exchanging_sglang(name, folder, mode, tp=self.tp(model), page_tokens=self.page_tokens)
+        return exchanging_sglang(name, folder, mode, *_ROOM, tp=self.tp(model), page_tokens=self.page_tokens)
 
     def plain(self, model: TrainedModel) -> Command:
         """A server of the same engine that works alone."""
         name, folder = f"{model.name}-{self.engine}-plain", model.folder()
-        return vllm(name, folder) if self.engine == "vllm" else sglang(name, folder)
+        return vllm(name, folder) if self.engine == "vllm" else sglang(name, folder, *_ROOM)
 
     def named(self, model: TrainedModel) -> str:
         return f"{_NAMES[self.engine]} TP{self.tp(model)}, {self.page_tokens} tokens a page"
