@@ -138,6 +138,19 @@ _SCANS = {
     "mamba_chunk_size": 64,
 }
 
+#: Three gated delta networks for each layer of attention: 4 heads of keys, 8 of values.
+_DELTAS = {
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "head_dim": 32,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
+
 #: By name: the family as transformers calls it, what is its own, and the dtype of its weights.
 MODELS: Mapping[str, tuple[str, Mapping[str, Any], torch.dtype]] = {
     "qwen3": ("qwen3", {"head_dim": 32}, torch.float32),
@@ -164,6 +177,7 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any], torch.dtype]] = {
     "convolutions": ("lfm2", _CONVOLUTIONS, torch.float32),
     "scans": ("granitemoehybrid", {**_SCANS, "mamba_n_groups": 1}, torch.float32),
     "scans-of-two-groups": ("granitemoehybrid", {**_SCANS, "mamba_n_groups": 2}, torch.float32),
+    "deltas": ("qwen3_next", _DELTAS, torch.float32),
     # Each of two pipeline stages has a layer of both kinds.
     "windows-by-turns": (
         "gemma3_text",
