@@ -102,8 +102,8 @@ perf: setup ## measure planning and moving on this machine
 gpu-check: setup ## run on a GPU what only a GPU can prove, results in OUT; PART=correctness runs one of four
 	@$(BIN)/python -m perf.gpu_check --out $(OUT) $(PART)
 
-pictures: $(READY) ## draw the pictures of the README
-	@mkdir -p docs
+pictures: $(READY) .venv/.smollm2 ## draw the pictures of the README, one of them recorded
+	@$(BIN)/python -m perf.terminal docs/demo.svg --shown "make demo MODEL=smollm2" -- $(BIN)/kvmover demo --scenario smollm2
 	@$(BIN)/kvmover plan --kv-heads 8 --head-dim 128 --layers 80 --tokens 8192 \
 		--src tp=4,page=16,order=NHD --dst tp=2,page=64,order=HND --svg docs/plan-gqa.svg
 	@$(BIN)/kvmover plan --component mla --latent-dim 576 --layers 61 --tokens 8192 \

@@ -9,4 +9,8 @@ KINDS: Mapping[str, str] = {
     "convolutions": "short convolutions",
     "scans": "Mamba-2, 1 group",
     "scans-of-two-groups": "Mamba-2, 2 groups",
+    "deltas": "gated delta networks",
 }
+
+#: The ones that SGLang's fixture has operators for.
+SGLANG_KINDS = ("convolutions", "scans", "scans-of-two-groups")

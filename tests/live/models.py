@@ -141,6 +141,7 @@ _SCANS = {
 #: Three gated delta networks for each layer of attention: 4 heads of keys, 8 of values.
 _DELTAS = {
     "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "num_key_value_heads": 2,
     "head_dim": 32,
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,

@@ -8,7 +8,7 @@ import pytest
 
 from tests.live.answers import Answer, many, prompts_of
 from tests.live.conftest import ModelMaker, Servers
-from tests.live.hybrid_models import KINDS
+from tests.live.hybrid_models import KINDS, SGLANG_KINDS
 from tests.live.server import Command, Server, free_port
 from tests.live.sglang.test_live_sglang_tiers import LITTLE, hits, written
 from tests.live.sglang_client import ask, counted, split, usage, warm
@@ -29,7 +29,7 @@ def hybrid(name: str, weights: Path, *more: str, mode: tuple[str, ...] = (), tp:
     return sglang(name, weights, *states, *more, mode=mode, tp=tp, page_tokens=1, environment=environment)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", SGLANG_KINDS)
 def test_states_move_between_halves_of_unlike_tensor_parallelism(
     name: str, servers: Servers, model: ModelMaker, results: Results
 ) -> None:
@@ -55,7 +55,7 @@ def test_states_move_between_halves_of_unlike_tensor_parallelism(
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", SGLANG_KINDS)
 def test_states_come_back_from_the_host_and_from_storage(
     name: str, tp: int, servers: Servers, model: ModelMaker, results: Results, tmp_path: Path
 ) -> None:
@@ -91,7 +91,7 @@ def _same(server: Server, wanted: list[Answer], results: Results, scenario: str)
     return found
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", SGLANG_KINDS)
 def test_sglangs_own_tree_gets_states_back_from_storage(
     name: str, servers: Servers, model: ModelMaker, results: Results, tmp_path: Path
 ) -> None:

@@ -1,5 +1,5 @@
 """vLLM servers of hybrid models, layers of recurrent states beside attention: short convolutions, Mamba-2 of one group
-and of two."""
+and of two, gated delta networks."""
 
 from __future__ import annotations
 
@@ -88,6 +88,23 @@ def test_a_decode_that_is_short_of_memory_preempts(hybrid: Hybrid, results: Resu
     assert not results.add("vllm", f"{hybrid.kind}, blocks of 16 to 32, little memory", wanted, got, seen).failed
     assert preempted > 0
     assert usage(hybrid.tp1) == usage(hybrid.small) == 0
+
+
+def test_states_of_gated_delta_networks_are_cut_from_tp2_to_tp4(
+    servers: Servers, model: ModelMaker, results: Results
+) -> None:
+    """Attention has two KV heads: two ranks have a copy of each. The networks have a head of keys a rank."""
+    servers.stop()
+    weights = model("deltas", "vllm")
+    plain, *fleets = servers.start(
+        vllm("vllm-deltas-plain", weights),
+        vllm("vllm-deltas-tp2", weights, kv=kvmover(), tp=2),
+        vllm("vllm-deltas-tp4", weights, kv=kvmover(), block_tokens=32, tp=4),
+    )
+    warm(plain, *fleets)
+    two, four = fleets
+    for words, halves, seed in (("TP2 to TP4", (two, four), 79), ("TP4 to TP2", (four, two), 80)):
+        same_answers(plain, halves, results, f"{KINDS['deltas']}, {words}", seed)
 
 
 @pytest.mark.parametrize("name", KINDS)
