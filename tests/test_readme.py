@@ -57,14 +57,15 @@ def test_every_demo_scenario_is_on_the_first_screen() -> None:
     assert re.findall(r"^\| `([a-z0-9-]+)` \|", shown, re.MULTILINE) == [scenario.name for scenario in SCENARIOS]
 
 
-#: Commands of `make pictures`, each with the picture that it draws.
-PICTURES = re.findall(
-    r"kvmover (plan .*?) --svg (\S+)$", (readme.README.parent / "Makefile").read_text().replace("\\\n\t\t", ""), re.M
-)
+_MAKEFILE = (readme.README.parent / "Makefile").read_text().replace("\\\n\t\t", "")
+
+#: Commands of `make pictures`, each with the picture that it draws; and the pictures that it records.
+PICTURES = re.findall(r"kvmover (plan .*?) --svg (\S+)$", _MAKEFILE, re.M)
+RECORDINGS = re.findall(r"perf\.terminal (\S+)", _MAKEFILE)
 
 
 def test_every_picture_of_the_pages_is_drawn_by_a_command() -> None:
-    drawn = {picture for _, picture in PICTURES}
+    drawn = {*RECORDINGS, *(picture for _, picture in PICTURES)}
     root = readme.README.parent
     assert {str(path.relative_to(root)) for path in (root / "docs").glob("*.svg")} == drawn
 
