@@ -76,3 +76,11 @@ def ask(server: Server | Front, prompt: Sequence[int], tokens: int = 16, timeout
         return Answer(reply.status, reply.seconds, error=reply.error)
     choice = reply.body["choices"][0]
     return Answer(200, reply.seconds, tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"]))
+
+
+def received_bytes(decode: Server, make: str, ranks: int) -> float:
+    """The bytes of KV that all ranks of a decode have received, by their own metrics."""
+    if make == "vllm":
+        return decode.metrics("vllm:kvmover_received_bytes")["vllm:kvmover_received_bytes_total"]
+    name, port = "kvmover_received_bytes_total", int(decode.command.environment["KVMOVER_METRICS_PORT"])
+    return sum(decode.metrics(name, port=port + rank)[name] for rank in range(ranks))

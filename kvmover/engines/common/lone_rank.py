@@ -112,7 +112,8 @@ class LoneRank:
             self.mover = opened.enter_context(SharedMover(self._progress))
             self._meetings = Meetings(self._progress, caller(settings))
             opened.callback(self._meetings.close)
-            self._observers.serve(MoverCollector([self._progress]))
+            stores = [self.store.collector(self.engine)] if self.store else []
+            self._observers.serve(MoverCollector([self._progress]), *stores)
             self._joined()
             self._opened = opened.pop_all()
 

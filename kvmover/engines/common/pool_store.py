@@ -12,7 +12,7 @@ from kvmover.engines.common.pages import BounceBuffer, PackedBackend, election
 from kvmover.engines.common.store import Upkeep, open_store
 from kvmover.layout import Fleet, Pool
 from kvmover.regions import CopyStream
-from kvmover.store import Namespace, PagePart
+from kvmover.store import Namespace, PagePart, StoreCollector
 from kvmover.transport import memory_of
 
 
@@ -21,7 +21,7 @@ class PoolStore:
 
     def __init__(self, settings: StoreSettings, space: Namespace, pool: Pool, fleet: Fleet, rank: int) -> None:
         """Open the store at `settings.root`. Raises ConfigError without one, StoreError for a bad one."""
-        component = pool.spec.component
+        component, self._rank = pool.spec.component, rank
         part = PagePart.held(component, fleet, rank, space.page_tokens)
         bounce, writes = BounceBuffer.of(part.nbytes), election(component, fleet, rank)
         self._store = open_store(settings, space)
@@ -43,6 +43,10 @@ class PoolStore:
         """Write `pages`, whose rows have been computed, under `keys`; those that are there are left."""
         if keys:
             self._backend.put(keys, np.asarray(pages, np.int64))
+
+    def collector(self, engine: str) -> StoreCollector:
+        """Returns a collector of the store's counts, labelled with the engine and this rank."""
+        return StoreCollector(self._store, engine, self._rank)
 
     def become(self, space: Namespace | None) -> None:
         """Switch to another namespace, or to none with None."""

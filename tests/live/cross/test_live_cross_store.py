@@ -1,4 +1,4 @@
-"""One page store under SGLang and vLLM: what one of them wrote the other reads, and its tokens are its own alone."""
+"""One page store under SGLang, vLLM and transformers: one reads what another wrote, and its tokens are its own alone."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from pathlib import Path
 from tests.live.answers import many, prompts_of
 from tests.live.conftest import ModelMaker, Servers
 from tests.live.exchange import EXCHANGE, ask, exchanging_vllm
+from tests.live.server import labelled
 from tests.live.sglang_client import ask as ask_sglang
 from tests.live.sglang_servers import linker, sglang
 from tests.live.table import Results
+from tests.live.transformers_servers import transformers
 
 _PAGE_TOKENS = 16
 
@@ -51,4 +53,46 @@ def test_pages_serve_the_other_engine(servers: Servers, model: ModelMaker, resul
     whole = sum((len(prompt) - 1) // _PAGE_TOKENS * _PAGE_TOKENS for prompt in others)
     said = f"{tokens} of {sum(map(len, others))} prompt tokens from disk"
     assert not results.add("vllm-sglang", "page store of TP2, read by TP1", wanted, got, said).failed
+    assert tokens == whole
+
+
+def test_pages_serve_transformers_and_come_from_it(
+    servers: Servers, model: ModelMaker, results: Results, tmp_path: Path
+) -> None:
+    """vLLM writes on two ranks and transformers reads; then transformers writes and SGLang reads."""
+    weights = model("llama", "sglang")
+    prompts, others = (prompts_of(20, seed=seed, least_tokens=100, most_tokens=900) for seed in (43, 44))
+    writer, plain = servers.start(
+        exchanging_vllm("cross-store-vllm-writes", weights, tp=2, layout="BLNHC", root=tmp_path),
+        transformers("cross-store-transformers-plain", weights, page_tokens=_PAGE_TOKENS),
+    )
+    assert all(answer.ok for answer in many(lambda prompt: ask(writer, prompt), prompts))
+    wanted = many(lambda prompt: ask(plain, prompt), prompts)
+    servers.stop([writer, plain])
+
+    (third,) = servers.start(
+        transformers("cross-store-transformers", weights, page_tokens=_PAGE_TOKENS, root=str(tmp_path))
+    )
+    got = many(lambda prompt: ask(third, prompt), prompts)
+    port = int(third.command.environment["KVMOVER_METRICS_PORT"])
+    read = labelled(third, "kvmover_store_gots_total", "read", port)
+    # The last token of a prompt is computed: one of whole pages leaves its last one out.
+    whole = sum((len(prompt) - 1) // _PAGE_TOKENS for prompt in prompts)
+    said = f"{read:.0f} of {whole} pages read"
+    assert not results.add("vllm-transformers", "page store of TP2, read by transformers", wanted, got, said).failed
+    assert read == whole
+    many(lambda prompt: ask(third, prompt), others)
+    servers.stop([third])
+
+    plain, reader = servers.start(
+        sglang("cross-store-sglang-plain", weights),
+        sglang("cross-store-sglang-reads", weights, *linker(tmp_path), environment=EXCHANGE, page_tokens=_PAGE_TOKENS),
+    )
+    wanted = many(lambda prompt: ask_sglang(plain, prompt), others)
+    got = many(lambda prompt: ask_sglang(reader, prompt), others)
+    tokens = sum(answer.cached_tokens for answer in got)
+    whole = sum((len(prompt) - 1) // _PAGE_TOKENS * _PAGE_TOKENS for prompt in others)
+    said = f"{tokens} of {sum(map(len, others))} prompt tokens from disk"
+    name = "page store of transformers, read by TP1"
+    assert not results.add("transformers-sglang", name, wanted, got, said).failed
     assert tokens == whole

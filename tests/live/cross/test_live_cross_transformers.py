@@ -8,8 +8,8 @@ import pytest
 
 from tests.live.answers import many, prompts_of
 from tests.live.conftest import ModelMaker, Servers
-from tests.live.exchange import ask, exchanging_sglang, exchanging_vllm, routed
-from tests.live.server import Command, Server
+from tests.live.exchange import ask, exchanging_sglang, exchanging_vllm, received_bytes, routed
+from tests.live.server import Command
 from tests.live.sglang_servers import DECODE_WITH_PREFIXES, PREFILL, sglang
 from tests.live.table import Results
 from tests.live.transformers_servers import transformers
@@ -47,15 +47,6 @@ def decode(make: str, folder: Path) -> Command:
     return exchanging_sglang(name, folder, DECODE_WITH_PREFIXES, tp=2, page_tokens=64)
 
 
-def received_bytes(server: Server, make: str) -> float:
-    """What all ranks of a decode have received, by their own metrics."""
-    if make == "vllm":
-        return server.metrics("vllm:kvmover_received_bytes")["vllm:kvmover_received_bytes_total"]
-    port, ranks = int(server.command.environment["KVMOVER_METRICS_PORT"]), 2 if make == "sglang" else 1
-    name = "kvmover_received_bytes_total"
-    return sum(server.metrics(name, port=port + rank)[name] for rank in range(ranks))
-
-
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -75,7 +66,10 @@ def test_one_prefills_for_the_other(
     wanted = many(lambda prompt: ask(alone, prompt), prompts)
     with routed(giver, taker) as router:
         got = many(lambda prompt: ask(router, prompt), prompts)
-    landed, name = received_bytes(taker, second), f"{MODEL}, {first} prefills, {second} decodes"
+    landed, name = (
+        received_bytes(taker, second, 2 if second == "sglang" else 1),
+        f"{MODEL}, {first} prefills, {second} decodes",
+    )
     said = f"{landed / 1e6:.1f} MB moved"
     verdict = results.add(f"{first}-{second}", name, wanted, got, said)
     assert not verdict.failed

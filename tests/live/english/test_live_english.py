@@ -13,10 +13,11 @@ from perf import record
 from tests.live.answers import many
 from tests.live.conftest import Servers
 from tests.live.english.trained_models import TRAINED, TrainedModel
-from tests.live.exchange import ask, exchanging_sglang, exchanging_vllm, routed
-from tests.live.server import Command, Server
+from tests.live.exchange import ask, exchanging_sglang, exchanging_vllm, received_bytes, routed
+from tests.live.server import Command
 from tests.live.sglang_servers import DECODE, PREFILL, sglang
 from tests.live.table import Results
+from tests.live.transformers_servers import transformers
 from tests.live.vllm_servers import vllm
 
 #: SGLang fills its pool with zeros: rows of a trained model for 32,768 tokens would be 1.5 GB a server.
@@ -25,7 +26,7 @@ _ROOM = ("--max-total-tokens", "8192")
 #: Requests under way: two cores compute them.
 _AT_ONCE = 4
 
-_NAMES = {"sglang": "SGLang", "vllm": "vLLM"}
+_NAMES = {"sglang": "SGLang", "vllm": "vLLM", "transformers": "transformers"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class Half:
     def command(self, model: TrainedModel, mode: tuple[str, ...]) -> Command:
         """The server that computes prompts, or that answers."""
         name, folder = f"{model.name}-{self.engine}-{mode[0]}", model.folder()
+        if self.engine == "transformers":
+            return transformers(name, folder, page_tokens=self.page_tokens)
         if self.engine == "vllm":
             return exchanging_vllm(name, folder, tp=self.tp(model), block_tokens=self.page_tokens)
         return exchanging_sglang(name, folder, mode, *_ROOM, tp=self.tp(model), page_tokens=self.page_tokens)
@@ -49,6 +52,8 @@ class Half:
     def plain(self, model: TrainedModel) -> Command:
         """A server of the same engine that works alone."""
         name, folder = f"{model.name}-{self.engine}-plain", model.folder()
+        if self.engine == "transformers":
+            return transformers(name, folder)
         return vllm(name, folder) if self.engine == "vllm" else sglang(name, folder, *_ROOM)
 
     def named(self, model: TrainedModel) -> str:
@@ -62,6 +67,9 @@ PAIRS = [
     (Half("sglang", 1, 64), Half("sglang", 0, 16)),
     (Half("sglang", 0, 64), Half("vllm", 1, 16)),
     (Half("vllm", 1, 16), Half("sglang", 0, 64)),
+    (Half("transformers", 1, 16), Half("transformers", 1, 64)),
+    (Half("transformers", 1, 64), Half("vllm", 0, 16)),
+    (Half("sglang", 0, 64), Half("transformers", 1, 16)),
 ]
 
 
@@ -84,7 +92,7 @@ def living(servers: Servers) -> Iterator[Servers]:
 def test_answers_in_english_are_a_plain_servers(
     first: Half, second: Half, trained: TrainedModel, living: Servers, results: Results
 ) -> None:
-    if not {first.engine, second.engine} <= set(os.environ["KVMOVER_LIVE"].split()):
+    if not {first.engine, second.engine} - {"transformers"} <= set(os.environ["KVMOVER_LIVE"].split()):
         pytest.skip(f'`make live MODEL={trained.name} ENGINE="{first.engine} {second.engine}"` runs this pair')
     plain, prefill, decode = living.start(
         second.plain(trained), first.command(trained, PREFILL), second.command(trained, DECODE)
@@ -93,7 +101,7 @@ def test_answers_in_english_are_a_plain_servers(
     wanted = many(lambda prompt: ask(plain, prompt), prompts, _AT_ONCE)
     with routed(prefill, decode) as router:
         got = many(lambda prompt: ask(router, prompt), prompts, _AT_ONCE)
-    moved_bytes = received_bytes(decode, second.tp(trained))
+    moved_bytes = received_bytes(decode, second.engine, second.tp(trained))
     engine = second.engine if first.engine == second.engine else f"{first.engine}-{second.engine}"
     said = f"{moved_bytes / 1e6:.1f} MB moved"
     names = {"prefill": first.named(trained), "decode": second.named(trained)}
@@ -115,14 +123,6 @@ def test_answers_in_english_are_a_plain_servers(
     assert verdict.same == len(prompts), verdict.failed
     # Prompts begin alike: what a decode has of them does not move again.
     assert moved_bytes > trained.token_bytes * sum(map(len, prompts)) / 2
-
-
-def received_bytes(server: Server, ranks: int) -> float:
-    """Returns the bytes of KV that all ranks of a decode have received."""
-    if server.engine == "vllm":
-        return server.metrics("vllm:kvmover_received_bytes")["vllm:kvmover_received_bytes_total"]
-    name, port = "kvmover_received_bytes_total", int(server.command.environment["KVMOVER_METRICS_PORT"])
-    return sum(server.metrics(name, port=port + rank)[name] for rank in range(ranks))
 
 
 def keep(model: str, names: Mapping[str, str], row: Mapping[str, object]) -> None:
