@@ -1,4 +1,4 @@
-"""One page store under SGLang, vLLM and transformers: one reads what another wrote, and its tokens are its own alone."""
+"""One page store under SGLang, vLLM and transformers: one reads the pages of another, its tokens are its own alone."""
 
 from __future__ import annotations
 
