@@ -10,7 +10,7 @@ def trained_models() -> list[str]:
     if not (RESULTS / "live_models.csv").exists():
         return []
     lines = [
-        "**Trained models** (`make live MODEL=smollm2`, `gemma3`), 20 prompts in English made of paragraphs of docs/, beside a"
+        "**Trained models** (`make live MODEL=smollm2`, `gemma3`), 20 prompts made of paragraphs of docs/, beside a"
         " plain server of the decode's engine:",
         "",
         "| model | prefill | decode | requests | same | largest gap | moved |",
