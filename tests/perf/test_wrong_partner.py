@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from perf import hybrid_connectors, readme, record, wrong_partner
+from perf import hybrid_connectors, readme, record, trained_models, wrong_partner
 from tests.live import partners
 from tests.live.answers import Answer
 from tests.live.table import Results, Row
@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     partners.mistake(results, "sglang", WHAT, [RIGHT], [REFUSED], lambda: [RIGHT], "the KV is of 300 tokens")
     results.keep([], tmp_path)
     monkeypatch.setattr(record, "RESULTS", tmp_path)
-    for module in (record, readme, wrong_partner, hybrid_connectors):
+    for module in (record, readme, wrong_partner, hybrid_connectors, trained_models):
         monkeypatch.setattr(module, "RESULTS", tmp_path, raising=False)
     monkeypatch.setattr(record.read, "__defaults__", (tmp_path,))
     monkeypatch.setattr(record.passed, "__defaults__", (tmp_path,))
