@@ -141,6 +141,9 @@ class TimerKind(StrEnum):
     ASK = "what peers are asked, and have not answered"
 
 
+#: Attempts that are told of a lost peer in one poll, some 0.2 ms each: other messages are heard in between.
+MAX_LOSSES = 64
+
 #: A TimerKind, and the peer, attempt or request.
 Timer = tuple[TimerKind, Hashable]
 

@@ -402,7 +402,11 @@ class Mover:
         if self.meter.beats != before:
             before_s, self._moved_s = self._moved_s, self._core.moving_s
             self._core.links.polled(self._core.clock() - began - (self._moved_s - before_s))
-        return self.meter.beats != before or len(due) == MAX_TIMERS or bool(self._events)
+        return self.meter.beats != before or len(due) == MAX_TIMERS or bool(self._events) or self._has_losses
+
+    @property
+    def _has_losses(self) -> bool:
+        return self._destination.has_losses or self._source.has_losses
 
     def _flush(self) -> None:
         """Send queued messages. Peers found lost are reported to both halves, which may send more."""
@@ -468,6 +472,9 @@ class Mover:
         self._core.flush()
         for name in list(self._core.liveness.awaited):
             self._lose(name, reason, logging.INFO)
+        while self._has_losses:
+            self._destination.tell_losses()
+            self._source.tell_losses()
         self._core.flush()
         self._connections.close()
         self._source.drop()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Literal, Protocol
@@ -141,6 +141,21 @@ class Transfer:
     content: Content | None = None
     result: Result | None = field(default=None)
     quarantined: bool = False
+    _then: Callable[[Transfer], None] | None = None
+
+    def end(self, result: Result) -> None:
+        """Set the result, once. The mover calls it; pages are `quarantined` if the result says so."""
+        assert self.result is None, f"{self.request} has ended: {self.result}"
+        self.result, self.quarantined = result, result.quarantined
+        if self._then is not None:
+            self._then(self)
+
+    def then(self, call: Callable[[Transfer], None]) -> None:
+        """Have `call` called once when the transfer ends, in the mover's thread, or at once if it has ended."""
+        assert self._then is None, f"the end of {self.request} is told already"
+        self._then = call
+        if self.ended:
+            call(self)
 
     @property
     def ended(self) -> bool:

@@ -142,7 +142,7 @@ class Flights:
 
 
 def _reserved(seat: Seat, offset: int) -> Owner | None:
-    for attempt in seat.mover._destination._attempts.values():
+    for attempt in seat.mover._destination._attempts:
         for key, at in attempt.state.regions.items():
             if at == offset:
                 return attempt.id, key

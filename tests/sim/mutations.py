@@ -122,7 +122,7 @@ def chunks_have_no_generation(patch: pytest.MonkeyPatch) -> None:
 
 
 def _current(self: DestinationDriver, message: wire.About) -> wire.About:
-    generations = [generation for request, generation in self._attempts if request == message.request]
+    generations = [attempt.id[1] for attempt in self._attempts if attempt.id[0] == message.request]
     return msgspec.structs.replace(message, generation=generations[0]) if generations else message
 
 

@@ -28,7 +28,7 @@ def check_states(seat: Seat) -> None:
         raise Broken(f"{seat.name}: an attempt failed by an exception: python -m tests.sim.replay shows it")
     try:
         requests = seat.mover._source._requests.values()
-        states = [attempt.state for attempt in seat.mover._destination._attempts.values()]
+        states = [attempt.state for attempt in seat.mover._destination._attempts]
         states += [attempt.state for request in requests for attempt in request.attempts.values()]
         sound, seat.sound = seat.sound, {id(state): state for state in states}
         for state in states:
@@ -87,7 +87,7 @@ def check_arena(seat: Seat) -> None:
     inbound, arena = seat.mover._destination, seat.mover._core.incoming.arena
     if not arena._reserved and not inbound._attempts and not inbound.quarantine._isolated and not inbound._eager.nbytes:
         return
-    regions = [at for attempt in inbound._attempts.values() for at in attempt.state.regions.values()]
+    regions = [at for attempt in inbound._attempts for at in attempt.state.regions.values()]
     wards = [at for ward in inbound.quarantine._isolated.values() for at in ward.offsets]
     if len({*regions, *wards}) < len(regions) + len(wards):
         raise Broken(f"{seat.name}: a region is reserved twice: {sorted(regions)}, in limbo {sorted(wards)}")
@@ -191,9 +191,10 @@ def check_early(scene: Scene, seat: Seat) -> None:
 def check_seats(scene: Scene, seat: Seat) -> None:
     """No process takes a seat again that a newer one has had, unless that one is dead."""
     peers = seat.mover._core.peers
-    if peers._by_place == seat.sitting:
+    sitting = {(engine, rank): name for engine, ranks in peers._ranks.items() for rank, name in ranks.items()}
+    if sitting == seat.sitting:
         return
-    seat.sitting = dict(peers._by_place)
+    seat.sitting = sitting
     try:
         peers.check()
     except AssertionError as error:
@@ -211,7 +212,7 @@ def check_seats(scene: Scene, seat: Seat) -> None:
 
 def _awaited(seat: Seat) -> Iterator[tuple[str, float]]:
     """Peers that something is awaited from by transfers that have not failed, and since when at the earliest."""
-    for attempt in seat.mover._destination._attempts.values():
+    for attempt in seat.mover._destination._attempts:
         if attempt.state.reason is None:
             began = attempt.transfer.started
             yield from ((peer, began) for peer in attempt.state.sources if not attempt.state.served(peer))

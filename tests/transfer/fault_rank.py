@@ -251,7 +251,7 @@ class Rank:
 
     def progress(self) -> int:
         """Chunks of all open requests that have arrived, or left."""
-        arrived = sum(len(attempt.state.arrived) for attempt in self.mover._destination._attempts.values())
+        arrived = sum(len(attempt.state.arrived) for attempt in self.mover._destination._attempts)
         requests = self.mover._source._requests.values()
         return arrived + sum(len(a.state.written) for request in requests for a in request.attempts.values())
 

@@ -28,7 +28,7 @@ def name(mover: Mover) -> str:
 
 
 def seated(mover: Mover, engine: str = "prefill", rank: int = 0) -> str | None:
-    return mover._core.peers._by_place.get((engine, rank))
+    return mover._core.peers.seated((engine, rank))
 
 
 def lands(pair: Pair, request: str) -> None:

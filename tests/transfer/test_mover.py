@@ -356,7 +356,7 @@ def test_aborting_what_has_ended_changes_nothing():
 
 
 def _arrived(dst: Engine) -> set[tuple[str, int]]:
-    return {key for attempt in dst.movers[0]._destination._attempts.values() for key in attempt.state.arrived}
+    return {key for attempt in dst.movers[0]._destination._attempts for key in attempt.state.arrived}
 
 
 def test_chunks_that_wait_for_staging_memory_are_not_written_after_an_abort():

@@ -147,7 +147,7 @@ def test_pages_that_cannot_be_those_of_the_request_are_refused_and_nothing_is_ad
     mover.allocated(asked, [[5], [], []])
     with pytest.raises(PlanError, match=why):
         mover.allocated(asked, pages)
-    (attempt,) = mover._destination._attempts.values()
+    (attempt,) = mover._destination._attempts
     assert [table.tolist() for table in attempt.pages] == [[5], [], []]
 
 
@@ -225,7 +225,7 @@ def test_a_source_that_writes_pages_is_told_of_more_again_where_that_was_lost(ro
     mover, (asked,) = pair.dst.movers[0], receive(pair)
     mover.allocated(asked, [pair.dst_tables[0][0][:2]])
     pair.bench.turn(12)
-    noted = dict(next(iter(mover._destination._attempts.values())).state.noted)
+    noted = dict(next(iter(mover._destination._attempts)).state.noted)
     assert noted
     mover.allocated(asked, [pair.dst_tables[0][0][2:]])
     assert any(mover._core.outbox.values())
@@ -243,7 +243,7 @@ def test_a_source_that_noted_fewer_pages_than_it_was_told_of_is_told_again():
     pair = Pair.of(tokens=16, config=replace(CONFIG, route=Route.DIRECT))
     mover, (asked,) = pair.dst.movers[0], receive(pair)
     mover.allocated(asked, [pair.dst_tables[0][0][:2]])
-    (attempt,) = mover._destination._attempts.values()
+    (attempt,) = mover._destination._attempts
     peer = pair.src.movers[0]._core.transport.name
     for named, counts in (((1,), False), ((3,), False), ((), False), ((2,), True)):
         mover._told(peer, wire.Noted(*attempt.id, 9000, named))
@@ -256,7 +256,7 @@ def test_a_source_refuses_more_pages_that_cannot_be(pages: tuple[list[int], ...]
     pair = Pair.of(tokens=16, config=replace(CONFIG, route=Route.DIRECT))
     (asked,), (sent,) = receive(pair), pair.send()
     pair.bench.turn(12)
-    (attempt,) = pair.dst.movers[0]._destination._attempts.values()
+    (attempt,) = pair.dst.movers[0]._destination._attempts
     (peer,) = attempt.wants
     want = wire.decode(attempt.wants[peer])
     assert isinstance(want, wire.Want)
@@ -280,7 +280,7 @@ def test_a_want_that_is_noted_early_grows_while_nobody_has_sent_the_request():
     pair = Pair.of(tokens=16, config=replace(CONFIG, route=Route.DIRECT))
     mover, source, (asked,) = pair.dst.movers[0], pair.src.movers[0], receive(pair)
     pair.bench.turn()
-    (attempt,) = mover._destination._attempts.values()
+    (attempt,) = mover._destination._attempts
     (peer,) = attempt.wants
     short = attempt.wants[peer]
     mover.allocated(asked, [pair.dst_tables[0][0]])

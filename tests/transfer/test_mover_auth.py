@@ -113,7 +113,7 @@ def test_a_stranger_without_the_key_ends_no_transfer_and_is_no_sign_of_life(capl
     pair.bench.turn()
     source, target = pair.src.movers[0], pair.dst.movers[0]
     names = {mover: mover._transport.name for mover in (source, target)}
-    (generation,) = {generation for _, generation in target._destination._attempts}
+    (generation,) = {attempt.id[1] for attempt in target._destination._attempts}
     with caplog.at_level(logging.WARNING):
         for message in (
             wire.Abort("request", generation, "boo"),

@@ -287,7 +287,7 @@ def test_an_offer_of_chunks_that_are_none_fails_the_attempt_whatever_pages_come_
     (asked,) = pair.receive()
     pair.bench.turn()
     destination, source = pair.dst.movers[0]._destination, pair.src.movers[0]
-    (attempt,) = destination._attempts.values()
+    (attempt,) = destination._attempts
     (chunks,) = (each.chunks for each in attempt.state.sources.values())
     assert chunks < 9
     pages = tuple(table.astype("<i4").tobytes() for table in pair.src_tables[0])

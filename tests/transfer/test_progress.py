@@ -453,7 +453,9 @@ def test_a_transfer_that_a_broken_mover_forgot_ends_with_the_mover(held: bool, m
             raise Trouble("this too")
 
         def forgetful() -> None:
-            mover._destination._attempts.clear()
+            attempts = mover._destination._attempts
+            for attempt in attempts:
+                attempts.remove(attempt)
             monkeypatch.setattr(mover, "abort", trouble)
             if held:
                 monkeypatch.setattr(mover, "close", trouble)

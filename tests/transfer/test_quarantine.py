@@ -125,8 +125,8 @@ def holding(ward: Isolated | None = None) -> Quarantine:
     return limbo
 
 
-def ward_of(*offsets: int, reads: set[int] | None = None, transfer: Transfer | None = None) -> Isolated:
-    return Isolated("enough", SEAT, math.inf if reads else UNTIL, list(offsets), reads or set(), transfer)
+def ward_of(*offsets: int, reads: set[int] | None = None) -> Isolated:
+    return Isolated("enough", SEAT, math.inf if reads else UNTIL, list(offsets), reads or set())
 
 
 def asked(limbo: Quarantine, now: float) -> list[Key]:
@@ -202,7 +202,9 @@ def test_the_pages_of_a_transfer_are_held_until_the_last_of_its_peers_is_done_wi
     transfer, limbo = held_transfer(), Quarantine()
     keys: list[Key] = [(f"prefill{n}.1", "request", 7) for n in range(2)]
     for n, key in enumerate(keys):
-        limbo.hold(key, Isolated("enough", ("prefill", n), UNTIL, transfer=transfer))
+        isolated = Isolated("enough", ("prefill", n), UNTIL)
+        limbo.hold(key, isolated)
+        limbo.keep(isolated, transfer)
     limbo.drained(keys[1])
     assert transfer.quarantined
     limbo.drained(keys[0])
@@ -212,7 +214,9 @@ def test_the_pages_of_a_transfer_are_held_until_the_last_of_its_peers_is_done_wi
 @pytest.mark.parametrize("how", ["drained", "settled", "over", "closed"])
 def test_held_pages_come_back_however_the_ward_ends(how: str):
     transfer = held_transfer()
-    limbo = holding(ward_of(reads={0} if how == "settled" else None, transfer=transfer))
+    isolated = ward_of(reads={0} if how == "settled" else None)
+    limbo = holding(isolated)
+    limbo.keep(isolated, transfer)
     if how == "drained":
         limbo.drained(KEY)
     elif how == "settled":

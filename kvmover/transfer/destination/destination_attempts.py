@@ -153,8 +153,7 @@ def close(attempt: ReceiveAttempt, core: Core, quarantined: frozenset[str]) -> N
     """Set the transfer's result, and count it. A release is not counted: only the engine is told."""
     state, lanes, transfer = attempt.state, attempt.lanes.values(), attempt.transfer
     seconds = core.clock() - transfer.started
-    transfer.quarantined = bool(quarantined)
-    transfer.result = Result(
+    result = Result(
         state.reason,
         seconds,
         sum(lane.nbytes for lane in lanes),
@@ -169,10 +168,11 @@ def close(attempt: ReceiveAttempt, core: Core, quarantined: frozenset[str]) -> N
         attempt.aux,
         dict(attempt.spent_s),
     )
+    transfer.end(result)
     if not attempt.is_release:
         core.meter.ended["receive", attempt.cause.value if attempt.cause else "landed"] += 1
         core.meter.took(Stage.RECEIVE, seconds)
-        core.ended("receive", transfer.request, transfer.result)
+        core.ended("receive", transfer.request, result)
 
 
 def incomplete(attempt: ReceiveAttempt) -> tuple[tuple[int, ...], ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ from kvmover.plan.cost import Route
 from kvmover.plan.lower import Box
 from kvmover.shared_memory import MapMode
 from kvmover.transfer import nvtx_ranges as ranges
-from kvmover.transfer.core import Core, TimerKind
+from kvmover.transfer.core import MAX_LOSSES, Core, TimerKind
 from kvmover.transfer.destination import destination_machine
 from kvmover.transfer.destination.claims import PageClaims
 from kvmover.transfer.destination.credits import Credits, EagerGrants
@@ -50,6 +51,7 @@ from kvmover.transfer.destination.destination_machine import (
     Send,
     WriterChunk,
 )
+from kvmover.transfer.destination.open_receives import OpenReceives
 from kvmover.transfer.destination.quarantine import Isolated, Key, Quarantine, Retransmissions, WriteLeases
 from kvmover.transfer.events import Cancel, PeerGone, Tick
 from kvmover.transfer.memory.copier import Work
@@ -176,7 +178,8 @@ class DestinationDriver:
     renewals: Renewals
     generation: int
     claims: PageClaims = field(init=False)
-    _attempts: dict[Id, ReceiveAttempt] = field(default_factory=dict[Id, ReceiveAttempt])
+    _attempts: OpenReceives = field(default_factory=OpenReceives)
+    _losses: deque[tuple[Id, PeerGone]] = field(default_factory=deque["tuple[Id, PeerGone]"])
     _ended: TtlMap[Id, str | None] = field(default_factory=lambda: TtlMap["Id", "str | None"](MAX_ENDED))
     _credits: Credits[Id, WriterChunk] = field(default_factory=Credits[Id, WriterChunk])
     _eager: EagerGrants = field(default_factory=EagerGrants)
@@ -190,11 +193,11 @@ class DestinationDriver:
     def receive(self, wanted: ReceiveRequest) -> None:
         """Send each source rank of an engine its Want. Raises PlanError, PeerUnknown or LayoutError before that."""
         request = wanted.transfer.request
-        if any(open_request == request for open_request, _ in self._attempts):
+        if request in self._attempts:
             raise PlanError(f"request {request} is already being received")
         attempt = attempt_of(self.core, wanted, self.generation + 1, self.leases, self.claims, self._eagerly)
         self.generation += 1
-        self._attempts[attempt.id] = attempt
+        self._attempts.add(attempt)
         for name in attempt.wants:
             self.core.awaits(name)
             self._ask(attempt, name)
@@ -204,7 +207,7 @@ class DestinationDriver:
         """Name more pages of a request that was received without all of them. Raises PlanError. Ignored once it has
         ended or fails.
         """
-        attempt = next((each for each in self._attempts.values() if each.transfer is transfer), None)
+        attempt = self._attempts.of(transfer)
         if attempt is None or attempt.state.reason is not None:
             return
         chunks = attempt.name(self.core, pages, self.claims)
@@ -286,44 +289,53 @@ class DestinationDriver:
     def knows(self, message: wire.About) -> bool:
         """Returns True for a message of an attempt that is open here or has ended here."""
         id_ = message.request, message.generation
-        return id_ in self._attempts or id_ in self._ended
+        return self._attempts.get(id_) is not None or id_ in self._ended
 
     def lost(self, peer: str, reason: str) -> None:
         """Handle the loss of a peer: attempts that need more from it fail for `reason`, others go on."""
         self._retransmissions.lost(peer)
         self.renewals.lost(peer)
         self._room = True  # its regions may be revoked by a new registration
-        for attempt in list(self._attempts.values()):
-            self._step(attempt, PeerGone(peer, reason))
+        self._losses += ((id_, PeerGone(peer, reason)) for id_ in self._attempts.from_peer(peer))
+        self.tell_losses()
+
+    def tell_losses(self) -> None:
+        """Tell a few attempts that their peers are lost."""
+        for _ in range(min(MAX_LOSSES, len(self._losses))):
+            id_, loss = self._losses.popleft()
+            attempt = self._attempts.get(id_)
+            if attempt is not None:
+                self._step(attempt, loss)
 
     def forget(self, seat: tuple[str, int], reason: str) -> None:
         """Handle the death of a rank's process: its attempts fail, and memory that it might write is freed at once."""
-        for attempt in list(self._attempts.values()):
+        for attempt in self._attempts:
             for peer in [peer for peer, place in attempt.seats.items() if place == seat]:
                 self._step(attempt, PeerDead(peer, reason))
         self._free(self.quarantine.forget(seat))
 
     def greeted(self, peer: str) -> None:
         """Handle a peer's Hello: it may have lost Wants that it had noted, so they are resent."""
-        for attempt in list(self._attempts.values()):
-            if peer in attempt.state.noted:
+        for id_ in self._attempts.from_peer(peer):
+            attempt = self._attempts.get(id_)
+            if attempt is not None and peer in attempt.state.noted:
                 self._step(attempt, Greeted(peer))
 
     def abort(self, transfer: Transfer, reason: str) -> None:
         """Abort a transfer's attempts. It ends once no write or read of it is in flight."""
-        for attempt in list(self._attempts.values()):
-            if attempt.transfer is transfer:
-                self._step(attempt, Cancel(reason))
+        attempt = self._attempts.of(transfer)
+        if attempt is not None:
+            self._step(attempt, Cancel(reason))
 
     def close(self, reason: str) -> None:
         """Fail all open attempts for `reason`, and tell their sources."""
-        for attempt in list(self._attempts.values()):
+        for attempt in self._attempts:
             self._step(attempt, Cancel(reason))
 
     def drop(self, reason: str) -> None:
         """End all remaining attempts: the transport is closed. Memory that peers may still write stays quarantined."""
-        for attempt in list(self._attempts.values()):
-            while attempt.id in self._attempts:
+        for attempt in self._attempts:
+            while self._attempts.get(attempt.id) is not None:
                 self._fault(attempt, reason)
         self._free(self.quarantine.outlive())
 
@@ -331,8 +343,9 @@ class DestinationDriver:
         """Send Wants whose kernels are ready, reserve regions for queued chunks, and handle reads that settled late."""
         arena = self.core.incoming.arena
         for id_, peer in sorted(self._unasked):
-            if id_ in self._attempts:
-                self._ask(self._attempts[id_], peer)
+            attempt = self._attempts.get(id_)
+            if attempt is not None:
+                self._ask(attempt, peer)
             else:
                 self._unasked.discard((id_, peer))
         if self._room:
@@ -341,7 +354,8 @@ class DestinationDriver:
         reserved: dict[tuple[ReceiveAttempt, str], list[tuple[int, int]]] = {}
         while self._room and (found := self._credits.reserve(arena)) is not None:
             id_, (peer, chunk), offset = found
-            attempt = self._attempts[id_]
+            attempt = self._attempts.get(id_)
+            assert attempt is not None, f"{id_} has ended, and asks for regions"
             waited_s = self.core.clock() - attempt.asked.pop((peer, chunk))
             self.core.meter.took(Stage.CREDIT_WAIT, waited_s, attempt.spent_s)
             reserved.setdefault((attempt, peer), []).append((chunk, offset))
@@ -350,6 +364,12 @@ class DestinationDriver:
             self._step(attempt, Reserved(peer, tuple(regions)))
         for reading in self.reads.settled():
             self._settled(reading)
+        self.tell_losses()
+
+    @property
+    def has_losses(self) -> bool:
+        """True if attempts have not been told of a loss yet: the next polls tell them."""
+        return bool(self._losses)
 
     def tick(self, id_: Id) -> None:
         """Run an attempt's timer: its deadline, or a resend."""
@@ -369,7 +389,7 @@ class DestinationDriver:
         self.watch_quarantine()
 
     def watch_quarantine(self) -> None:
-        """Set the timer of the quarantine after a change."""
+        """Set the timer of the quarantine to its earliest time. O(attempts isolated)."""
         self.core.timers.set((TimerKind.QUARANTINE, None), self.quarantine.next_due())
 
     def repeat_farewell(self, key: Key) -> None:
@@ -415,7 +435,6 @@ class DestinationDriver:
             self._step(attempt, ReadSettled(reading.peer, reading.chunk))
         else:
             self._free(self.quarantine.settled((reading.peer, *reading.id), reading.chunk))
-            self.watch_quarantine()
 
     def _free(self, offsets: Sequence[int]) -> None:
         for offset in offsets:
@@ -445,7 +464,7 @@ class DestinationDriver:
     def _fault(self, attempt: ReceiveAttempt, reason: str) -> None:
         """Fail an attempt after an exception. A second one ends it at once, and all its memory is quarantined."""
         attempt.faults += 1
-        if attempt.id not in self._attempts:
+        if self._attempts.get(attempt.id) is None:
             return
         if attempt.faults == 1:
             reading = frozenset((r.peer, r.chunk) for r in self.reads.flights.under_way() if r.id == attempt.id)
@@ -469,7 +488,7 @@ class DestinationDriver:
 
     def _apply(self, attempt: ReceiveAttempt, state: Receiving, actions: Sequence[Action]) -> None:
         attempt.state = state
-        if attempt.id in self._attempts:
+        if self._attempts.get(attempt.id) is not None:
             self.core.timers.set((TimerKind.RECEIVE, attempt.id), destination_machine.due(state))
         request = state.request
         wrong = [why for action in actions if (why := self.core.contain(request, self._act, attempt, action))]
@@ -556,14 +575,14 @@ class DestinationDriver:
             if (writer := attempt.writers.get(peer)) is not None:
                 isolated.until, isolated.lives = math.inf, writer.lives
             self.quarantine.hold(key, isolated)
-            self.watch_quarantine()
+            self.core.timers.sooner((TimerKind.QUARANTINE, None), self.quarantine.due(isolated))
         return isolated
 
     def _finish(self, attempt: ReceiveAttempt, reason: str | None, quarantined: frozenset[str]) -> None:
         config, now = self.core.config, self.core.clock()
         for peer in sorted(quarantined):  # terms are assigned in this order, equal in every process
-            self._isolate(attempt, peer).transfer = attempt.transfer
-        del self._attempts[attempt.id]
+            self.quarantine.keep(self._isolate(attempt, peer), attempt.transfer)
+        self._attempts.remove(attempt)
         self.core.timers.cancel((TimerKind.RECEIVE, attempt.id))
         for peer in attempt.state.sources:
             self.core.awaits_no_more(peer)

@@ -17,6 +17,7 @@ clock: such a copy ends when its process gets to run, or dies.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
@@ -116,8 +117,8 @@ class Isolated:
     until: float = math.inf
     offsets: list[int] = field(default_factory=list[int])
     reads: set[int] = field(default_factory=set[int])
-    transfer: Transfer | None = None
     lives: Callable[[], bool] | None = None
+    transfer: Transfer | None = field(default=None, init=False)
 
     def is_over(self, now: float) -> bool:
         """Returns True if the memory can't be written any more, by clock or by the death of its writer."""
@@ -126,15 +127,22 @@ class Isolated:
 
 @dataclass(slots=True, eq=False)
 class Quarantine:
-    """The isolated memory, by (peer, request, generation)."""
+    """The isolated memory, by (peer, request, generation). `_pages`: entries a transfer whose pages are isolated."""
 
     _isolated: dict[Key, Isolated] = field(default_factory=dict[Key, Isolated])
+    _pages: Counter[Transfer] = field(default_factory=Counter[Transfer])
     _next: float = 0.0
 
     def hold(self, key: Key, isolated: Isolated) -> None:
         """Quarantine memory that a peer may still write, or that a read may."""
         assert key not in self._isolated, f"{key} is isolated already: its regions would never be free"
         self._isolated[key] = isolated
+
+    def keep(self, isolated: Isolated, transfer: Transfer) -> None:
+        """Isolate the pages of a transfer too: it is `quarantined` until all entries with its pages are released."""
+        assert isolated.transfer is None, f"pages of {transfer.request} are isolated already"
+        isolated.transfer = transfer
+        self._pages[transfer] += 1
 
     def get(self, key: Key) -> Isolated | None:
         """Returns the memory isolated for an attempt, or None."""
@@ -184,10 +192,11 @@ class Quarantine:
 
     def next_due(self) -> float:
         """Returns the next time at which `poll` has work. O(attempts isolated)."""
-        due = math.inf
-        for isolated in self._isolated.values():
-            due = min(due, isolated.until, math.inf if isolated.reads else self._next)
-        return due
+        return min(map(self.due, self._isolated.values()), default=math.inf)
+
+    def due(self, isolated: Isolated) -> float:
+        """Returns the next time at which `poll` has work for one attempt's memory."""
+        return min(isolated.until, math.inf if isolated.reads else self._next)
 
     def reason(self, key: Key) -> str:
         """Returns why the attempt failed. Raises KeyError for one without isolated memory."""
@@ -211,10 +220,11 @@ class Quarantine:
     def _release(self, key: Key) -> list[int]:
         isolated = self._isolated.pop(key)
         assert not isolated.reads, f"reads of chunks {sorted(isolated.reads)} may still land in the memory of {key}"
-        if isolated.transfer is not None and all(
-            other.transfer is not isolated.transfer for other in self._isolated.values()
-        ):
-            isolated.transfer.quarantined = False
+        if (transfer := isolated.transfer) is not None:
+            self._pages[transfer] -= 1
+            if not self._pages[transfer]:
+                del self._pages[transfer]
+                transfer.quarantined = False
         return isolated.offsets
 
     def __len__(self) -> int:

@@ -183,9 +183,13 @@ class Reconnector:
 
     def next_due(self) -> float:
         """Returns the next time at which `due` has work. O(lost peers)."""
-        return min(map(self._due_of, self._lost_peers.values()), default=math.inf)
+        return min(map(self.due_of, self._lost_peers), default=math.inf)
 
-    def _due_of(self, line: _LostPeer) -> float:
+    def due_of(self, name: str) -> float:
+        """Returns the next time at which `due` has work for a peer; math.inf for one that is not lost."""
+        line = self._lost_peers.get(name)
+        if line is None:
+            return math.inf
         match line.state:
             case Waiting(due=due):
                 return due
@@ -437,7 +441,7 @@ class Connections:
             log.log(level, "lost %s: %s", name, reason)
             if core.peers.sits(peer):
                 self._try_later(name, peer.encoded, peer.card, reason)
-                core.timers.set((TimerKind.DIAL, None), self.reconnector.next_due())
+                core.timers.sooner((TimerKind.DIAL, None), self.reconnector.due_of(name))
         core.peers.remove(name, core.clock())
         core.mappings.forget(name)
         core.compiler.parted(name)

@@ -78,7 +78,7 @@ class Peers:
     """
 
     _by_name: dict[str, Peer] = field(default_factory=dict[str, Peer])
-    _by_place: dict[tuple[str, int], str] = field(default_factory=dict[tuple[str, int], str])
+    _ranks: dict[str, dict[int, str]] = field(default_factory=dict[str, "dict[int, str]"])
     _seen: OrderedDict[str, _Incarnation] = field(default_factory=OrderedDict[str, _Incarnation])
     _obituaries: WeakValueDictionary[tuple[str, int], Obituary] = field(
         default_factory=WeakValueDictionary[tuple[str, int], Obituary]
@@ -124,11 +124,11 @@ class Peers:
         """
         place = peer.card.place
         seen = self._seen.pop(place.engine, None)
-        replaced = [self._by_place.get(place.seat)]
+        replaced = [self.seated(place.seat)]
         if seen is None:
             seen = _Incarnation(place.fleet)
         elif seen.fleet != place.fleet:
-            replaced += [name for (engine, _), name in self._by_place.items() if engine == place.engine]
+            replaced += self._ranks.get(place.engine, {}).values()
             older = [each.generation for each in seen.ranks.values() if each.generation < place.generation]
             seen = _Incarnation(place.fleet, Sitter(place.rank, max(older), "", left=now) if older else None)
         before = seen.ranks.get(place.rank)
@@ -137,8 +137,8 @@ class Peers:
         self._seen[place.engine] = seen
         over = tuple(dict.fromkeys(name for name in replaced if name is not None and name != peer.name))
         for name in over:
-            del self._by_place[self._by_name[name].card.place.seat]
-        self._by_place[place.seat] = peer.name
+            self._leave(self._by_name[name].card.place)
+        self._ranks.setdefault(place.engine, {})[place.rank] = peer.name
         self._by_name[peer.name] = peer
         self._trim()
         return over
@@ -146,15 +146,16 @@ class Peers:
     def _trim(self) -> None:
         """Forget the engine without connected ranks that was seen longest ago."""
         if len(self._seen) > MAX_ENGINES:
-            connected = {engine for engine, _ in self._by_place}
-            oldest = next((engine for engine in self._seen if engine not in connected), None)
+            oldest = next((engine for engine in self._seen if engine not in self._ranks), None)
             if oldest is not None:
                 del self._seen[oldest]
 
     def check(self) -> None:
         """Check that each peer has one rank id, and each engine one fleet, in O(peers). Raises AssertionError."""
-        assert len({*self._by_place.values()}) == len(self._by_place), f"a peer has several seats: {self._by_place}"
-        fleets = {(engine, self._by_name[name].card.place.fleet) for (engine, _), name in self._by_place.items()}
+        names = [(engine, name) for engine, ranks in self._ranks.items() for name in ranks.values()]
+        assert len({name for _, name in names}) == len(names), f"a peer has several seats: {self._ranks}"
+        assert all(self._ranks.values()), f"an engine without ranks is kept: {self._ranks}"
+        fleets = {(engine, self._by_name[name].card.place.fleet) for engine, name in names}
         assert len(fleets) == len({engine for engine, _ in fleets}), f"engines in several fleets: {fleets}"
 
     def remove(self, name: str, now: float) -> None:
@@ -163,11 +164,18 @@ class Peers:
         if peer is None:
             return
         place = peer.card.place
-        if self._by_place.get(place.seat) == name:
-            del self._by_place[place.seat]
+        if self.seated(place.seat) == name:
+            self._leave(place)
             sitter = self._sitter(place)
             if sitter is not None and sitter.left is None:
                 sitter.left = now
+
+    def _leave(self, place: Place) -> None:
+        """Free a rank id that is held."""
+        ranks = self._ranks[place.engine]
+        del ranks[place.rank]
+        if not ranks:
+            del self._ranks[place.engine]
 
     def is_back(self, name: str) -> None:
         """Note that a lost peer holds its rank id again, and was heard."""
@@ -182,7 +190,7 @@ class Peers:
 
     def sits(self, peer: Peer) -> bool:
         """Returns True if the peer still holds its rank id."""
-        return self._by_place.get(peer.card.place.seat) == peer.name
+        return self.seated(peer.card.place.seat) == peer.name
 
     def get(self, name: str) -> Peer | None:
         """Returns the peer of this name, or None."""
@@ -200,7 +208,7 @@ class Peers:
 
     def at(self, engine: str, rank: int) -> Peer:
         """Returns the peer at a rank id. Raises PeerUnknown if no peer is connected there."""
-        name = self._by_place.get((engine, rank))
+        name = self.seated((engine, rank))
         if name is None:
             raise PeerUnknown(f"rank {rank} of {engine} is not connected")
         return self._by_name[name]
@@ -237,15 +245,15 @@ class Peers:
 
     def seated(self, seat: tuple[str, int]) -> str | None:
         """Returns the name of the peer at a rank id, or None."""
-        return self._by_place.get(seat)
+        engine, rank = seat
+        return self._ranks.get(engine, {}).get(rank)
 
     def ranks(self, engine: str) -> frozenset[int]:
         """Returns the connected ranks of an engine."""
-        return frozenset(rank for known, rank in self._by_place if known == engine)
+        return frozenset(self._ranks.get(engine, ()))
 
     def fleet(self, engine: str) -> Fleet:
         """Returns the fleet of an engine with a connected rank. Raises PeerUnknown."""
-        for (known, _), name in self._by_place.items():
-            if known == engine:
-                return self._by_name[name].card.place.fleet
+        for name in self._ranks.get(engine, {}).values():
+            return self._by_name[name].card.place.fleet
         raise PeerUnknown(f"no rank of {engine} is connected")

@@ -343,8 +343,7 @@ def close(request: Request, core: Core) -> None:
     seconds = core.clock() - transfer.started
     core.meter.ended["send", request.cause.value if request.cause else "landed"] += 1
     core.meter.took(Stage.SEND, seconds)
-    transfer.quarantined = request.quarantined
-    transfer.result = Result(
+    result = Result(
         request.reason,
         seconds,
         request.given_bytes + sum(chunk.nbytes for chunk in chunks),
@@ -356,7 +355,8 @@ def close(request: Request, core: Core) -> None:
         request.cause,
         spent_s=summed(attempt.job.spent_s for attempt in attempts),
     )
-    core.ended("send", transfer.request, transfer.result)
+    transfer.end(result)
+    core.ended("send", transfer.request, result)
 
 
 def check_aux(payload: bytes | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from kvmover.errors import PlanError, ProtocolError, RefusedFor
 from kvmover.transfer import nvtx_ranges as ranges
-from kvmover.transfer.core import Core, TimerKind
+from kvmover.transfer.core import MAX_LOSSES, Core, TimerKind
 from kvmover.transfer.events import Cancel, PeerGone, Tick
 from kvmover.transfer.meter import Count, Gauge
 from kvmover.transfer.peers.peer_table import Peer
@@ -258,7 +258,8 @@ MOST_WAITING = 4
 class SourceDriver:
     """The sending half of a mover.
 
-    `_gated` polls the gates of requests with attempts. `_over`: requests that ended since the last poll.
+    `_gated` polls the gates of requests with attempts. `_over`: requests that ended since the last poll. `_asked`: the
+    requests of which a destination has an attempt, by its name.
     """
 
     core: Core
@@ -268,6 +269,8 @@ class SourceDriver:
     _closed: Tombstones = field(init=False)
     _gated: GateWatch = field(init=False)
     _over: dict[str, Request] = field(default_factory=dict[str, Request])
+    _asked: dict[str, dict[str, None]] = field(default_factory=dict[str, "dict[str, None]"])
+    _losses: deque[tuple[str, int, PeerGone]] = field(default_factory=deque["tuple[str, int, PeerGone]"])
 
     def __post_init__(self) -> None:
         budget = Budget()
@@ -406,6 +409,10 @@ class SourceDriver:
 
     def _close_all(self, attempts: Mapping[str, SendAttempt]) -> None:
         for name, attempt in attempts.items():
+            requests = self._asked[name]
+            del requests[attempt.state.request]
+            if not requests:
+                del self._asked[name]
             self._close(attempt.state.request, name, attempt.state.generation, attempt.state.reason)
 
     def _want(self, peer: Peer, want: wire.Want) -> None:
@@ -457,6 +464,7 @@ class SourceDriver:
             self.core.say(peer.name, wire.Abort(want.request, want.generation, wrong))
             return
         request.attempts[peer.name] = attempt
+        self._asked.setdefault(peer.name, {})[want.request] = None
         self.core.awaits(peer.name)
         self._schedule(request, attempt)
         self._gated.watch(request)
@@ -562,10 +570,24 @@ class SourceDriver:
             self.core.timers.cancel((TimerKind.EARLY, (request, peer)))
             self.core.awaits_no_more(peer)
         self.writes.lost(peer)
-        for request in list(self._requests.values()):
-            attempt = request.attempts.get(peer)
-            if attempt is not None:
-                self._step(request, attempt, PeerGone(peer, reason))
+        lost = PeerGone(peer, reason)
+        for name in self._asked.get(peer, ()):
+            self._losses.append((name, self._requests[name].attempts[peer].state.generation, lost))
+        self.tell_losses()
+
+    def tell_losses(self) -> None:
+        """Tell a few attempts that their peers are lost."""
+        for _ in range(min(MAX_LOSSES, len(self._losses))):
+            name, generation, loss = self._losses.popleft()
+            request = self._requests.get(name)
+            attempt = request.attempts.get(loss.peer) if request is not None else None
+            if request is not None and attempt is not None and attempt.state.generation == generation:
+                self._step(request, attempt, loss)
+
+    @property
+    def has_losses(self) -> bool:
+        """True if attempts have not been told of a loss yet: the next polls tell them."""
+        return bool(self._losses)
 
     def abort(self, transfer: Transfer, reason: str) -> None:
         """End a transfer for `reason`, and send it to each destination."""
@@ -576,6 +598,7 @@ class SourceDriver:
     def poll(self) -> None:
         """Offer chunks of passed gates, and forget ended requests."""
         self._look()
+        self.tell_losses()
         while self._over:
             self._forget(self._over.popitem()[1])
 
@@ -621,6 +644,8 @@ class SourceDriver:
                 if not attempt.state.finished:
                     self.core.awaits_no_more(attempt.job.peer.name)
         self._requests.clear()
+        self._asked.clear()
+        self._losses.clear()
         self._gated.clear()
 
     def gauges(self) -> dict[Gauge, int]:

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -66,6 +67,7 @@ class Progress:
         self._pace = pace or Pace()
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._open: dict[Transfer, Future[Result]] = {}
+        self._ended: deque[Transfer] = deque()  # since the last announcement
         self._fault: _Fault | None = None
         self._stop: str | None = None
         self._gate = threading.RLock()  # `_over` is set once, before the thread's last look at the queue
@@ -137,6 +139,7 @@ class Progress:
         def begun(mover: Mover) -> Transfer:
             transfer = call(mover)
             self._open[transfer] = _uncancellable()
+            transfer.then(self._ended.append)
             return transfer
 
         return self.submit(begun)
@@ -296,7 +299,9 @@ class Progress:
                 log.exception("%s cannot abort %s", self._name, transfer.request)
 
     def _announce(self) -> None:
-        for transfer in [transfer for transfer in self._open if transfer.ended]:
+        """Complete the futures of transfers that ended since the last time, in the order of their ends."""
+        while self._ended:
+            transfer = self._ended.popleft()
             assert transfer.result is not None
             self._open.pop(transfer).set_result(transfer.result)
 
@@ -312,10 +317,8 @@ class Progress:
             quarantined = True
         for transfer in self._open:
             if not transfer.ended:
-                transfer.quarantined = quarantined
-                transfer.result = Result(
-                    reason, time.monotonic() - transfer.started, quarantined=quarantined, cause=Cause.FAULT
-                )
+                seconds = time.monotonic() - transfer.started
+                transfer.end(Result(reason, seconds, quarantined=quarantined, cause=Cause.FAULT))
         self._announce()
         while not self._calls.empty():
             self._calls.get()()
