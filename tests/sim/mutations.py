@@ -55,7 +55,7 @@ def completion_is_a_counter(patch: pytest.MonkeyPatch) -> None:
     def arrived(honest: Any, state: Receiving, event: wire.Chunk, key: WriterChunk, now: float) -> Stepped:
         if key not in state.arrived or state.reason is not None:
             return honest(state, event, key, now)
-        again = (key[0], -1 - len(state.landed))
+        again = (key[0], (1 << 20) + len(state.landed))
         return destination_machine._progress(msgspec.structs.replace(state, landed=state.landed | {again}), [])
 
     around(patch, destination_machine, "_arrived", arrived)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from kvmover.layout import Component, Fleet
+from kvmover.plan.cost import Route
 from kvmover.transfer import Progress
 from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.core import MAX_LOSSES
 from kvmover.transfer.mover import Mover
+from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import Gate, Transfer
 from tests.transfer.mover_fleets import CONFIG, Bench, HandClock
 from tests.transfer.steps_of import steps_of
 
-FLEET = Fleet(page_tokens=16)
+KV, FLEET = Component.attention(2, 2, 16, "bfloat16"), Fleet(page_tokens=16)
 FEW, MANY = 8, 400
 
 #: A call with many requests open may take this much more than with few.
@@ -25,7 +28,7 @@ AT_MOST = 1.2
 
 def open_receives(count: int) -> tuple[Bench, Mover, Mover]:
     """A destination that waits for `count` requests of a source, and has heard that the source noted them."""
-    bench = Bench((Component.attention(2, 2, 16, "bfloat16"),), MoverConfig(sandbox_bytes=0, arena_bytes=1 << 20))
+    bench = Bench((KV,), MoverConfig(sandbox_bytes=0, arena_bytes=1 << 20), HandClock())
     target, source = (bench.engine(name, FLEET).movers[0] for name in ("decode", "prefill"))
     target.connect(source.card)
     bench.turn()
@@ -84,7 +87,7 @@ def test_a_send_costs_the_same_beside_many_open_sends() -> None:
 
 def engines_connected(count: int) -> tuple[Bench, Mover, list[Mover]]:
     """A destination that is connected to `count` engines."""
-    bench = Bench((Component.attention(2, 2, 16, "bfloat16"),), MoverConfig(sandbox_bytes=0, arena_bytes=1 << 16))
+    bench = Bench((KV,), MoverConfig(sandbox_bytes=0, arena_bytes=1 << 16), HandClock())
     target = bench.engine("decode", FLEET).movers[0]
     sources = [bench.engine(f"prefill-{number}", FLEET, pages=4).movers[0] for number in range(count)]
     for source in sources:
@@ -112,7 +115,7 @@ def test_a_lost_engine_costs_the_same_beside_many_that_are_lost() -> None:
 
 
 def test_a_lost_peers_requests_end_in_portions_and_other_messages_come_in_between() -> None:
-    """No poll ends more than a portion of them, the last one costs what the first did, and each says that more is left."""
+    """No poll ends more than a portion, the last costs what the first did, and each says that more is left."""
     _, target, source = open_receives(MANY)
     transfers = [attempt.transfer for attempt in target._destination._attempts]
     steps = [steps_of(partial(target._lose, source._core.transport.name, "gone"))]
@@ -145,7 +148,7 @@ def test_a_mover_that_closes_tells_all_requests_of_its_peers() -> None:
 
 
 def test_a_progress_thread_looks_at_no_open_transfer_that_goes_on() -> None:
-    bench = Bench((Component.attention(2, 2, 16, "bfloat16"),), CONFIG, HandClock())
+    bench = Bench((KV,), CONFIG, HandClock())
     mover = bench.engine("decode", FLEET).movers[0]
     progress = Progress(mover)
     sent = [progress.begin(lambda m, n=n: m.send(f"open-{n}", [[0]], gates=[])).result() for n in range(MANY)]
@@ -153,3 +156,20 @@ def test_a_progress_thread_looks_at_no_open_transfer_that_goes_on() -> None:
     progress.submit(lambda m: m.abort(sent[7], "enough")).result()
     assert progress.ended(sent[7]).result(10).reason == "enough"
     progress.close()
+
+
+@pytest.mark.parametrize("verb", Verb)
+@pytest.mark.parametrize("route", [Route.PACKED, Route.DIRECT])
+def test_a_chunk_costs_the_same_in_a_request_of_many(route: Route, verb: Verb) -> None:
+    taken = list[float]()
+    for chunks in (16, 128):
+        config = replace(CONFIG, costs=replace(CONFIG.costs, chunk_bytes=2048), route=route, verb=verb)
+        bench = Bench((KV,), config, HandClock())
+        target, source = (bench.engine(name, FLEET, pages=chunks).movers[0] for name in ("decode", "prefill"))
+        target.connect(source.card)
+        bench.turn()
+        source.send("one", [range(chunks)])
+        landing = target.receive("one", "prefill", range(16 * chunks), [range(chunks)])
+        steps = steps_of(lambda bench=bench, landing=landing: bench.settle(lambda: landing.ended, 100))
+        taken.append(steps / landing.landed().writes)
+    assert taken[1] <= AT_MOST * taken[0]

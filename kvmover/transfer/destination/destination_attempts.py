@@ -35,6 +35,7 @@ from kvmover.transfer.memory.programs import Way
 from kvmover.transfer.meter import Spent, Stage
 from kvmover.transfer.peers.peer_table import Peer
 from kvmover.transfer.protocol import wire
+from kvmover.transfer.protocol.chunk_sets import WriterChunks
 from kvmover.transfer.protocol.chunks import Cut, Lane, plans_between, related
 from kvmover.transfer.protocol.wire import encoded
 from kvmover.transfer.result import Cause, Result, Transfer
@@ -294,8 +295,8 @@ def _reserve_eagerly(
             attempt.wants[name] = wire.encode(replace(want, grant=wire.Grant(0, at)))
 
 
-def _chunks_of(sources: Mapping[str, Source]) -> frozenset[tuple[str, int]]:
-    return frozenset((name, chunk) for name, source in sources.items() for chunk in range(source.chunks))
+def _chunks_of(sources: Mapping[str, Source]) -> WriterChunks:
+    return WriterChunks((name, chunk) for name, source in sources.items() for chunk in range(source.chunks))
 
 
 def _spans(lanes: Iterable[Lane], components: int) -> tuple[range, ...]:

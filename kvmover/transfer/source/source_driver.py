@@ -18,6 +18,7 @@ from kvmover.transfer.events import Cancel, PeerGone, Tick
 from kvmover.transfer.meter import Count, Gauge
 from kvmover.transfer.peers.peer_table import Peer
 from kvmover.transfer.protocol import wire
+from kvmover.transfer.protocol.chunk_sets import ChunkMap
 from kvmover.transfer.protocol.content import Content
 from kvmover.transfer.protocol.handshake import Place
 from kvmover.transfer.protocol.wire import decoded
@@ -695,7 +696,9 @@ class SourceDriver:
     def _fault(self, request: Request, attempt: SendAttempt, reason: str) -> None:
         """End an attempt after an exception. Its writes in flight are followed to their end."""
         state = attempt.state
-        attempt.state = replace(state, reason=state.reason or reason, staged={}, peer_waits=False, finished=True)
+        attempt.state = replace(
+            state, reason=state.reason or reason, staged=ChunkMap[int](), peer_waits=False, finished=True
+        )
         self._schedule(request, attempt)
         if not state.finished:
             self.core.awaits_no_more(attempt.job.peer.name)

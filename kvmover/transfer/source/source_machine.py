@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from kvmover.transfer.events import Cancel, Patience, PeerGone, Tick
 from kvmover.transfer.protocol import wire
+from kvmover.transfer.protocol.chunk_sets import ChunkMap, Chunks
 from kvmover.transfer.protocol.wire import PAGE_ID_BYTES, Verb, lengths
 
 
@@ -121,11 +122,11 @@ class Sending(msgspec.Struct, frozen=True):
     """The state of one destination rank's attempt.
 
     `spans` [chunk]: its bytes in an arena. `room_bytes`: size of the destination's arena, which bounds a grant's
-    offset; 0: grants carry no offset. `granted` [chunk]: (offset, round) that may be posted. Chunks `in_flight` touch
-    memory of this side; `staged` [chunk]: the offset where it waits to be read; `written` succeeded. `pages`: this
-    side's tables so far, in a direct pull; the first `said_pages` of each were offered. `term`: of the latest grant; in
-    a direct push it covers all pages. `eager`: the grant sent with the Want, perhaps for a chunk that is not ready.
-    `repeats`: offers resent since the last news, at `quiet_since`.
+    offset; 0: grants carry no offset. `granted` chunks may be posted; `rounds` [chunk]: of its latest grant, if not the
+    first. Chunks `in_flight` touch memory of this side; `staged` [chunk]: the offset where it waits to be read;
+    `written` succeeded. `pages`: this side's tables so far, in a direct pull; the first `said_pages` of each were
+    offered. `term`: of the latest grant; in a direct push it covers all pages. `eager`: the grant sent with the Want,
+    perhaps for a chunk that is not ready. `repeats`: offers resent since the last news, at `quiet_since`.
     """
 
     request: str
@@ -142,12 +143,13 @@ class Sending(msgspec.Struct, frozen=True):
     eager: wire.Grant | None = None
     quiet_since: float = 0.0
     repeats: int = 0
-    ready: frozenset[int] = frozenset()
-    granted: dict[int, tuple[int, int]] = {}
-    digests: dict[int, int] = {}
-    in_flight: frozenset[int] = frozenset()
-    staged: dict[int, int] = {}
-    written: frozenset[int] = frozenset()
+    ready: Chunks = Chunks()
+    granted: Chunks = Chunks()
+    rounds: ChunkMap[int] = ChunkMap()
+    digests: ChunkMap[int] = ChunkMap()
+    in_flight: Chunks = Chunks()
+    staged: ChunkMap[int] = ChunkMap()
+    written: Chunks = Chunks()
     aux: bytes | None = None
     reason: str | None = None
     peer_waits: bool = False
@@ -162,9 +164,9 @@ class Sending(msgspec.Struct, frozen=True):
         """Check the rules of DESIGN section 6, in O(chunks). Raises AssertionError."""
         known = frozenset(range(self.chunks))
         assert self.ready <= known, f"chunks {sorted(self.ready - known)} are ready, of {self.chunks}"
-        assert self.granted.keys() <= self.ready, "a chunk was granted that is not ready"
-        moving = (self.in_flight, frozenset(self.staged), self.written)
-        assert all(chunks <= self.granted.keys() for chunks in moving), "a chunk moved that nobody granted"
+        assert self.granted <= self.ready, "a chunk was granted that is not ready"
+        moving = (self.in_flight, self.staged.keys(), self.written)
+        assert all(chunks <= self.granted for chunks in moving), "a chunk moved that nobody granted"
         assert not self.staged.keys() & self.written, "a chunk waits to be read that was read"
         assert self.verb is Verb.PULL or not self.staged, "a chunk of a push waits to be read"
         assert self.reason is None or not self.staged, "a failed attempt keeps chunks to be read"
@@ -186,7 +188,7 @@ def step(state: Sending, event: Event, now: float) -> Stepped:
         case Cancel(reason):
             return _fail(state, reason, now)
         case Ready(chunks, pages):
-            ready = _wait_anew(replace(state, ready=state.ready.union(chunks), pages=pages), now)
+            ready = _wait_anew(replace(state, ready=state.ready | chunks, pages=pages), now)
             if state.eager is not None and state.eager.chunk in chunks and not _ended(state):
                 return _eagerly(ready, state.eager, tuple(c for c in chunks if c != state.eager.chunk), now)
             return _offer(ready, chunks)
@@ -217,7 +219,7 @@ def _own(state: Sending, event: Own, now: float) -> Stepped:
     match event:
         case Posted(chunk, digest):
             if digest is not None:
-                state = replace(state, digests={**state.digests, chunk: digest})
+                state = replace(state, digests=state.digests.having(chunk, digest))
             return replace(state, in_flight=state.in_flight | {chunk}), []
         case Written(chunk):
             state = replace(state, in_flight=state.in_flight - {chunk}, written=state.written | {chunk})
@@ -262,8 +264,7 @@ def _offer(state: Sending, chunks: tuple[int, ...]) -> Stepped:
         offer = wire.Offered(state.request, state.generation, _ranges(chunks), *_unsaid(state))
         return replace(state, said_pages=lengths(state.pages)), [Say(offer)]
     fresh = [chunk for chunk in chunks if chunk not in state.granted]
-    granted = {**state.granted, **dict.fromkeys(fresh, (0, 0))}
-    return replace(state, granted=granted), [Post(chunk, 0, 0, state.term) for chunk in fresh]
+    return replace(state, granted=state.granted | fresh), [Post(chunk, 0, 0, state.term) for chunk in fresh]
 
 
 def _eagerly(state: Sending, grant: wire.Grant, others: tuple[int, ...], now: float) -> Stepped:
@@ -323,14 +324,18 @@ def _failed(state: Sending) -> list[Action]:
 
 
 def _told(state: Sending, chunk: int) -> Say:
-    _, round_ = state.granted[chunk]
+    round_ = state.rounds.get(chunk, 0)
     return Say(wire.Chunk(state.request, state.generation, chunk, round_, state.digests.get(chunk)))
 
 
 def _lapsed(state: Sending, chunk: int) -> Stepped:
     """Offer the chunk again, so that it is granted under a new lease."""
-    granted = {other: grant for other, grant in state.granted.items() if other != chunk}
-    state = replace(state, in_flight=state.in_flight - {chunk}, granted=granted)
+    state = replace(
+        state,
+        in_flight=state.in_flight - {chunk},
+        granted=state.granted - {chunk},
+        rounds=state.rounds.without(chunk),
+    )
     if _ended(state):
         return _settle(state, [])
     return state, [Say(wire.Offered(state.request, state.generation, _ranges((chunk,)), state.pages))]
@@ -381,16 +386,21 @@ def _is_fresh(state: Sending, grant: wire.Grant) -> bool:
     chunk = grant.chunk
     if chunk not in state.ready:  # only a push from pool to pool may be asked for before it was offered
         return False
-    known = state.granted.get(chunk)
-    return known is None or ((chunk in state.written or chunk in state.staged) and grant.round > known[1])
+    moved = chunk in state.written or chunk in state.staged
+    return chunk not in state.granted or (moved and grant.round > state.rounds.get(chunk, 0))
 
 
 def _accept(state: Sending, fresh: dict[int, wire.Grant]) -> Sending:
     if not fresh:
         return state
-    granted = {**state.granted, **{chunk: (grant.offset, grant.round) for chunk, grant in fresh.items()}}
-    staged = {chunk: offset for chunk, offset in state.staged.items() if chunk not in fresh}
-    return replace(state, granted=granted, written=state.written - fresh.keys(), staged=staged)
+    rounds, staged = state.rounds, state.staged
+    for chunk, grant in fresh.items():
+        staged = staged.without(chunk)
+        if grant.round:
+            rounds = rounds.having(chunk, grant.round)
+    return replace(
+        state, granted=state.granted | fresh, rounds=rounds, written=state.written - fresh.keys(), staged=staged
+    )
 
 
 def _staged(state: Sending, chunk: int, offset: int, digest: int | None) -> Stepped:
@@ -398,22 +408,21 @@ def _staged(state: Sending, chunk: int, offset: int, digest: int | None) -> Step
     if _ended(state):
         return _settle(state, [Unstage(chunk)])
     if digest is not None:
-        state = replace(state, digests={**state.digests, chunk: digest})
-    state = replace(state, staged={**state.staged, chunk: offset})
+        state = replace(state, digests=state.digests.having(chunk, digest))
+    state = replace(state, staged=state.staged.having(chunk, offset))
     return state, [_place(state, chunk)]
 
 
 def _place(state: Sending, chunk: int) -> Say:
-    _, round_ = state.granted[chunk]
+    round_ = state.rounds.get(chunk, 0)
     digest = state.digests.get(chunk)
     return Say(wire.Staged(state.request, state.generation, chunk, state.staged[chunk], round_, digest))
 
 
 def _taken(state: Sending, chunk: int, round_: int) -> Stepped:
-    if chunk not in state.staged or state.granted[chunk][1] != round_:
+    if chunk not in state.staged or state.rounds.get(chunk, 0) != round_:
         return state, []
-    staged = {other: offset for other, offset in state.staged.items() if other != chunk}
-    return replace(state, staged=staged, written=state.written | {chunk}), [Unstage(chunk)]
+    return replace(state, staged=state.staged.without(chunk), written=state.written | {chunk}), [Unstage(chunk)]
 
 
 def _done(state: Sending, now: float) -> Stepped:
@@ -428,7 +437,7 @@ def _done(state: Sending, now: float) -> Stepped:
     freed: list[Action] = [Unstage(chunk) for chunk in state.staged]
     if answered:
         freed.append(Say(wire.Kept(state.request, state.generation)))
-    return _settle(replace(state, peer_waits=True, staged={}), freed)
+    return _settle(replace(state, peer_waits=True, staged=ChunkMap[int]()), freed)
 
 
 def _aborted(state: Sending, reason: str, now: float) -> Stepped:
@@ -442,7 +451,7 @@ def _aborted(state: Sending, reason: str, now: float) -> Stepped:
 
 def _unstaged(state: Sending) -> Stepped:
     """Free all staged chunks: a reader of a failed attempt gets no Kept, so they can be reused at once."""
-    return replace(state, staged={}), [Unstage(chunk) for chunk in state.staged]
+    return replace(state, staged=ChunkMap[int]()), [Unstage(chunk) for chunk in state.staged]
 
 
 def _fail(state: Sending, reason: str, now: float) -> Stepped:
