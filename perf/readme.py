@@ -35,6 +35,7 @@ def numbers() -> str:
         _moves,
         _request,
         _waiting,
+        _open,
         _plan,
         _reference,
         _prefix,
@@ -253,6 +254,21 @@ def _waiting() -> list[str]:
         f" before: commit d77baa8 in the same run ({_about(rows[0])}):",
         ("", "before", "now"),
         ((row["case"], row["before"], row["now"]) for row in rows),
+    )
+
+
+def _open() -> list[str]:
+    if not (RESULTS / "open.csv").exists():
+        return []
+    rows = read("open")
+    return _table(
+        f"**What is open costs nothing**: CPU time, us, with few and with many of what might make a call dearer"
+        f" ({_about(rows[0])}):",
+        ("call", "beside", "few", "us", "many", "us"),
+        (
+            (row["call"], row["grows"], f"{int(row['few']):,}", row["few_us"], f"{int(row['many']):,}", row["many_us"])
+            for row in rows
+        ),
     )
 
 

@@ -296,7 +296,8 @@ class DestinationDriver:
         self._retransmissions.lost(peer)
         self.renewals.lost(peer)
         self._room = True  # its regions may be revoked by a new registration
-        self._losses += ((id_, PeerGone(peer, reason)) for id_ in self._attempts.from_peer(peer))
+        loss = PeerGone(peer, reason)
+        self._losses += ((id_, loss) for id_ in self._attempts.from_peer(peer))
         self.tell_losses()
 
     def tell_losses(self) -> None:
