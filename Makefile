@@ -26,7 +26,7 @@ OLD_NIXL := .nixl/$(OLDEST_NIXL)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test prove mooncake simulate engines scan environments indexer live soak live-pair orchestrators lint types wheel perf gpu-check pictures site clean
+.PHONY: help setup demo test prove mooncake simulate engines scan environments indexer live soak live-pair orchestrators lint types wheel perf wire gpu-check pictures site clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -98,6 +98,9 @@ wheel: $(READY) ## build the wheel, and try it outside the checkout
 
 perf: setup ## measure planning and moving on this machine
 	@for bench in plan reference transfer; do $(BIN)/python -m perf.bench_$$bench || exit 1; done
+
+wire: $(READY) ## move KV between two network namespaces over 1 Gb/s, beside raw NIXL (two minutes; as root)
+	@$(BIN)/python -m perf.bench_wire
 
 gpu-check: setup ## run on a GPU what only a GPU can prove, results in OUT; PART=correctness runs one of four
 	@$(BIN)/python -m perf.gpu_check --out $(OUT) $(PART)

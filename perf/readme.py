@@ -29,6 +29,7 @@ def numbers() -> str:
         _kernels,
         _budgets,
         _transfer,
+        _wire,
         _equal,
         _growth,
         _migrate,
@@ -254,6 +255,18 @@ def _waiting() -> list[str]:
         f" before: commit d77baa8 in the same run ({_about(rows[0])}):",
         ("", "before", "now"),
         ((row["case"], row["before"], row["now"]) for row in rows),
+    )
+
+
+def _wire() -> list[str]:
+    if not (RESULTS / "wire.csv").exists():
+        return []
+    rows = read("wire")
+    return _table(
+        "**A wire that costs**: 32 MiB of bfloat16 between network namespaces, NIXL over TCP, from asking to landed;"
+        f" `make wire` ({_about(rows[0])}):",
+        ("cable", "way", "ms, median", "10th to 90th percentile", "of raw NIXL's rate", "predicted, ms"),
+        ([row[name] for name in ("cable", "way", "ms", "spread_ms", "of_raw", "predicted_ms")] for row in rows),
     )
 
 

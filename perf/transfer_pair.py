@@ -16,6 +16,7 @@ from kvmover.transfer.mover import Mover
 from kvmover.transfer.protocol.handshake import Model, Place
 from kvmover.transport import Completed, Descriptors, Event, Memory, Note, memory_of
 from kvmover.transport.nixl import NixlTransport
+from perf.network_cable import enter
 
 #: 64 KiB a token, and pages of 1 MiB.
 LAYERS, HEADS, TOKENS, PAGE_TOKENS = 16, 4, 4096, 16
@@ -26,6 +27,10 @@ NBYTES = TOKENS * COMPONENT.token_bytes
 #: Two chunks of 16 MiB: what is granted stays in the last cache.
 ARENA_BYTES = 33 << 20
 PAUSE_S = 50e-6
+
+#: Largest relative error of a number in fp8_e4m3.
+LOSSY = 0.0625
+MEET_S = 60.0
 ECHO = b"there and back "
 
 
@@ -39,26 +44,30 @@ class Side:
     keep: object
 
 
-def build(engine: str, order: str, device: str) -> Side:
+def build(engine: str, order: str, device: str, component: Component = COMPONENT) -> Side:
     import torch
 
     torch.set_num_threads(1)  # two teams of spinning workers on two cores starve each other
-    spec = PoolSpec.dense(COMPONENT, FLEET.shard(COMPONENT, 0, TOKENS), PAGES, PAGE_TOKENS, order)
-    assert spec.allocation_bytes == NBYTES
+    spec = PoolSpec.dense(component, FLEET.shard(component, 0, TOKENS), PAGES, PAGE_TOKENS, order)
     # Whatever the route is, the pools are the same.
     pool = Pool.shared(spec) if device == "cpu" else Pool.zeros(spec, device)
     pool.tensors[0].random_(0, 255)
     buffer = torch.randint(0, 255, (NBYTES,), dtype=torch.uint8, device=device)
     transport = NixlTransport(engine)
     transport.register(memory_of(buffer))
-    place, config = Place(engine, FLEET, 0), MoverConfig(arena_bytes=ARENA_BYTES, exports=Exports.POOLS)
-    mover = Mover(transport, Model("bench", (COMPONENT,)), place, [pool], config)
+    place, config = Place(engine, FLEET, 0), MoverConfig(arena_bytes=ARENA_BYTES, exports=Exports.POOLS, lossy=LOSSY)
+    mover = Mover(transport, Model("bench", (component,)), place, [pool], config)
     return Side(mover, transport, memory_of(buffer), (pool, buffer))
 
 
-def destination(pipe: Connection, device: str) -> None:
-    """Receive what it is told to, and answer how long it took from asking to landed; or send notes back."""
-    side = build("decode", "HND", device)
+def destination(pipe: Connection, device: str, component: Component = COMPONENT, network: str = "") -> None:
+    """Receive what it is told to, and answer how long it took from asking to landed; or send notes back.
+
+    `network`: the namespace to do so in, "" for this one.
+    """
+    if network:
+        enter(network)
+    side = build("decode", "HND", device, component)
     pipe.send((side.transport.name, side.buffer))
     side.mover.connect(pipe.recv())
     side.mover.poll()  # what it says to the peer leaves with a poll
@@ -90,18 +99,20 @@ def asked(event: Event) -> TypeGuard[Note]:
 
 
 class Pair:
-    """The source is this process."""
+    """The source is this process. `component`: of the destination, perhaps in another form; `network`: see there."""
 
-    def __init__(self, device: str = "cpu") -> None:
+    def __init__(self, device: str = "cpu", component: Component = COMPONENT, network: str = "") -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=destination, args=(theirs, device), daemon=True)
+        self._process = context.Process(target=destination, args=(theirs, device, component, network), daemon=True)
         self._process.start()
         self.side = build("prefill", "NHD", device)
         self._peer, self._remote = self._pipe.recv()
         self._pipe.send(self.side.mover.card)
         self._pages = np.random.default_rng(0).permutation(PAGES)
+        deadline = time.monotonic() + MEET_S
         while not self.side.mover._core.peers.get(self._peer):
+            assert time.monotonic() < deadline, f"{self._peer} has not come in {MEET_S} s"
             self.side.mover.poll()
 
     def contiguous(self, nbytes: int) -> float:

@@ -39,6 +39,7 @@ TARGETS = [
     "types",
     "wheel",
     "perf",
+    "wire",
     "gpu-check",
     "pictures",
     "site",

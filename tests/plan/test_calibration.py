@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvmover import cli
 from kvmover.errors import PlanError
 from kvmover.plan import HOST, RDMA, Calibration, Costs, Measurements, Posting, Route, Sample, probes
-from kvmover.plan.calibration import FEWEST, link_to, load, save
+from kvmover.plan.calibration import FEWEST, Bursts, link_to, load, save
 
 #: A link, and how long runs must be for the wire to take longer than posting them.
 LINKS = st.builds(
@@ -342,3 +342,50 @@ class TestOnTheCommandLine:
 def replace_link(**values: Any) -> Calibration:
     fields = {name: getattr(MEASURED, name) for name in MEASURED.__struct_fields__}
     return Calibration(**{**fields, **values})
+
+
+def joined(*writes: tuple[float, float, int]) -> list[Sample]:
+    """The samples of writes (begin, end, bytes), one descriptor each."""
+    bursts, found = Bursts(), list[Sample | None]()
+    for began_us, ended_us, nbytes in writes:
+        found.append(bursts.wrote(began_us, Sample(nbytes, 1, ended_us - began_us)))
+    found.append(bursts.over(max(ended_us for _, ended_us, _ in writes) + 1))
+    return [sample for sample in found if sample is not None]
+
+
+def test_writes_that_share_the_wire_are_one_sample() -> None:
+    """Four that were posted at once, and whose ends are told in the order of their posts, or another."""
+    writes = [(0.0, 17e3 * number, 2 << 20) for number in range(1, 5)]
+    for order in (writes, writes[::-1]):
+        assert joined(*order) == [Sample(8 << 20, 4, 68e3, 4)]
+
+
+def test_writes_one_after_the_other_are_samples_of_their_own() -> None:
+    assert joined((0, 10, 100), (10, 30, 200), (40, 50, 300)) == [
+        Sample(100, 1, 10),
+        Sample(200, 1, 20),
+        Sample(300, 1, 10),
+    ]
+
+
+def test_a_burst_is_told_once_and_only_when_it_is_over() -> None:
+    bursts = Bursts()
+    assert bursts.wrote(0, Sample(100, 1, 10)) is None
+    assert bursts.over(10) is None
+    assert bursts.over(11) == Sample(100, 1, 10)
+    assert bursts.over(12) is None
+    assert bursts.wrote(20, Sample(200, 1, 5)) is None
+    assert bursts.wrote(30, Sample(300, 1, 5)) == Sample(200, 1, 5)
+
+
+def test_a_rate_is_found_behind_writes_that_share_the_wire() -> None:
+    """Requests of 16 chunks of 2 MiB, of which four are under way at a time, on 1 Gb/s."""
+    seen, bursts, chunk_us = Measurements(), Bursts(), (2 << 20) / 125
+    for request in range(12):
+        for chunk in range(16):
+            began_us = request * 1e6 + max(0, chunk - 3) * chunk_us
+            ended_us = request * 1e6 + (chunk + 1) * chunk_us
+            if (sample := bursts.wrote(began_us, Sample(2 << 20, 1, ended_us - began_us))) is not None:
+                seen.wrote(sample)
+    found = seen.calibrate("host", "UCX", HOST)
+    assert found.wire_rate == pytest.approx(125, rel=0.05)

@@ -29,7 +29,7 @@ from kvmover.transfer.protocol.handshake import Model, Place
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import Transfer
 from kvmover.transport import NixlTransport
-from tests.transfer.fault_netns import enter
+from perf.network_cable import enter
 from tests.transfer.fault_pages import Shelf, Tables
 
 COMPONENTS = (Component("attention", 4, 2, 4, 64, "bfloat16"), Component("keys", 4, 1, 1, 24, "uint8"))

@@ -1,4 +1,4 @@
-"""A network that is cut mid-transfer, between two namespaces over TCP, and healed: both ends say so, and go on.
+"""A network between two namespaces over TCP that is cut mid-transfer and healed, or slow: both ends say so, and go on.
 
 `KVMOVER_FAULTS=1` runs all variants.
 """
@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -23,7 +24,7 @@ from kvmover.layout import Fleet
 from kvmover.plan.cost import Route
 from kvmover.transfer.protocol.wire import Verb
 from tests.transfer.fault_crowd import Crowd, some
-from tests.transfer.fault_netns import Cable, NotAllowed
+from perf.network_cable import Cable, NotAllowed, SlowCable
 from tests.transfer.fault_rank import CONFIG, Job, Seat
 
 pytestmark = pytest.mark.timeout(120)
@@ -33,9 +34,8 @@ USER_TIMEOUT = "2s"
 PATIENT = replace(CONFIG, arena_bytes=4 << 20, silence_s=3.0, deadline_s=8.0)
 
 
-@pytest.fixture
-def cable() -> Iterator[Cable]:
-    cable = Cable()
+@contextmanager
+def laid(cable: Cable) -> Iterator[Cable]:
     try:
         cable.lay()
     except NotAllowed as error:
@@ -45,7 +45,19 @@ def cable() -> Iterator[Cable]:
 
 
 @pytest.fixture
+def cable() -> Iterator[Cable]:
+    with laid(Cable()) as cable:
+        yield cable
+
+
+@pytest.fixture
 def crowd(cable: Cable) -> Iterator[Crowd]:
+    with crowded(cable) as crowd:
+        yield crowd
+
+
+@contextmanager
+def crowded(cable: Cable) -> Iterator[Crowd]:
     environment = {"UCX_TLS": "tcp", "UCX_TCP_USER_TIMEOUT": USER_TIMEOUT}
     here = Crowd(
         [
@@ -80,4 +92,14 @@ def test_a_cut_network_ends_requests_on_both_sides_and_a_healed_one_carries_the_
         cable.heal()
         crowd.until(lambda: all(crowd[name].ask("peers") == 1 for name in ("prefill", "decode")), 30, "no reunion")
         crowd.landed(Job(f"after-{number}", 20 + number, 300, verb, route), "prefill", "decode")
+        crowd.assert_nothing_is_left()
+
+
+def test_a_cable_that_delays_and_loses_packets_carries_every_byte() -> None:
+    cable = SlowCable(delay_s=0.005, loss=0.01, bytes_per_s=125e6)
+    with laid(cable), crowded(cable) as crowd:
+        began = time.monotonic()
+        for number, (verb, route) in enumerate(some((Verb.PULL, Route.DIRECT), (Verb.PUSH, Route.PACKED))):
+            crowd.landed(Job(f"request-{number}", number, 300, verb, route), "prefill", "decode")
+        assert time.monotonic() - began > 4 * cable.delay_s
         crowd.assert_nothing_is_left()

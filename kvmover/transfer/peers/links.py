@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvmover.errors import TransportError
-from kvmover.plan.calibration import LEAST_REGION_BYTES, Calibration, Measurements, Probe, Sample, probes
+from kvmover.plan.calibration import LEAST_REGION_BYTES, Bursts, Calibration, Measurements, Probe, Sample, probes
 from kvmover.plan.cost import Costs
 from kvmover.transfer.memory.descriptors import InFlight
 from kvmover.transfer.peers.peer_table import Peer
@@ -28,9 +28,10 @@ PROBE_DEADLINE_S = 5.0
 
 @dataclass(slots=True, eq=False)
 class _Link:
-    """One host's measurements, and the costs last fitted to them."""
+    """One host's measurements, with the writes under way together, and the costs last fitted to them."""
 
     measured: Measurements = field(default_factory=Measurements)
+    bursts: Bursts = field(default_factory=Bursts)
     fitted: Calibration | None = None
     fresh: int = 0
     fitted_at: float = float("-inf")
@@ -82,7 +83,7 @@ class Links:
             return False
         if isinstance(event, Completed):
             probe, peer = landing.what
-            self.wrote(peer.card.host, event, probe.runs * probe.run_bytes, probe.runs)
+            self.wrote(peer.card.host, event, probe.runs * probe.run_bytes, probe.runs, now - landing.seconds)
             self._next(peer, now)
         else:
             self._probes.pop(landing.what[1].name, None)
@@ -94,11 +95,16 @@ class Links:
             link = self._links[host] = _Link()
         return link
 
-    def wrote(self, host: str, event: Completed, nbytes: int, runs: int) -> None:
-        """Record a successful write of `nbytes` bytes in `runs` runs."""
+    def wrote(self, host: str, event: Completed, nbytes: int, runs: int, posted_s: float) -> None:
+        """Record a successful write of `nbytes` bytes in `runs` runs, whose post was over at `posted_s`."""
         if event.timing is not None:
+            began_us, total_us = posted_s * 1e6 - event.timing.post_us, event.timing.total_us
+            self._measure(host, self._link(host).bursts.wrote(began_us, Sample(nbytes, runs, total_us)))
+
+    def _measure(self, host: str, sample: Sample | None) -> None:
+        if sample is not None:
             link = self._link(host)
-            link.measured.wrote(Sample(nbytes, runs, event.timing.total_us))
+            link.measured.wrote(sample)
             link.fresh += 1
 
     def gathered(self, host: str, nbytes: int, seconds: float) -> None:
@@ -142,6 +148,7 @@ class Links:
         link = self._links.get(host)
         if link is None:
             return None
+        self._measure(host, link.bursts.over(now * 1e6))
         if link.fresh and now >= link.fitted_at + REFIT_S:
             link.fitted, link.fresh, link.fitted_at = link.measured.calibrate(host, self.kind, base), 0, now
         return link.fitted

@@ -1,4 +1,4 @@
-"""Immutable sets and maps of a request's chunks, of which a changed copy takes no longer for 4,096 chunks than for 16."""
+"""Immutable sets and maps of a request's chunks: a changed copy takes no longer for 4,096 chunks than for 16."""
 
 from __future__ import annotations
 

@@ -272,7 +272,8 @@ class Writes:
             return True
         meter, moved = self.core.meter, entry.job.lane.chunks[entry.chunk].nbytes
         if isinstance(event, Completed):
-            self.core.links.wrote(entry.job.peer.card.host, event, moved, entry.runs)
+            posted_s = self.core.clock() - landing.seconds
+            self.core.links.wrote(entry.job.peer.card.host, event, moved, entry.runs, posted_s)
         meter.took(Stage.WIRE, landing.seconds, entry.job.spent_s)
         meter.add(Count.SENT_CHUNKS)
         meter.add(Count.SENT_BYTES, moved)
