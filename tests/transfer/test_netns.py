@@ -23,8 +23,8 @@ if shutil.which("ip") is None:
 from kvmover.layout import Fleet
 from kvmover.plan.cost import Route
 from kvmover.transfer.protocol.wire import Verb
-from tests.transfer.fault_crowd import Crowd, some
 from perf.network_cable import Cable, NotAllowed, SlowCable
+from tests.transfer.fault_crowd import Crowd, some
 from tests.transfer.fault_rank import CONFIG, Job, Seat
 
 pytestmark = pytest.mark.timeout(120)
