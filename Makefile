@@ -64,7 +64,7 @@ live: setup environments $(if $(MODEL),.venv/.$(MODEL),mooncake indexer) ## serv
 	@KVMOVER_LIVE="$(ENGINE)" MODEL="$(MODEL)" $(BIN)/python -m pytest -q $(if $(MODEL),tests/live/english,-n 2 --dist loadfile tests/live)
 
 soak: setup environments ## half an hour of kills in each engine, then 500 requests with 100 at once
-	@KVMOVER_SOAK_S=1800 KVMOVER_LIVE="$(ENGINE)" KEEP_ROWS=1 $(BIN)/python -m pytest -q $(foreach engine,$(ENGINE),tests/live/$(engine)/test_live_$(engine)_soak.py)
+	@SOAK_S=1800 KVMOVER_LIVE="$(ENGINE)" KEEP_ROWS=1 $(BIN)/python -m pytest -q $(foreach engine,$(ENGINE),tests/live/$(engine)/test_live_$(engine)_soak.py)
 
 live-pair: setup ## the smallest part of it: one prefill and one decode of vLLM; PREFILL=vllm==0.31.0 DECODE=sglang==0.5.22: other releases
 ifeq ($(PREFILL)$(DECODE),)

@@ -32,7 +32,7 @@ _ENGINES = {
 }
 
 #: Seconds that a soak takes at least: `make soak` sets half an hour.
-SOAK_S = float(os.environ.get("KVMOVER_SOAK_S", "0"))
+SOAK_S = float(os.environ.get("SOAK_S", "0"))
 
 _RESULTS = pytest.StashKey[Results]()
 _LOCK = pytest.StashKey[IO[str]]()
