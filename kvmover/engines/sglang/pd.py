@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -144,6 +144,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self._given_up: dict[int, float] = {}
         self._asked: dict[int, dict[str, PagesReady]] = defaultdict(dict)
         self._engines: dict[str, str] = {}
+        self._losses: Counter[str] = Counter()
         self._refused: dict[str, str] = {}
         self._rows_of: dict[int, tuple[int, ToldLogprobs | None]] = {}
         self._closing = Event()
@@ -439,11 +440,16 @@ class KvmoverManager(engine_pd.CommonKVManager):
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
         """Fail the requests of a prefill that answers no heartbeat, and stop fetching from it."""
+        self._losses[failed_bootstrap_addr] += 1
         rooms = list(self.addr_to_rooms_tracker.get(failed_bootstrap_addr, ()))
         engine_pd.CommonKVManager._handle_node_failure(self, failed_bootstrap_addr)
         for room in rooms:
             if self.is_moving(room):
                 self.give_up(room, f"lost the prefill at {failed_bootstrap_addr}")
+
+    def losses(self, bootstrap_addr: str) -> int:
+        """Returns how often the prefill at an address was lost: what was known of its ranks before is void."""
+        return self._losses[bootstrap_addr]
 
     def _lost(self, engine: str) -> None:
         """Forget the ranks of a prefill engine that lost a rank.
@@ -497,6 +503,7 @@ class KvmoverReceiver(engine_pd.CommonKVReceiver):
     parameters: Any = None
     #: Number of answers to the prompt, each fetched by a request like this one.
     answers = 1
+    _losses = 0
     _cleared = False
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int) -> None:
@@ -506,6 +513,7 @@ class KvmoverReceiver(engine_pd.CommonKVReceiver):
             self.conclude_state = mgr.turn_away(own, bootstrap_room)
 
     def _setup_bootstrap_infos(self) -> None:
+        self._losses = self.kv_mgr.losses(self.bootstrap_addr)
         if self.kv_mgr.is_foreign(self.bootstrap_addr):
             self.bootstrap_infos: list[Any] | None = []  # ranks of another make do not read SGLang's sockets
         else:
@@ -583,7 +591,12 @@ class KvmoverReceiver(engine_pd.CommonKVReceiver):
         self.ensure_abort_notified()
 
     def ensure_abort_notified(self, **more: Any) -> None:
-        """Tell the prefill that the request failed, on this rank or another, and stop fetching."""
+        """Tell the prefill that the request failed, on this rank or another, and stop fetching.
+
+        Ranks of a prefill that was lost are not told: SGLang would keep a socket to each for as long as this process.
+        """
+        if self._losses != self.kv_mgr.losses(self.bootstrap_addr):
+            self.bootstrap_infos = []
         engine_pd.ensure_abort_notified(self, **more)
         if self.kv_mgr.is_moving(self.bootstrap_room):
             self.kv_mgr.give_up(self.bootstrap_room, "decode aborted the request")

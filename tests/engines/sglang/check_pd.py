@@ -410,6 +410,7 @@ def decode(rank: Rank, port: int, case: Case) -> str:
     if status == KVPoll.Failed:
         assert side.manager.is_moving(ROOM) >= (case.ending == "prefill dies and its writes do not"), "nothing is held"
         reason = _given_back(side, receiver)
+        assert "dies" not in case.ending or not receiver._socket_cache, "a socket to ranks that are gone is kept"
         return reason if "dies" in case.ending else _ended_on_both(rank, GIVEN_BACK, PREFILL_ENDED, reason)
     receiver.clear()
     for number, plane in enumerate(side.planes()):
