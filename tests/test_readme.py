@@ -50,6 +50,14 @@ def test_every_picture_and_page_it_names_exists() -> None:
         assert (Path(readme.README).parent / name).is_file(), name
 
 
+def test_every_family_of_models_that_live_servers_serve_is_in_a_table() -> None:
+    made = (readme.README.parent / "tests" / "live" / "models.py").read_text(encoding="utf-8")
+    families = set(re.findall(r'^    "[a-z0-9-]+": \($|^    "[a-z0-9-]+": \("(\w+)", ', made, re.M)) - {""}
+    (shown,) = re.findall(r"\| Model, as transformers.*?\n\n", TEXT, re.DOTALL)
+    assert len(families) >= 7
+    assert not families - set(re.findall(r"`(\w+)`", shown))
+
+
 def test_every_demo_scenario_is_on_the_first_screen() -> None:
     from kvmover.tools.demo.scenarios import SCENARIOS
 
