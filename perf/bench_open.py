@@ -145,9 +145,8 @@ def measured(rounds: int) -> Iterator[tuple[str, str, Mapping[int, float]]]:
                     samples.setdefault((call, number), []).append(us)
         for call in dict.fromkeys(call for call, _ in samples):
             yield call, grows, {number: median(samples[call, number]) for number in ranks}
-    few, *more = OPEN[1] // 10, *OPEN[1:]
-    lost = {number: [losses(number) for _ in range(3)] for number in (few, *more)}
-    for call in lost[few][0]:
+    lost = {number: [losses(number) for _ in range(3)] for number in (OPEN[1] // 10, *OPEN[1:])}
+    for call in lost[OPEN[1]][0]:
         yield call, "open requests", {number: median(each[call] for each in of) for number, of in lost.items()}
     chunks = {number: list[float]() for number in CHUNKS}
     for _ in range(max(1, rounds // 5)):

@@ -34,10 +34,14 @@ _ADDRESSES = ("10.55.77.1/24", "10.55.77.2/24")
 
 @dataclass(slots=True)
 class Cable:
-    """Namespaces `near` and `far`, one interface each. `cut` pulls the far end, `heal` plugs it in again."""
+    """Namespaces `near` and `far`, one interface each. `cut` pulls the far end, `heal` plugs it in again.
+
+    `bytes_per_s`: each way, by a token bucket.
+    """
 
     near: str = field(default_factory=lambda: f"kv{os.getpid()}n")
     far: str = field(default_factory=lambda: f"kv{os.getpid()}f")
+    bytes_per_s: float = math.inf
 
     def lay(self) -> None:
         """Raises NotAllowed where the system refuses."""
@@ -59,6 +63,8 @@ class Cable:
                 self.far,
             )
             self._up()
+            if self.bytes_per_s < math.inf:
+                self._limit()
         except (OSError, subprocess.CalledProcessError) as error:
             self.remove()
             raise NotAllowed(f"{error} {getattr(error, 'stderr', '')}") from error
@@ -71,10 +77,9 @@ class Cable:
         for name in (self.near, self.far):
             _await_carrier(name)
 
-    def limit(self, mbit_per_s: int) -> None:
-        """Limit the rate of both ends by a token bucket."""
+    def _limit(self) -> None:
         for name in (self.near, self.far):
-            bucket = f"tbf rate {mbit_per_s}mbit burst 256kb latency 50ms".split()
+            bucket = f"tbf rate {self.bytes_per_s * 8:.0f}bit burst 256kb latency 50ms".split()
             _run("tc", "-n", name, "qdisc", "replace", "dev", name, "root", *bucket)
 
     def cut(self) -> None:
@@ -98,7 +103,6 @@ class SlowCable(Cable):
 
     delay_s: float = 0.0
     loss: float = 0.0
-    bytes_per_s: float = math.inf
     _process: BaseProcess | None = None
 
     def lay(self) -> None:

@@ -39,8 +39,8 @@ _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 _END = "<|im_end|>"
 
-#: Name of a weight in GGUF, and in a checkpoint of transformers.
-_NAMES = {
+#: Name of a weight of a Llama in GGUF, and in a checkpoint of transformers.
+GGUF_NAMES = {
     "token_embd": "embed_tokens",
     "output_norm": "norm",
     "attn_norm": "input_layernorm",
@@ -55,7 +55,7 @@ _NAMES = {
 }
 
 #: Kind of a token that stands for itself and is never part of a text, in GGUF.
-_CONTROL = 3
+GGUF_CONTROL = 3
 
 
 def missing() -> list[str]:
@@ -133,7 +133,7 @@ def _tensors() -> Iterator[tuple[str, Any]]:
         if count := heads.get(name):
             pairs = values.reshape(count, -1, 2, values.shape[-1])
             values = pairs.swapaxes(1, 2).reshape(values.shape)
-        yield ".".join(["model", *(f"layers.{layer}" for layer in place[1:]), _NAMES[name], "weight"]), values
+        yield ".".join(["model", *(f"layers.{layer}" for layer in place[1:]), GGUF_NAMES[name], "weight"]), values
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class Tongue:
         pieces = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.pre_tokenizer = library.pre_tokenizers.Sequence([digits, pieces])
         tokenizer.decoder = library.decoders.ByteLevel()
-        tokenizer.add_special_tokens([word for word, kind in zip(words, kinds, strict=True) if kind == _CONTROL])
+        tokenizer.add_special_tokens([word for word, kind in zip(words, kinds, strict=True) if kind == GGUF_CONTROL])
         return cls(tokenizer, vocab[_END])
 
     def asked(self, question: str) -> tuple[int, ...]:

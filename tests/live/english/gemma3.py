@@ -11,34 +11,23 @@ from tempfile import gettempdir
 from typing import Any
 
 from kvmover.tools.demo import llama_checkpoint
+from kvmover.tools.demo.smollm2 import GGUF_CONTROL, GGUF_NAMES
 
 #: Its own token, without which the model answers at random.
 _BEGIN = "<bos>"
 
 #: Name of a weight in GGUF, and in a checkpoint of transformers.
 _NAMES = {
-    "token_embd": "embed_tokens",
-    "output_norm": "norm",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
+    **GGUF_NAMES,
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 
 #: Of six layers the last one sees all tokens.
 _LAYERS = ("sliding_attention",) * 5 + ("full_attention",)
-
-#: Kind of a token that stands for itself and is never part of a text, in GGUF.
-_CONTROL = 3
 
 
 @lru_cache(maxsize=1)
@@ -114,7 +103,7 @@ def _tokenizer() -> Any:
     tokenizer.normalizer = library.normalizers.Replace(" ", "▁")
     steps = library.decoders.Replace("▁", " "), library.decoders.ByteFallback(), library.decoders.Fuse()
     tokenizer.decoder = library.decoders.Sequence(list(steps))
-    tokenizer.add_special_tokens([word for word, kind in zip(words, kinds, strict=True) if kind == _CONTROL])
+    tokenizer.add_special_tokens([word for word, kind in zip(words, kinds, strict=True) if kind == GGUF_CONTROL])
     return tokenizer
 
 
