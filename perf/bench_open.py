@@ -111,7 +111,7 @@ def losses(requests: int) -> dict[str, float]:
     began = time.process_time()
     rank.target._lose(name, "gone")
     polls.append(time.process_time() - began)
-    while rank.target._has_losses:
+    while rank.target._core.losses:
         before = time.process_time()
         rank.target.poll()
         polls.append(time.process_time() - before)

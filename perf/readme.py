@@ -37,6 +37,7 @@ def numbers() -> str:
         _request,
         _waiting,
         _open,
+        _control,
         _plan,
         _reference,
         _prefix,
@@ -280,6 +281,27 @@ def _open() -> list[str]:
         ("call", "beside", "few", "us", "many", "us"),
         (
             (row["call"], row["grows"], f"{int(row['few']):,}", row["few_us"], f"{int(row['many']):,}", row["many_us"])
+            for row in rows
+        ),
+    )
+
+
+def _control() -> list[str]:
+    if not (RESULTS / "control.csv").exists():
+        return []
+    rows = read("control")
+    return _table(
+        f"**CPU of a request beside raw NIXL**, both sides' calling threads, waiting for NIXL's threads included"
+        f" ({_about(rows[0])}):",
+        ("", "descriptors", "us, median (least)", "of raw NIXL's", "notes"),
+        (
+            (
+                row["way"],
+                row["descriptors"],
+                f"{row['cpu_us']} ({row['least_us']})",
+                f"{row['of_raw']} ({row['p10_of_raw']} to {row['p90_of_raw']})",
+                row["notes"],
+            )
             for row in rows
         ),
     )

@@ -141,7 +141,7 @@ class TimerKind(StrEnum):
     ASK = "what peers are asked, and have not answered"
 
 
-#: Attempts that are told of a lost peer in one poll, some 0.2 ms each: other messages are heard in between.
+#: Attempts that are told of a lost peer in one poll, some 0.1 ms each: other messages are heard in between.
 MAX_LOSSES = 64
 
 #: A TimerKind, and the peer, attempt or request.
@@ -153,8 +153,8 @@ class Core:
     """The parts of a mover.
 
     `sandbox`: memory that peers may write to measure the link, empty if they may not. `later`: calls to run in order,
-    outside the event being handled. `outbox`: encoded messages by peer that have not left. `wall_ns`: nanoseconds since
-    1970, to which generations are held.
+    outside the event being handled. `losses`: calls that each tell one attempt of a lost peer. `outbox`: encoded
+    messages by peer that have not left. `wall_ns`: nanoseconds since 1970, to which generations are held.
     """
 
     transport: Transport
@@ -176,6 +176,7 @@ class Core:
     watchers: list[Callable[[Ending], None]] = field(default_factory=list["Callable[[Ending], None]"])
     lost: deque[tuple[str, str]] = field(default_factory=deque["tuple[str, str]"])
     later: deque[Callable[[], None]] = field(default_factory=deque["Callable[[], None]"])
+    losses: deque[Callable[[], None]] = field(default_factory=deque["Callable[[], None]"])
     outbox: dict[str, list[bytes]] = field(default_factory=dict[str, "list[bytes]"])
     timers: Timers[Timer] = field(default_factory=Timers[Timer])
     repeats: Repeats = field(default_factory=Repeats)
@@ -267,6 +268,11 @@ class Core:
             except (PeerLost, PeerUnknown) as error:
                 self.lost.append((peer, str(error)))
                 return
+
+    def tell_losses(self) -> None:
+        """Tell a few attempts that their peers are lost; the next polls tell the others."""
+        for _ in range(min(MAX_LOSSES, len(self.losses))):
+            self.losses.popleft()()
 
     def awaits(self, peer: str) -> None:
         """Record one more answer awaited from a peer, which is pinged until all have come."""

@@ -395,6 +395,7 @@ class Mover:
             self._when_due[what](whose)
         self._destination.poll()
         self._source.poll()
+        self._core.tell_losses()
         self._writes.poll()
         while self._core.later:
             self._core.later.popleft()()
@@ -402,11 +403,7 @@ class Mover:
         if self.meter.beats != before:
             before_s, self._moved_s = self._moved_s, self._core.moving_s
             self._core.links.polled(self._core.clock() - began - (self._moved_s - before_s))
-        return self.meter.beats != before or len(due) == MAX_TIMERS or bool(self._events) or self._has_losses
-
-    @property
-    def _has_losses(self) -> bool:
-        return self._destination.has_losses or self._source.has_losses
+        return self.meter.beats != before or len(due) == MAX_TIMERS or bool(self._events or self._core.losses)
 
     def _flush(self) -> None:
         """Send queued messages. Peers found lost are reported to both halves, which may send more."""
@@ -472,9 +469,8 @@ class Mover:
         self._core.flush()
         for name in list(self._core.liveness.awaited):
             self._lose(name, reason, logging.INFO)
-        while self._has_losses:
-            self._destination.tell_losses()
-            self._source.tell_losses()
+        while self._core.losses:
+            self._core.tell_losses()
         self._core.flush()
         self._connections.close()
         self._source.drop()
@@ -567,4 +563,5 @@ class Mover:
         self._connections.part(name, reason, level)
         self._destination.lost(name, reason)
         self._source.lost(name, reason)
+        self._core.tell_losses()
         self.asks.lost(name)

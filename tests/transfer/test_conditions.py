@@ -102,7 +102,7 @@ def a_source_is_leased_to_and_forgotten() -> None:
 def reads_hold_memory() -> None:
     held = quarantine.Quarantine()
     held.hold(KEY, quarantine.Isolated("failed", ("a", 0), offsets=[0], reads={1, 2}, lives=lambda: False))
-    assert held.drained(KEY) == held.settled(KEY, 2) == held.forget(("a", 0)) == held.poll(0.0)[1] == []
+    assert held.drained(KEY) == held.settled(KEY, 2) == held.forget(("a", 0)) == held.expired(KEY, 0.0) == []
     assert held.outlive() == [0]
 
 
@@ -237,7 +237,7 @@ MUTANTS: dict[tuple[type, Callable[[], None]], list[Mutant]] = {
         Mutant("drained", " or isolated.reads", "", "may still land"),
         Mutant("settled", "[] if isolated.reads else ", "", "may still land"),
         Mutant("forget", " and not isolated.reads", "", "may still land"),
-        Mutant("poll", "is_over(now) and not isolated.reads", "is_over(now)", "may still land"),
+        Mutant("expired", "self.drained(key) if", "self._release(key) if", "may still land"),
         Mutant("outlive", "self._isolated[key].reads.clear()", "pass", "may still land"),
     ],
     (quarantine.Quarantine, a_slab_is_revoked): [

@@ -13,7 +13,8 @@ from kvmover.plan.cost import Route
 from kvmover.transfer import Progress
 from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.core import MAX_LOSSES
-from kvmover.transfer.mover import Mover
+from kvmover.transfer.destination.quarantine import ASK_S
+from kvmover.transfer.mover import MAX_TIMERS, Mover
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import Gate, Transfer
 from tests.transfer.mover_fleets import CONFIG, Bench, HandClock
@@ -126,6 +127,25 @@ def test_a_lost_peers_requests_end_in_portions_and_other_messages_come_in_betwee
     assert max(after - before for before, after in zip([0, *ended], ended, strict=False)) <= MAX_LOSSES
     assert all(left)
     assert max(steps[1:]) <= AT_MOST * steps[0]
+
+
+def test_memory_that_many_lost_requests_left_is_looked_at_in_portions() -> None:
+    taken = list[int]()
+    for count in (FEW, MANY):
+        bench = Bench((KV,), replace(CONFIG, route=Route.DIRECT, deadline_s=100.0), HandClock())
+        target, source = (bench.engine(name, FLEET, pages=count).movers[0] for name in ("decode", "prefill"))
+        target.connect(source.card)
+        bench.turn()
+        for number in range(count):
+            target.receive(f"open-{number}", "prefill", range(16), [[number]])
+        bench.turn(2 + count // 50)
+        target._lose(source._core.transport.name, "gone")
+        while len(target._destination.quarantine) < count:
+            target.poll()
+        for _ in range(4):
+            bench.clock.now += ASK_S
+            taken.append(max(steps_of(target.poll) for _ in range(3)) // min(count, MAX_TIMERS))
+    assert max(taken[4:]) <= AT_MOST * max(taken[:4])
 
 
 def test_a_peer_that_comes_back_before_all_have_heard_of_its_loss_serves_new_requests() -> None:

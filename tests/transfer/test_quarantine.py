@@ -129,14 +129,6 @@ def ward_of(*offsets: int, reads: set[int] | None = None) -> Isolated:
     return Isolated("enough", SEAT, math.inf if reads else UNTIL, list(offsets), reads or set())
 
 
-def asked(limbo: Quarantine, now: float) -> list[Key]:
-    return limbo.poll(now)[0]
-
-
-def freed(limbo: Quarantine, now: float) -> list[int]:
-    return limbo.poll(now)[1]
-
-
 def held_transfer() -> Transfer:
     transfer = Transfer("request", 0.0)
     transfer.quarantined = True
@@ -145,8 +137,8 @@ def held_transfer() -> Transfer:
 
 def test_what_a_peer_may_write_is_kept_until_nothing_of_it_can_land():
     limbo = holding()
-    assert freed(limbo, UNTIL - 0.1) == []
-    assert freed(limbo, UNTIL) == [0, 256]
+    assert limbo.expired(KEY, UNTIL - 0.1) == []
+    assert limbo.expired(KEY, UNTIL) == [0, 256]
     assert len(limbo) == 0
 
 
@@ -161,27 +153,24 @@ def test_the_very_process_that_may_write_says_that_it_has_drained():
 
 def test_what_a_process_of_this_host_copies_into_is_kept_while_it_lives_whatever_the_time():
     alive = [True]
-    limbo = holding(Isolated("enough", SEAT, offsets=[0, 256], lives=lambda: alive[0]))
-    assert freed(limbo, 100 * UNTIL) == []
-    assert limbo.next_due() == 100 * UNTIL + ASK_S
+    isolated = Isolated("enough", SEAT, offsets=[0, 256], lives=lambda: alive[0])
+    limbo = holding(isolated)
+    assert limbo.expired(KEY, 100 * UNTIL) == []
+    assert isolated.due(100 * UNTIL) == 100 * UNTIL + ASK_S
     alive.clear()
     alive.append(False)
-    assert freed(limbo, 100 * UNTIL + ASK_S) == [0, 256]
+    assert limbo.expired(KEY, 100 * UNTIL + ASK_S) == [0, 256]
 
 
-def test_peers_are_asked_now_and_then_until_nothing_of_them_can_land():
-    limbo = holding()
-    limbo.hold(("prefill4.1", "request", 7), Isolated("enough", ("prefill", 4), 10.5))
-    assert asked(limbo, 10.0) == [KEY, ("prefill4.1", "request", 7)]
-    assert asked(limbo, 10.0 + ASK_S / 2) == []
-    assert asked(limbo, 10.0 + ASK_S) == [KEY]
-    assert limbo.reason(KEY) == "enough"
+def test_memory_is_looked_at_in_intervals_and_when_nothing_can_land_in_it():
+    assert Isolated("enough", SEAT, 10.5).due(10.0) == 10.5
+    assert Isolated("enough", SEAT, 60.0).due(10.0) == 10.0 + ASK_S
 
 
 def test_reads_of_our_own_end_with_each_of_them_and_no_word_of_the_peer():
     limbo = holding(ward_of(0, 256, reads={2, 5}))
     assert limbo.drained(KEY) == []
-    assert limbo.poll(1e9) == ([], [])
+    assert limbo.expired(KEY, 1e9) == []
     assert limbo.settled(KEY, 2) == []
     assert limbo.settled(KEY, 2) == []
     assert limbo.settled(KEY, 3) == []
@@ -222,7 +211,7 @@ def test_held_pages_come_back_however_the_ward_ends(how: str):
     elif how == "settled":
         limbo.settled(KEY, 0)
     elif how == "over":
-        limbo.poll(UNTIL)
+        limbo.expired(KEY, UNTIL)
     else:
         limbo.clear()
     assert not transfer.quarantined

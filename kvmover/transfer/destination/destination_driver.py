@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -14,7 +14,7 @@ from kvmover.plan.cost import Route
 from kvmover.plan.lower import Box
 from kvmover.shared_memory import MapMode
 from kvmover.transfer import nvtx_ranges as ranges
-from kvmover.transfer.core import MAX_LOSSES, Core, TimerKind
+from kvmover.transfer.core import Core, TimerKind
 from kvmover.transfer.destination import destination_machine
 from kvmover.transfer.destination.claims import PageClaims
 from kvmover.transfer.destination.credits import Credits, EagerGrants
@@ -179,7 +179,6 @@ class DestinationDriver:
     generation: int
     claims: PageClaims = field(init=False)
     _attempts: OpenReceives = field(default_factory=OpenReceives)
-    _losses: deque[tuple[Id, PeerGone]] = field(default_factory=deque["tuple[Id, PeerGone]"])
     _ended: TtlMap[Id, str | None] = field(default_factory=lambda: TtlMap["Id", "str | None"](MAX_ENDED))
     _credits: Credits[Id, WriterChunk] = field(default_factory=Credits[Id, WriterChunk])
     _eager: EagerGrants = field(default_factory=EagerGrants)
@@ -297,16 +296,12 @@ class DestinationDriver:
         self.renewals.lost(peer)
         self._room = True  # its regions may be revoked by a new registration
         loss = PeerGone(peer, reason)
-        self._losses += ((id_, loss) for id_ in self._attempts.from_peer(peer))
-        self.tell_losses()
+        self.core.losses += (partial(self._tell_loss, id_, loss) for id_ in self._attempts.from_peer(peer))
 
-    def tell_losses(self) -> None:
-        """Tell a few attempts that their peers are lost."""
-        for _ in range(min(MAX_LOSSES, len(self._losses))):
-            id_, loss = self._losses.popleft()
-            attempt = self._attempts.get(id_)
-            if attempt is not None:
-                self._step(attempt, loss)
+    def _tell_loss(self, id_: Id, loss: PeerGone) -> None:
+        attempt = self._attempts.get(id_)
+        if attempt is not None:
+            self._step(attempt, loss)
 
     def forget(self, seat: tuple[str, int], reason: str) -> None:
         """Handle the death of a rank's process: its attempts fail, and memory that it might write is freed at once."""
@@ -365,12 +360,6 @@ class DestinationDriver:
             self._step(attempt, Reserved(peer, tuple(regions)))
         for reading in self.reads.settled():
             self._settled(reading)
-        self.tell_losses()
-
-    @property
-    def has_losses(self) -> bool:
-        """True if attempts have not been told of a loss yet: the next polls tell them."""
-        return bool(self._losses)
 
     def tick(self, id_: Id) -> None:
         """Run an attempt's timer: its deadline, or a resend."""
@@ -378,20 +367,25 @@ class DestinationDriver:
         if attempt is not None:
             self._step(attempt, Tick())
 
-    def look_at_quarantine(self, _: None) -> None:
-        """Free memory that can't be written any more, and resend Abort to peers that have not drained."""
-        ask, freed = self.quarantine.poll(self.core.clock())
-        self._free(freed)
-        for peer, request, generation in ask:
-            if self.core.peers.get(peer) is not None:
-                self.core.meter.add(Count.RESENT_MESSAGES)
-                reason = self.quarantine.reason((peer, request, generation))
-                self.core.say(peer, wire.Abort(request, generation, reason))
-        self.watch_quarantine()
+    def look_at_quarantine(self, key: Key) -> None:
+        """Free an attempt's memory that can't be written any more, or resend Abort to its peer, which has not drained.
+        Memory under reads waits for their end.
+        """
+        now = self.core.clock()
+        self._free(self.quarantine.expired(key, now))
+        isolated = self.quarantine.get(key)
+        if isolated is None or isolated.reads:
+            return
+        peer, request, generation = key
+        if self.core.peers.get(peer) is not None:
+            self.core.meter.add(Count.RESENT_MESSAGES)
+            self.core.say(peer, wire.Abort(request, generation, isolated.reason))
+        self.core.timers.set((TimerKind.QUARANTINE, key), isolated.due(now))
 
     def watch_quarantine(self) -> None:
-        """Set the timer of the quarantine to its earliest time. O(attempts isolated)."""
-        self.core.timers.set((TimerKind.QUARANTINE, None), self.quarantine.next_due())
+        """Look at all isolated memory in the next polls: the timers are new."""
+        for key in self.quarantine:
+            self.core.timers.set((TimerKind.QUARANTINE, key), self.core.clock())
 
     def repeat_farewell(self, key: Key) -> None:
         """Resend Want and Done to a source that had no chunk and has not replied."""
@@ -576,7 +570,7 @@ class DestinationDriver:
             if (writer := attempt.writers.get(peer)) is not None:
                 isolated.until, isolated.lives = math.inf, writer.lives
             self.quarantine.hold(key, isolated)
-            self.core.timers.sooner((TimerKind.QUARANTINE, None), self.quarantine.due(isolated))
+            self.core.timers.set((TimerKind.QUARANTINE, key), self.core.clock())
         return isolated
 
     def _finish(self, attempt: ReceiveAttempt, reason: str | None, quarantined: frozenset[str]) -> None:

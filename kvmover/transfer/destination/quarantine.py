@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from kvmover.transfer.protocol.wire import WriteLease
@@ -98,7 +98,6 @@ class WriteLeases:
 #: Seconds between Aborts resent to a peer that has not drained.
 ASK_S = 1.0
 
-
 #: (peer's transport name, request, generation).
 Key = tuple[str, str, int]
 
@@ -124,6 +123,10 @@ class Isolated:
         """Returns True if the memory can't be written any more, by clock or by the death of its writer."""
         return now >= self.until or (self.lives is not None and not self.lives())
 
+    def due(self, now: float) -> float:
+        """Returns when to look at memory again that is not over `now`."""
+        return min(self.until, now + ASK_S)
+
 
 @dataclass(slots=True, eq=False)
 class Quarantine:
@@ -131,7 +134,6 @@ class Quarantine:
 
     _isolated: dict[Key, Isolated] = field(default_factory=dict[Key, Isolated])
     _pages: Counter[Transfer] = field(default_factory=Counter[Transfer])
-    _next: float = 0.0
 
     def hold(self, key: Key, isolated: Isolated) -> None:
         """Quarantine memory that a peer may still write, or that a read may."""
@@ -154,6 +156,13 @@ class Quarantine:
         if isolated is None or isolated.reads:
             return []
         return self._release(key)
+
+    def expired(self, key: Key, now: float) -> list[int]:
+        """Release memory that can't be written any more, unless reads are under way. Returns arena offsets to
+        release.
+        """
+        isolated = self._isolated.get(key)
+        return self.drained(key) if isolated is not None and isolated.is_over(now) else []
 
     def settled(self, key: Key, chunk: int) -> list[int]:
         """Note the end of a read. Returns arena offsets to release."""
@@ -181,27 +190,6 @@ class Quarantine:
                 del self._isolated[key]
         assert not self.offsets(lambda _: True) & set(offsets), f"regions of {sorted(offsets)} would be freed twice"
 
-    def poll(self, now: float) -> tuple[list[Key], list[int]]:
-        """Returns (attempts whose peers are to be asked again, arena offsets to release)."""
-        over = [key for key, isolated in self._isolated.items() if isolated.is_over(now) and not isolated.reads]
-        freed = [offset for key in over for offset in self._release(key)]
-        if now < self._next:
-            return [], freed
-        self._next = now + ASK_S
-        return [key for key, isolated in self._isolated.items() if not isolated.reads], freed
-
-    def next_due(self) -> float:
-        """Returns the next time at which `poll` has work. O(attempts isolated)."""
-        return min(map(self.due, self._isolated.values()), default=math.inf)
-
-    def due(self, isolated: Isolated) -> float:
-        """Returns the next time at which `poll` has work for one attempt's memory."""
-        return min(isolated.until, math.inf if isolated.reads else self._next)
-
-    def reason(self, key: Key) -> str:
-        """Returns why the attempt failed. Raises KeyError for one without isolated memory."""
-        return self._isolated[key].reason
-
     def outlive(self) -> list[int]:
         """Release memory under reads, which end with the closed transport. Returns arena offsets to release. Memory
         that peers may write stays.
@@ -226,6 +214,9 @@ class Quarantine:
                 del self._pages[transfer]
                 transfer.quarantined = False
         return isolated.offsets
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._isolated)
 
     def __len__(self) -> int:
         return len(self._isolated)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import compress
 from operator import methodcaller
 
@@ -13,7 +14,7 @@ from msgspec.structs import replace
 
 from kvmover.errors import PlanError, ProtocolError, RefusedFor
 from kvmover.transfer import nvtx_ranges as ranges
-from kvmover.transfer.core import MAX_LOSSES, Core, TimerKind
+from kvmover.transfer.core import Core, TimerKind
 from kvmover.transfer.events import Cancel, PeerGone, Tick
 from kvmover.transfer.meter import Count, Gauge
 from kvmover.transfer.peers.peer_table import Peer
@@ -271,7 +272,6 @@ class SourceDriver:
     _gated: GateWatch = field(init=False)
     _over: dict[str, Request] = field(default_factory=dict[str, Request])
     _asked: dict[str, dict[str, None]] = field(default_factory=dict[str, "dict[str, None]"])
-    _losses: deque[tuple[str, int, PeerGone]] = field(default_factory=deque["tuple[str, int, PeerGone]"])
 
     def __post_init__(self) -> None:
         budget = Budget()
@@ -571,24 +571,16 @@ class SourceDriver:
             self.core.timers.cancel((TimerKind.EARLY, (request, peer)))
             self.core.awaits_no_more(peer)
         self.writes.lost(peer)
-        lost = PeerGone(peer, reason)
+        loss = PeerGone(peer, reason)
         for name in self._asked.get(peer, ()):
-            self._losses.append((name, self._requests[name].attempts[peer].state.generation, lost))
-        self.tell_losses()
+            generation = self._requests[name].attempts[peer].state.generation
+            self.core.losses.append(partial(self._tell_loss, name, generation, loss))
 
-    def tell_losses(self) -> None:
-        """Tell a few attempts that their peers are lost."""
-        for _ in range(min(MAX_LOSSES, len(self._losses))):
-            name, generation, loss = self._losses.popleft()
-            request = self._requests.get(name)
-            attempt = request.attempts.get(loss.peer) if request is not None else None
-            if request is not None and attempt is not None and attempt.state.generation == generation:
-                self._step(request, attempt, loss)
-
-    @property
-    def has_losses(self) -> bool:
-        """True if attempts have not been told of a loss yet: the next polls tell them."""
-        return bool(self._losses)
+    def _tell_loss(self, name: str, generation: int, loss: PeerGone) -> None:
+        request = self._requests.get(name)
+        attempt = request.attempts.get(loss.peer) if request is not None else None
+        if request is not None and attempt is not None and attempt.state.generation == generation:
+            self._step(request, attempt, loss)
 
     def abort(self, transfer: Transfer, reason: str) -> None:
         """End a transfer for `reason`, and send it to each destination."""
@@ -599,7 +591,6 @@ class SourceDriver:
     def poll(self) -> None:
         """Offer chunks of passed gates, and forget ended requests."""
         self._look()
-        self.tell_losses()
         while self._over:
             self._forget(self._over.popitem()[1])
 
@@ -646,7 +637,6 @@ class SourceDriver:
                     self.core.awaits_no_more(attempt.job.peer.name)
         self._requests.clear()
         self._asked.clear()
-        self._losses.clear()
         self._gated.clear()
 
     def gauges(self) -> dict[Gauge, int]:
