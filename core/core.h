@@ -151,11 +151,13 @@ PyObject *multiples(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *chain(PyObject *module, PyObject *const *args, Py_ssize_t count);
 int has_sha_instructions(void);
 
-/* gather.c, rows.c, digest.c, xxh3.c, vectors.c: functions of the module. */
+/* gather.c, lower.c, rows.c, digest.c, xxh3.c, vectors.c: functions of the module. */
 PyObject *copy_rows(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *digest_rows(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *cell_digests(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *gather(PyObject *module, PyObject *runs);
+PyObject *unit_offsets(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *descriptors(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *vectors(PyObject *module, PyObject *unused);
 
 #endif

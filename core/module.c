@@ -7,6 +7,8 @@ static PyMethodDef functions[] = {{"words", words, METH_O, NULL},
                                   FASTCALL("copy_rows", copy_rows),
                                   FASTCALL("digest_rows", digest_rows),
                                   FASTCALL("cell_digests", cell_digests),
+                                  FASTCALL("unit_offsets", unit_offsets),
+                                  FASTCALL("descriptors", descriptors),
                                   {"gather", gather, METH_O, NULL},
                                   {"vectors", vectors, METH_NOARGS, NULL},
                                   {NULL, NULL, 0, NULL}};

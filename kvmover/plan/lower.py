@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
+from kvmover.c_core import NATIVE
 from kvmover.errors import PlanError
 from kvmover.layout.codec import Codec
 from kvmover.layout.component import Component
@@ -143,6 +144,11 @@ class PoolCut(msgspec.Struct, frozen=True, eq=False):
 
     def units(self, held: Held, tokens_at: Offsets, pages: npt.NDArray[np.int64]) -> Offsets:
         """Returns the byte offset of each unit [unit], by its first token. Raises PlanError as `page_ids` does."""
+        if NATIVE is not None:
+            found, table = np.empty(len(tokens_at), np.int64), np.ascontiguousarray(pages, np.int64)
+            each = self.page_bytes, self.token_bytes, self.head_offset
+            if NATIVE.unit_offsets(found, tokens_at, table, self.page_tokens, held.spec.pages, *each):
+                return found
         units = page_ids(held, tokens_at, pages) * self.page_bytes
         if self.head_offset:
             units += self.head_offset
@@ -270,14 +276,21 @@ def _pages_place(spec: PoolSpec, ids: npt.NDArray[np.int64], layers: Span) -> Bo
     )
 
 
-def _nest(b: Box) -> list[Dim]:
-    """Returns the inner loops of a box, innermost first, merged where both sides allow."""
-    loops = [
-        Dim(b.tokens, (b.src.token_bytes, b.dst.token_bytes)),
-        Dim(b.heads, (b.src.head_bytes, b.dst.head_bytes)),
-    ]
-    loops.sort(key=lambda dim: dim.strides)
-    return coalesce([Dim(b.row_bytes, (1, 1)), *loops])
+def nest(b: Box) -> tuple[Dim, Dim, Dim]:
+    """Returns the inner loops of a box, merged where both sides allow: its run, runs a stride apart, and the rest."""
+    tokens, heads = (b.src.token_bytes, b.dst.token_bytes), (b.src.head_bytes, b.dst.head_bytes)
+    return _nest(b.row_bytes, b.tokens, tokens, b.heads, heads)
+
+
+@lru_cache(maxsize=1024)
+def _nest(
+    row_bytes: int, tokens: int, token_bytes: tuple[int, int], heads: int, head_bytes: tuple[int, int]
+) -> tuple[Dim, Dim, Dim]:
+    """Cached: all chunks of a leg have the same."""
+    loops = sorted((Dim(tokens, token_bytes), Dim(heads, head_bytes)), key=lambda dim: dim.strides)
+    run, *outer = coalesce([Dim(row_bytes, (1, 1)), *loops])
+    once = Dim(1, (run.extent, run.extent))
+    return run, *outer, *[once] * (2 - len(outer))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -302,24 +315,14 @@ class Strided:
 
 def strided(b: Box) -> Strided:
     """Turn the box into strided descriptors: the loop next to the row becomes the stride, the others are enumerated."""
-    run, *outer = _nest(b)
-    inner = outer[0] if outer else Dim(1, run.strides)
-    rest = outer[1:]
-    return Strided(
-        _starts(b.src, [(dim.extent, dim.strides[0]) for dim in rest]),
-        _starts(b.dst, [(dim.extent, dim.strides[1]) for dim in rest]),
-        run.extent,
-        inner.extent,
-        inner.strides[0],
-        inner.strides[1],
-    )
+    run, inner, rest = nest(b)
+    starts = (_starts(side, rest.extent, stride) for side, stride in zip((b.src, b.dst), rest.strides, strict=True))
+    return Strided(*starts, run.extent, inner.extent, *inner.strides)
 
 
-def _starts(place: BoxSide, loops: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
-    """Returns (allocation, offset) of plane x unit x loops, plane-major."""
-    inner = place.units
-    for extent, stride in loops:
-        inner = (inner[:, None] + np.arange(extent, dtype=np.int64) * stride).reshape(-1)
+def _starts(place: BoxSide, extent: int, stride: int) -> npt.NDArray[np.int64]:
+    """Returns (allocation, offset) of plane x unit x `extent` starts `stride` bytes apart, plane-major."""
+    inner = (place.units[:, None] + np.arange(extent, dtype=np.int64) * stride).reshape(-1)
     offset = (place.offset[:, None] + inner).reshape(-1)
     return np.stack([np.repeat(place.allocation, len(inner)), offset], axis=1)
 

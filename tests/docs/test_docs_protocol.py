@@ -67,6 +67,11 @@ class Overheard(LoopbackTransport):
             self.written.append(b"".join(_bytes_at(*row[:2]) for row in local.table.tolist()))
         return super().write(peer, local, remote, note, deadline_s, until)
 
+    def read(self, peer: str, local: Descriptors, remote: Descriptors, note: bytes, deadline_s: float) -> int:
+        self.said.append(note)
+        self.to.append((peer, note))
+        return super().read(peer, local, remote, note, deadline_s)
+
 
 def _bytes_at(address: int, nbytes: int) -> bytes:
     import ctypes
@@ -74,7 +79,7 @@ def _bytes_at(address: int, nbytes: int) -> bytes:
     return ctypes.string_at(address, nbytes)
 
 
-def _moved(config: MoverConfig) -> tuple[list[bytes], list[Overheard], list[Pool]]:
+def _moved(config: MoverConfig, aux_from: list[int] | None = None) -> tuple[list[bytes], list[Overheard], list[Pool]]:
     """A request from TP2 to TP1, everything that was said, and the pools: two sources', the destination's."""
     network, said = LoopbackNetwork(), list[bytes]()
     movers, pools, transports = list[Mover](), list[Pool](), list[Overheard]()
@@ -90,7 +95,9 @@ def _moved(config: MoverConfig) -> tuple[list[bytes], list[Overheard], list[Pool
     for _ in range(3):  # the first stamps come with Pong
         for mover in movers:
             mover.poll()
-    transfers = [destination.receive("r", "prefill", range(TOKENS), [[1]], aux_from=[0])]
+    transfers = [
+        destination.receive("r", "prefill", range(TOKENS), [[1]], aux_from=[0] if aux_from is None else aux_from)
+    ]
     transfers += [source.send("r", [[2, 0, 3]], aux=b"beside" if source is sources[0] else None) for source in sources]
     while not all(transfer.ended for transfer in transfers):
         for mover in movers:
@@ -122,21 +129,29 @@ def test_every_note_of_a_request_is_read_by_the_page(route: Route, verb: Verb) -
 
 def _steps(route: Route, verb: Verb) -> list[str]:
     """In the order in which each is first said, by the page's table of a request."""
-    if verb is Verb.PULL:
-        return ["Hello", "Want", "Offered", "Granted", "Staged", "Taken", "Done", "Kept"]
     packed = ["Offered", "Granted"] if route is Route.PACKED else []
-    return ["Hello", "Want", *packed, "Chunk", "Done"]
+    moved = ["Chunk", "Done"] if verb is Verb.PUSH else ["Staged", "Taken", "Done", "Kept"]
+    return ["Hello", "Want", *packed, *moved]
 
 
-def test_a_packed_push_of_one_chunk_is_granted_with_its_want() -> None:
-    said, transports, _ = _moved(MoverConfig(route=Route.PACKED, arena_bytes=1 << 20, resend_s=20))
+def test_a_read_that_is_the_last_to_land_has_done_attached() -> None:
+    said, _, _ = _moved(MoverConfig(route=Route.DIRECT, verb=Verb.PULL, arena_bytes=1 << 20, resend_s=20), [])
+    spoken = [message["type"] for note in said for message in messages(note)]
+    expected = {"Want": 2, "Staged": 2, "Taken": 1, "Done": 2, "Kept": 2}
+    assert {kind: spoken.count(kind) for kind in expected} == expected
+    assert not {"Offered", "Granted"} & {*spoken}
+
+
+@pytest.mark.parametrize("verb", Verb)
+def test_one_packed_chunk_is_granted_with_its_want(verb: Verb) -> None:
+    said, transports, _ = _moved(MoverConfig(route=Route.PACKED, verb=verb, arena_bytes=1 << 20, resend_s=20))
     heard = [message for note in said for message in messages(note)]
     grants = [message["grant"] for message in heard if message["type"] == "Want"]
     assert len(grants) == 2
     assert len({offset for _, offset, _ in grants}) == 2
     assert [chunk for chunk, offset, round_ in grants if (offset % 256, round_) == (0, 0)] == [0, 0]
     assert not {"Offered", "Granted"} & {message["type"] for message in heard}
-    assert [len(transport.written) for transport in transports] == [1, 1, 0]
+    assert [len(transport.written) for transport in transports] == ([1, 1, 0] if verb is Verb.PUSH else [0, 0, 0])
 
 
 def test_a_lease_echoes_a_stamp_that_its_source_has_said() -> None:

@@ -207,6 +207,7 @@ class Joined:
             self.pages[key] = found
         else:
             self.regions[read.offset] = found
+        self._send("d", read.peer, read.after)
         self._step(receiving.ReadEnded(*key))
 
     # A source, as SourceDriver and Writes run it

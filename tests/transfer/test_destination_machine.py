@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from kvmover.transfer.destination.destination_machine import (
     Action,
+    Allocated,
     Ask,
     EndReceive,
     Event,
@@ -34,6 +35,7 @@ from kvmover.transfer.destination.destination_machine import (
 )
 from kvmover.transfer.events import Cancel, Patience, PeerGone, Tick
 from kvmover.transfer.protocol import wire
+from kvmover.transfer.protocol.chunk_sets import WriterChunks
 from kvmover.transfer.protocol.wire import Verb
 from tests.transfer.protocol_words import (
     says_abort,
@@ -44,6 +46,7 @@ from tests.transfer.protocol_words import (
     says_noted,
     says_offered,
     says_staged,
+    taken,
 )
 
 DEADLINE, DRAIN_S, RESEND_S = 100.0, 2.0, 1.0
@@ -405,20 +408,16 @@ READ = receiving(a=Source(1, True, Verb.PULL), b=Source(2, True, Verb.PULL))
 PULL_ONE = receiving(a=Source(1, verb=Verb.PULL))
 
 
-def taken(peer: str, chunk: int, round_: int = 0) -> Send:
-    return Send(peer, wire.Taken("r", 7, chunk, round_))
-
-
 def test_a_staged_chunk_is_read_into_its_region_and_given_back_and_lands_when_it_was_kept():
     state, actions = run(PULL_ONE, says_offered("a", ((0, 1),)))
     assert actions == [Reserve("a", 0)]
     state, actions = run(state, Reserved("a", ((0, 512),)))
     assert actions == [granted("a", 0, 512)]
     state, actions = run(state, says_staged("a", 0, 4096))
-    assert actions == [Read("a", 0, 4096, 512, 0)]
+    assert actions == [Read("a", 0, 4096, 512, 0, taken(0))]
     assert run(state, says_staged("a", 0, 4096)) == (state, [])
     state, actions = run(state, ReadEnded("a", 0))
-    assert actions == [taken("a", 0), Scatter("a", 0, 512)]
+    assert actions == [Scatter("a", 0, 512)]
     state, actions = run(state, Scattered("a", 0))
     assert actions == [Free(512), *done("a")]
     assert not state.finished
@@ -426,13 +425,35 @@ def test_a_staged_chunk_is_read_into_its_region_and_given_back_and_lands_when_it
 
 
 def test_pages_are_read_into_pages_where_the_route_is_direct():
-    state, actions = run(READ, says_offered("b", ((0, 2),)))
-    assert actions == [Send("b", wire.Granted("r", 7, (wire.Grant(0, 0), wire.Grant(1, 0))))]
-    state, actions = run(state, says_staged("b", 1, 0))
-    assert actions == [Read("b", 1, 0, 0, 0)]
+    state, actions = run(READ, says_staged("b", 1, 0))
+    assert actions == [Read("b", 1, 0, 0, 0, taken(1))]
     state, actions = run(state, ReadEnded("b", 1))
-    assert actions == [taken("b", 1)]
+    assert actions == []
     assert state.landed == {("b", 1)}
+    assert run(state, says_staged("b", 1, 0)) == (state, [Send("b", taken(1))])
+
+
+def test_pages_are_read_once_they_have_pages_here():
+    state, actions = run(replace(READ, unnamed=WriterChunks([("b", 0)])), says_staged("b", 0, 0))
+    assert actions == []
+    assert run(state, Allocated({("b", 0)}))[1] == [Read("b", 0, 0, 0, 0, taken(0))]
+
+
+def test_chunks_that_are_read_from_pages_are_not_offered():
+    assert run(READ, says_offered("b", ()))[1] == []
+    assert run(READ, says_offered("b", ((0, 1),)))[0].reason == "b offers chunks that it has to stage"
+
+
+def test_the_read_that_is_the_last_to_land_says_done_unless_a_digest_or_a_payload_is_awaited():
+    one = receiving(a=Source(1, True, Verb.PULL))
+    state, actions = run(one, says_staged("a", 0, 0))
+    assert actions == [Read("a", 0, 0, 0, 0, wire.Done("r", 7))]
+    state, actions = run(state, ReadEnded("a", 0))
+    assert (actions, state.finished) == ([], False)
+    assert run(state, says_kept("a"))[1] == [EndReceive(None)]
+    assert run(one, says_staged("a", 0, 0, 0, 77))[1] == [Read("a", 0, 0, 0, 0, taken(0))]
+    awaiting = receiving(a=Source(1, True, Verb.PULL, aux=True))
+    assert run(awaiting, says_staged("a", 0, 0))[1] == [Read("a", 0, 0, 0, 0, taken(0))]
 
 
 def read(*peers: str) -> list[Event]:
@@ -443,7 +464,8 @@ def read(*peers: str) -> list[Event]:
 
 def test_a_pull_ends_when_every_source_has_confirmed_and_each_is_asked_once():
     state, actions = run(READ, *read("a", "b"))
-    assert actions == [taken("b", 1), *done("a", "b")]
+    assert state.told == {"b"}
+    assert actions == done("a")
     state, actions = run(state, says_kept("b"), says_kept("b"))
     assert (actions, state.finished) == ([], False)
     assert run(state, says_kept("a"))[1] == [EndReceive(None)]
@@ -461,7 +483,7 @@ def test_a_confirmation_before_everything_was_read_confirms_nothing():
 
 def test_a_source_of_which_nothing_is_read_need_not_confirm():
     state, actions = run(receiving(a=Source(1, True, Verb.PULL), b=Source(0, verb=Verb.PULL)), *read("a"))
-    assert actions[1:] == done("a")
+    assert (actions, state.told) == ([], {"a"})
     assert run(state, says_kept("a"))[1] == [*done("b"), EndReceive(None)]
 
 
@@ -529,9 +551,9 @@ def test_a_read_chunk_that_does_not_match_is_staged_and_read_once_more():
     assert actions == [Mismatch("a", 0), granted("a", 0, 512, 1)]
     assert run(state, says_staged("a", 0, 4096, 0, 77)) == (state, [])
     state, actions = run(state, says_staged("a", 0, 8192, 1, 77))
-    assert actions == [Read("a", 0, 8192, 512, 1)]
+    assert actions == [Read("a", 0, 8192, 512, 1, taken(0, 1))]
     state, actions = run(state, ReadEnded("a", 0))
-    assert actions == [taken("a", 0, 1), Scatter("a", 0, 512)]
+    assert actions == [Scatter("a", 0, 512)]
     assert run(state, Scattered("a", 0, 77))[1] == [Free(512), *done("a")]
 
 
@@ -625,7 +647,7 @@ def test_only_what_is_new_puts_the_next_question_off():
 
 def test_a_source_that_is_read_hears_again_what_was_taken_and_that_all_is_done():
     state, _ = run(READ, *read("a"))
-    assert run(state, says_staged("a", 0, 0)) == (state, [taken("a", 0)])
+    assert run(state, says_staged("a", 0, 0)) == (state, [Send("a", taken(0))])
     state, _ = run(state, *read("b"), says_kept("b"))
     assert step(state, Tick(), RESEND_S)[1] == done("a")
 

@@ -65,9 +65,8 @@ def test_without_losses_nothing_is_said_twice(sources: dict[str, Source], digest
     assert_landed(joined)
     chunks = 7
     pulled, direct = sources["a"].verb is Verb.PULL, sources["a"].direct
-    asked = 0 if direct and not pulled else 4 if direct else chunks
     expected = Counter({wire.Want: 3, wire.Aux: 2, wire.Done: 3})
-    expected += Counter({wire.Offered: 0 if direct and not pulled else 4, wire.Granted: asked})
+    expected += Counter() if direct else Counter({wire.Offered: 4, wire.Granted: chunks})
     expected += Counter({wire.Staged: chunks, wire.Taken: chunks} if pulled else {wire.Chunk: chunks})
     expected[wire.Kept] = 3 if pulled else 1  # a source that had nothing to give answers too
     assert joined.said == expected
@@ -87,8 +86,8 @@ def test_any_one_message_may_be_lost(sources: dict[str, Source], digests: bool):
         lost.add(type(joined.log[number]))
     pulled, direct = sources["a"].verb is Verb.PULL, sources["a"].direct
     expected = {wire.Want, wire.Aux, wire.Done, wire.Kept} | ({wire.Staged, wire.Taken} if pulled else {wire.Chunk})
-    if pulled or digests or not direct:  # a chunk that goes straight is asked for when it has to come again
-        expected |= {wire.Offered, wire.Granted}
+    if digests or not direct:  # a chunk that goes straight is asked for when it has to come again
+        expected |= {wire.Granted} if direct and pulled else {wire.Offered, wire.Granted}
     assert lost == expected
 
 

@@ -260,11 +260,7 @@ def test_page_tables_of_a_source_that_cannot_be_right_are_not_read_from(tables: 
     (landed,) = pair.receive()
     target, liar = pair.dst.movers[0], pair.src.movers[0]._transport
     generation = target._destination.generation
-    for message in (
-        wire.Offered("request", generation, ((0, 25),), tables),
-        wire.Staged("request", generation, 3, 0),
-    ):
-        liar.notify(target._transport.name, wire.encode(message))
+    liar.notify(target._transport.name, wire.encode(wire.Staged("request", generation, 3, 0, pages=tables)))
     pair.bench.turn(12)
     assert ended(landed).reason
     pair.dst.assert_holds(pair.before)

@@ -12,7 +12,6 @@ from mover_cases import Case, cases
 from mover_fleets import CONFIG, SMALL_CHUNKS, Bench, HandClock, Pair
 from mover_network import FaultyNetwork
 
-from kvmover.errors import ProtocolError
 from kvmover.layout import Component, Fleet
 from kvmover.plan.cost import BY_WIRE, Route
 from kvmover.transfer.config import Integrity
@@ -203,15 +202,7 @@ def test_a_source_whose_page_tables_no_message_holds_says_so_and_goes_on(monkeyp
     pair = Pair.of(config=replace(PULL, route=Route.DIRECT), tokens=8)
     (sent,) = (pair.src.movers[0].send("request", [np.arange(60)]),)
     landed = pair.receive()
-    encode = wire.encode
-
-    def short(message: wire.AnyMessage) -> bytes:
-        if isinstance(message, wire.Offered) and len(message.pages[0]) > 4:
-            raise ProtocolError("Offered of 48 bytes is over the limit of 44")
-        return encode(message)
-
-    monkeypatch.setattr("kvmover.transfer.core.encode", short)
-    monkeypatch.setattr(wire, "encode", short)
+    monkeypatch.setattr(wire, "MAX_TABLE_BYTES", 4)
     pair.bench.ended(landed)
     assert "over the limit" in str(ended(landed[0]).reason)
     pair.src.movers[0].abort(sent, "over")

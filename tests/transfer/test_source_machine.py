@@ -250,21 +250,27 @@ def test_chunks_that_go_from_pages_to_pages_are_posted_when_they_are_produced_on
     assert run(state, Ready((1,)))[1] == [Post(1, 0)]
 
 
-def test_an_offer_of_pages_to_be_read_says_where_they_are():
-    state = Sending("r", 7, (256,), PATIENCE, DEADLINE, True, Verb.PULL)
-    assert run(state, Ready((0,), (b"table",)))[1] == [Say(wire.Offered("r", 7, ((0, 1),), (b"table",)))]
+def test_pages_to_be_read_are_staged_as_soon_as_they_are_ready_and_say_where_they_are():
+    state, actions = run(Sending("r", 7, (256,), PATIENCE, DEADLINE, True, Verb.PULL), Ready((0,), (b"table",)))
+    assert actions == [Post(0, 0)]
+    assert run(state, Posted(0), Gathered(0, 0))[1] == [Say(wire.Staged("r", 7, 0, 0, pages=(b"table",)))]
 
 
-def test_an_offer_says_the_pages_that_came_since_the_last_and_all_of_them_to_who_asks_again():
+def test_staged_says_the_pages_that_came_since_the_last_and_all_of_them_to_who_asks_again():
     """Two components: pages 1 and 2, then 3; and 9, then none."""
     state = Sending("r", 7, (256,) * 3, PATIENCE, DEADLINE, True, Verb.PULL)
     one, two, three = (page.to_bytes(4, "little") for page in (1, 2, 3))
-    state, _ = run(state, Ready((0,), (one + two, b"")))
-    state, actions = run(state, Ready((1,), (one + two + three, b"nine")))
-    assert actions == [Say(wire.Offered("r", 7, ((1, 2),), (three, b"nine"), (2, 0)))]
-    state, actions = run(state, Ready((2,), (one + two + three, b"nine")))
-    assert actions == [Say(wire.Offered("r", 7, ((2, 3),), (b"", b""), (3, 1)))]
-    whole = [Say(wire.Offered("r", 7, ((0, 3),), (one + two + three, b"nine")))]
+    state, _ = run(state, Ready((0,), (one + two, b"")), Posted(0), Gathered(0, 0))
+    state, actions = run(state, Ready((1,), (one + two + three, b"nine")), Posted(1), Gathered(1, 0))
+    assert actions == [Say(wire.Staged("r", 7, 1, 0, 0, None, (three, b"nine"), (2, 0)))]
+    state, actions = run(state, Ready((2,), (one + two + three, b"nine")), Posted(2), Gathered(2, 0))
+    known = (b"", b""), (3, 1)
+    assert actions == [Say(wire.Staged("r", 7, 2, 0, 0, None, *known))]
+    whole = [
+        Say(wire.Offered("r", 7, ())),
+        Say(wire.Staged("r", 7, 0, 0, 0, None, (one + two + three, b"nine"))),
+        *(Say(wire.Staged("r", 7, chunk, 0, 0, None, *known)) for chunk in (1, 2)),
+    ]
     assert run(state, WANT)[1] == whole
     assert run(state, Tick(), now=RESEND_S)[1] == whole
 

@@ -201,11 +201,10 @@ def spliced(known: Pages, more: Pages, first: Sequence[int], most: Sequence[int]
         raise PlanError(f"{len(more)} page tables for {len(most)} components")
     if any(not 0 <= at <= len(there) for at, there in zip(first, known, strict=True)):
         return None
-    longer = (
-        there if at + len(new) <= len(there) else np.concatenate([there[:at], new])
-        for there, new, at in zip(known, more, first, strict=True)
+    return tuple(
+        there if at + len(new) <= len(there) else np.concatenate([there[:at], new])[:pages]
+        for there, new, at, pages in zip(known, more, first, most, strict=True)
     )
-    return tuple(table[:pages] for table, pages in zip(longer, most, strict=True))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -233,7 +232,7 @@ def attempt_of(
     """Returns the attempt, with a Want encoded for each source rank and its pages claimed. Raises PlanError,
     PeerUnknown or LayoutError, and claims no pages then.
 
-    `eager`: reserves a region of a number of bytes for a source that will write one packed chunk, or returns None.
+    `eager`: reserves a region of a number of bytes for a source of one packed chunk, or returns None.
     """
     config, now = core.config, core.clock()
     pages, most = wanted.pages, None
@@ -283,11 +282,11 @@ def attempt_of(
 def _reserve_eagerly(
     attempt: ReceiveAttempt, wants: Mapping[str, wire.Want], eager: Callable[[str, int], int | None]
 ) -> None:
-    """Grant the region of each one-chunk packed push with its Want. All steps that may fail come before, so that no
-    region is lost.
+    """Grant the region of each source of one packed chunk with its Want. All steps that may fail come before, so that
+    no region is lost.
     """
     for name, want in wants.items():
-        if not attempt.state.sources[name].is_one_packed_push:
+        if not attempt.state.sources[name].is_one_packed:
             continue
         at = eager(name, attempt.lanes[name].chunks[0].span_bytes)
         if at is not None:

@@ -55,7 +55,7 @@ from kvmover.transfer.destination.open_receives import OpenReceives
 from kvmover.transfer.destination.quarantine import Isolated, Key, Quarantine, Retransmissions, WriteLeases
 from kvmover.transfer.events import Cancel, PeerGone, Tick
 from kvmover.transfer.memory.copier import Work
-from kvmover.transfer.memory.descriptors import Ends, InFlight, at_rest, between, descriptors, join, packing, part
+from kvmover.transfer.memory.descriptors import InFlight, at_rest, between, descriptors, packing, part
 from kvmover.transfer.memory.programs import Way
 from kvmover.transfer.memory.registrations import Renewals
 from kvmover.transfer.meter import Count, Gauge, Spent, Stage
@@ -70,11 +70,14 @@ from kvmover.transport.base import Completed, Descriptors, Failed
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A read of a chunk from `peer`, by the attempt `id` (request, generation). `spent_s`: times of that attempt."""
+    """A read of a chunk from `peer`, by the attempt `id` (request, generation). `note`: the encoded message that
+    reaches the peer after the bytes were read. `spent_s`: times of that attempt.
+    """
 
     id: tuple[str, int]
     peer: str
     chunk: int
+    note: bytes = field(compare=False)
     spent_s: Spent = field(compare=False)
 
 
@@ -98,16 +101,12 @@ class Reads:
 
     def direct(self, reading: Reading, boxes: Sequence[tuple[int, Box]]) -> None:
         """Read from the source's pages to this side's pages."""
-        peer, own = self.core.peers.get(reading.peer), self.core.card
+        peer = self.core.peers.get(reading.peer)
         if peer is None:
             self._refuse(reading, f"{reading.peer} is not connected")
             return
-        tables = [
-            descriptors(box, Ends.of(peer.card.allocations[component], own.allocations[component]))
-            for component, box in boxes
-        ]
-        remote, local = zip(*tables, strict=True)
-        self._post(reading, join(own.arena, local), join(peer.card.arena, remote))
+        remote, local = descriptors(boxes, peer.card, self.core.card)
+        self._post(reading, local, remote)
 
     def mapped(self, reading: Reading, boxes: Sequence[tuple[int, Box]]) -> None:
         """Copy from the source's pages, mapped into this process, to this side's pages."""
@@ -123,6 +122,7 @@ class Reads:
             seconds = core.clock() - begun
             core.meter.took(Stage.WIRE, seconds, reading.spent_s)
             core.links.copied(host, sum(region.nbytes for region in work.regions), seconds)
+            core.post(reading.peer, reading.note)
             self.tell(reading, ReadEnded(reading.peer, reading.chunk))
 
         core.copier.run(work, core.soon(done))
@@ -135,7 +135,8 @@ class Reads:
     def _post(self, reading: Reading, local: Descriptors, remote: Descriptors) -> None:
         core, begun = self.core, self.core.clock()
         try:
-            ticket = core.transport.read(reading.peer, local, remote, b"", core.config.deadline_s)
+            note = core.auth.sign(reading.peer, reading.note)
+            ticket = core.transport.read(reading.peer, local, remote, note, core.config.deadline_s)
         except TransportError as error:
             self._refuse(reading, str(error))
             return
@@ -235,7 +236,7 @@ class DestinationDriver:
         if not isinstance(message, wire.ToDestination | wire.Abort):
             self.core.meter.add(Count.LATE_MESSAGES)
             return
-        if isinstance(message, wire.Offered) and message.pages and not self._take_tables(attempt, peer.name, message):
+        if isinstance(message, wire.Staged) and not self._takes_tables(attempt, peer.name, message):
             return
         if isinstance(message, wire.Noted) and not attempt.has_noted(peer.name, message):
             return
@@ -258,27 +259,23 @@ class DestinationDriver:
             reason = reason or message.reason
         self.core.say(peer.name, wire.Done(*id_) if reason is None else wire.Abort(*id_, reason))
 
-    def _take_tables(self, attempt: ReceiveAttempt, peer: str, offer: wire.Offered) -> bool:
-        """Take page tables of a source that is read from pages. Returns False, and fails the attempt, if they are
+    def _takes_tables(self, attempt: ReceiveAttempt, peer: str, staged: wire.Staged) -> bool:
+        """Take the page tables of a source that is read from pages. Returns False, and fails the attempt, if they are
         invalid.
 
         Returns False too if earlier tables were lost: the source repeats all of them when it gets no answer.
         """
-        lane, known = attempt.lanes.get(peer), attempt.theirs.get(peer, ())
-        if lane is None:
-            return False
+        source, known = attempt.state.sources.get(peer), attempt.theirs.get(peer, ())
+        if source is None or not source.is_read_from_pages:
+            return source is not None
+        lane = attempt.lanes[peer]
         try:
-            tables = spliced(known, decoded(offer.pages), offer.first_pages, lane.source_reads)
+            tables = spliced(known, decoded(staged.pages), staged.first_pages, lane.source_reads)
             if tables is None:
                 return False
-            before = 0
-            for first, stop in offer.ready:
-                if not before <= first <= stop <= len(lane.chunks):
-                    break  # the state machine fails the attempt for it
-                before = stop
-                for chunk in range(first, stop):
-                    if (peer, chunk) not in attempt.state.ready:
-                        lane.check_chunk(chunk, tables)
+            chunk = staged.chunk
+            if chunk < len(lane.chunks) and (peer, chunk) not in attempt.state.ready:  # else the machine fails it
+                lane.check_chunk(chunk, tables)
         except ValueError as error:
             self._step(attempt, Heard(peer, wire.Abort(*attempt.id, f"page tables of {peer}: {error}")))
             return False
@@ -318,10 +315,15 @@ class DestinationDriver:
                 self._step(attempt, Greeted(peer))
 
     def abort(self, transfer: Transfer, reason: str) -> None:
-        """Abort a transfer's attempts. It ends once no write or read of it is in flight."""
+        """Abort a transfer's attempts. It ends once no write or read of it is in flight.
+
+        Sources are told at once: a read that ends in the next poll would tell them Done before.
+        """
         attempt = self._attempts.of(transfer)
         if attempt is not None:
             self._step(attempt, Cancel(reason))
+            for peer in attempt.state.sources:
+                self.core.flush_to(peer)
 
     def close(self, reason: str) -> None:
         """Fail all open attempts for `reason`, and tell their sources."""
@@ -523,7 +525,7 @@ class DestinationDriver:
                 self._finish(attempt, reason, quarantined)
 
     def _read(self, attempt: ReceiveAttempt, read: Read) -> None:
-        reading = Reading(attempt.id, read.peer, read.chunk, attempt.spent_s)
+        reading = Reading(attempt.id, read.peer, read.chunk, wire.encode(read.after), attempt.spent_s)
         lane, theirs = attempt.lanes[read.peer], attempt.theirs.get(read.peer)
         if not attempt.state.sources[read.peer].direct:
             span_bytes = lane.chunks[read.chunk].span_bytes

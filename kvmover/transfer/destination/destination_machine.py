@@ -2,10 +2,11 @@
 
 Credits. The destination asks each source rank that may serve it (Want). A source that has the request says which chunks
 may be moved (Offered) and gets arena regions as they become free (Granted), so that no region waits for a prefill, nor
-for pages: a chunk is granted once its pages are named (Allocated). A few regions go out with Wants of one chunk. In a
-push the source writes and reports (Chunk); in a pull it names the place (Staged) and the destination reads. Each
-arrived chunk is scattered, and compared with its source's digest if digests are wanted. Once all (writer, chunk) have
-landed the destination says Done; sources that were read confirm that their memory was kept until then (Kept).
+for pages: a chunk is granted once its pages are named (Allocated). A few regions go out with Wants of one chunk, and
+chunks between pages need none. In a push the source writes and reports (Chunk); in a pull it names the place (Staged)
+and the destination reads, which tells the source (Taken). Each arrived chunk is scattered, and compared with its
+source's digest if digests are wanted. Once all (writer, chunk) have landed the destination says Done, with the read
+that is the last to land if there is one; sources that were read confirm that their memory was kept until then (Kept).
 
 After a failure it tells each source (Abort) and returns the pages when each has answered that no write is in flight
 (Drained) and its own reads have ended. Unanswered messages are resent: a lost message costs time, never a request.
@@ -14,7 +15,7 @@ After a failure it tells each source (Abort) and returns the pages when each has
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 
 import msgspec
 from msgspec.structs import replace
@@ -121,7 +122,7 @@ class Reserve(msgspec.Struct, frozen=True):
 
 class Read(msgspec.Struct, frozen=True):
     """An action: read a chunk from `remote` of the source's arena to `offset` of this side's (both 0: from pages to
-    pages).
+    pages). `after` follows the bytes as the read's note.
     """
 
     peer: str
@@ -129,6 +130,7 @@ class Read(msgspec.Struct, frozen=True):
     remote: int
     offset: int
     round: int
+    after: wire.Taken | wire.Done
 
 
 class Scatter(msgspec.Struct, frozen=True):
@@ -180,14 +182,19 @@ class Source(msgspec.Struct, frozen=True):
     aux: bool = False
 
     @property
-    def is_one_packed_push(self) -> bool:
+    def is_one_packed(self) -> bool:
         """True if one region, sent with the Want, is all that the source needs."""
-        return self.chunks == 1 and not self.direct and self.verb is Verb.PUSH
+        return self.chunks == 1 and not self.direct
 
     @property
     def writes_pages(self) -> bool:
         """True if the source has this side's page tables and writes into the pages itself."""
         return self.direct and self.verb is Verb.PUSH
+
+    @property
+    def is_read_from_pages(self) -> bool:
+        """True if this side has the source's page tables and reads from its pages."""
+        return self.direct and self.verb is Verb.PULL
 
 
 class Receiving(msgspec.Struct, frozen=True):
@@ -196,7 +203,8 @@ class Receiving(msgspec.Struct, frozen=True):
     `regions` [writer, chunk]: reserved for chunks that are not scattered yet, some with the Want. `unnamed` chunks have
     no pages here yet, and are not granted. A chunk is `ready` at its source, then `reading` (in a pull) or on its way,
     then `arrived`, then `landed`. `heard` [source]: time of its last news or last resend; `repeats`: resends since its
-    news. `noted` [source]: until when it keeps the Want. No message is resent before `look_at`.
+    news. `noted` [source]: until when it keeps the Want. `told`: sources that hear Done from their last read. No
+    message is resent before `look_at`.
     """
 
     request: str
@@ -218,6 +226,7 @@ class Receiving(msgspec.Struct, frozen=True):
     arrived: WriterChunks = WriterChunks()
     landed: WriterChunks = WriterChunks()
     aux: frozenset[str] = frozenset()
+    told: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
     reason: str | None = None
     undrained: frozenset[str] = frozenset()
@@ -264,9 +273,10 @@ class Receiving(msgspec.Struct, frozen=True):
         packed = {key for key in self.arrived - self.landed if not self.sources[key[0]].direct}
         assert packed <= self.regions.keys(), "a chunk is scattered out of no region"
         assert len({*self.regions.values()}) == len(self.regions), "a region is reserved twice"
-        assert self.undrained | self.gone | self.kept | self.aux <= chunks.keys(), (
+        assert self.undrained | self.gone | self.kept | self.told | self.aux <= chunks.keys(), (
             "a stranger drained, confirmed or left"
         )
+        assert self.reason is not None or not self.told or self.missing <= 1, "Done goes out with chunks missing"
         assert self.reason is not None or not self.undrained, "an attempt that goes on waits for Drained"
         landed = self.finished and self.reason is None
         assert not landed or not (self.missing or self.awaited_aux or self.unconfirmed or self.regions), (
@@ -383,7 +393,7 @@ def _noted(state: Receiving, peer: str, until: float) -> Stepped:
 
 
 def _offered(state: Receiving, peer: str, ready: tuple[tuple[int, int], ...], now: float) -> Stepped:
-    """Reserve a region for each offered chunk of a packed source, once; grant chunks that are read from pages at once.
+    """Reserve a region for each offered chunk of a packed source, once. Chunks to be read from pages are not offered.
 
     A push offers a chunk again if its lease ended before the write: it is granted again, in the same region or pages,
     under a new lease.
@@ -396,6 +406,8 @@ def _offered(state: Receiving, peer: str, ready: tuple[tuple[int, int], ...], no
         if not before <= first <= stop <= source.chunks:
             return _fail(state, f"{peer} offers chunks {first} to {stop} of {source.chunks}", now)
         before = stop
+    if before and source.is_read_from_pages:
+        return _fail(state, f"{peer} offers chunks that it has to stage", now)
     offered = [chunk for first, stop in ready for chunk in range(first, stop)]
     chunks = [chunk for chunk in offered if (peer, chunk) not in state.ready]
     known = [(chunk, state.regions.get((peer, chunk), 0)) for chunk in offered if _granted(state, (peer, chunk))]
@@ -403,16 +415,33 @@ def _offered(state: Receiving, peer: str, ready: tuple[tuple[int, int], ...], no
     if not chunks:
         return state, again
     state = replace(state, ready=state.ready | {(peer, chunk) for chunk in chunks})
-    return state, [*again, *_use(state, peer, tuple(chunk for chunk in chunks if (peer, chunk) not in state.unnamed))]
+    named = (chunk for chunk in chunks if (peer, chunk) not in state.unnamed)
+    return _then(_use(state, peer, named), again)
 
 
-def _use(state: Receiving, peer: str, chunks: tuple[int, ...]) -> list[Action]:
-    """Reserve or grant chunks that are offered and have pages here."""
-    source = state.sources[peer]
-    if not source.direct:  # chunks granted already went out with the Want
-        new = [chunk for chunk in chunks if (peer, chunk) not in state.regions and (peer, chunk) not in state.arrived]
-        return [Reserve(peer, chunk) for chunk in new]
-    return [] if source.writes_pages else _grant(state, peer, [(chunk, 0) for chunk in chunks])
+def _use(state: Receiving, peer: str, chunks: Iterable[int]) -> Stepped:
+    """Reserve regions for chunks that are ready and have pages here, or read them from the source's pages."""
+    source, actions = state.sources[peer], list[Action]()
+    for chunk in chunks:
+        key = peer, chunk
+        if source.is_read_from_pages:
+            state, more = _begin_read(state, key, 0)
+            actions += more
+        elif not source.direct and key not in state.regions and key not in state.arrived:  # else granted by the Want
+            actions.append(Reserve(peer, chunk))
+    return state, actions
+
+
+def _begin_read(state: Receiving, key: WriterChunk, remote: int) -> Stepped:
+    """Read a chunk. If no step follows but its landing, it tells the source Done, else Taken."""
+    peer, chunk = key
+    id_, round_ = (state.request, state.generation), state.rounds.get(key, 0)
+    after: wire.Taken | wire.Done = wire.Taken(*id_, chunk, round_)
+    lands = state.sources[peer].direct and key not in state.digests
+    if lands and state.missing == 1 and not state.awaited_aux:
+        after, state = wire.Done(*id_), replace(state, told=state.told | {peer})
+    state = replace(state, reading=state.reading | {key})
+    return state, [Read(peer, chunk, remote, state.regions.get(key, 0), round_, after)]
 
 
 def _allocated(state: Receiving, chunks: Set[WriterChunk], now: float) -> Stepped:
@@ -426,8 +455,9 @@ def _allocated(state: Receiving, chunks: Set[WriterChunk], now: float) -> Steppe
     state = _wait_anew(replace(state, unnamed=state.unnamed - chunks, noted=noted), told, now)
     actions: list[Action] = []
     for peer in state.sources:
-        offered = tuple(sorted(chunk for other, chunk in chunks & state.ready if other == peer))
-        actions += _use(state, peer, offered)
+        ready = sorted(chunk for other, chunk in chunks & state.ready if other == peer)
+        state, more = _use(state, peer, ready)
+        actions += more
     return state, actions
 
 
@@ -463,7 +493,7 @@ def _unexpected(state: Receiving, key: WriterChunk) -> str | None:
     source = state.sources[peer]
     if not 0 <= chunk < source.chunks:
         return f"{peer} sent chunk {chunk} of {source.chunks}"
-    if key in state.unnamed:
+    if key in state.unnamed and not source.is_read_from_pages:
         return f"{peer} sent chunk {chunk}, which has no pages here"
     if not source.direct and key not in state.regions:
         return f"{peer} sent chunk {chunk} without a grant"
@@ -494,7 +524,9 @@ def _here(state: Receiving, key: WriterChunk, digest: int | None) -> Stepped:
 
 
 def _staged(state: Receiving, message: wire.Staged, key: WriterChunk, now: float) -> Stepped:
-    """Read a staged chunk once a round. A repeated Staged of a read chunk means that Taken was lost: resend it."""
+    """Read a staged chunk once a round, as soon as it has pages here. A repeated Staged of a read chunk means that
+    Taken was lost: resend it.
+    """
     past = key in state.reading or message.round < state.rounds.get(key, 0)
     if past or state.reason is not None:
         return state, []
@@ -504,10 +536,10 @@ def _staged(state: Receiving, message: wire.Staged, key: WriterChunk, now: float
         return _fail(state, wrong, now)
     if state.sources[key[0]].verb is Verb.PUSH:
         return _fail(state, f"{key[0]} wants chunk {key[1]} to be read, which is pushed", now)
-    state = replace(state, reading=state.reading | {key})
+    state = replace(state, ready=state.ready | {key})
     if message.digest is not None:
         state = replace(state, digests={**state.digests, key: message.digest})
-    return state, [Read(*key, message.offset, state.regions.get(key, 0), message.round)]
+    return (state, []) if key in state.unnamed else _begin_read(state, key, message.offset)
 
 
 def _read(state: Receiving, event: ReadEnded, key: WriterChunk, now: float) -> Stepped:
@@ -519,9 +551,7 @@ def _read(state: Receiving, event: ReadEnded, key: WriterChunk, now: float) -> S
         return _quiet(state, key) if event.quiescent else (state, [])
     if event.reason is not None:
         return _fail(state, event.reason, now)
-    taken = _taken(state, key)
-    state, actions = _here(state, key, state.digests.get(key))
-    return state, [taken, *actions]
+    return _here(state, key, state.digests.get(key))
 
 
 def _taken(state: Receiving, key: WriterChunk) -> Send:
@@ -576,7 +606,7 @@ def _progress(state: Receiving, actions: list[Action]) -> Stepped:
         return state, actions
     done = wire.Done(state.request, state.generation)
     if state.unconfirmed:
-        return state, [*actions, *(Send(peer, done) for peer in sorted(state.unconfirmed))]
+        return state, [*actions, *(Send(peer, done) for peer in sorted(state.unconfirmed - state.told))]
     pushed = [peer for peer in state.sources if peer not in state.kept]
     return replace(state, finished=True), [*actions, *(Send(peer, done) for peer in pushed), EndReceive(None)]
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from kvmover.c_core import NATIVE
 from kvmover.kernels.region import Region, at_end
 from kvmover.layout.pool import Pool
-from kvmover.plan.lower import Box, strided
+from kvmover.plan.lower import Box, nest
 from kvmover.regions import BoundMemory, bound, converted
 from kvmover.transfer.memory.copier import Work
 from kvmover.transfer.protocol.chunks import Marks
+from kvmover.transfer.protocol.handshake import Rank
 from kvmover.transport.base import Descriptors, Memory, memory_of
 
 if TYPE_CHECKING:
@@ -77,7 +79,7 @@ class InFlight(Generic[T]):
         return len(self._posted) + len(self._unsettled)
 
 
-Bases = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.int64]
 
 
 def between(
@@ -123,44 +125,44 @@ def at_rest(work: Work) -> Work:
     return replace(work, regions=[at_end(region, work.end) for region in work.regions])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Ends:
-    """The base addresses of the two pools of a direct operation [allocation], and their devices."""
+def descriptors(boxes: Sequence[tuple[int, Box]], src: Rank, dst: Rank) -> tuple[Descriptors, Descriptors]:
+    """Returns the runs of boxes from pool to pool [component] at the source and at the destination, in equal order."""
+    nests = [nest(b) for _, b in boxes]
+    counts = [
+        len(b.src.offset) * len(b.src.units) * rest.extent for (_, b), (*_, rest) in zip(boxes, nests, strict=True)
+    ]
+    tables = np.empty((2, sum(counts), 5), np.int64)
+    stop = 0
+    for (component, b), (run, inner, rest), count in zip(boxes, nests, counts, strict=True):
+        first, stop = stop, stop + count
+        ends = (b.src, src.allocations[component]), (b.dst, dst.allocations[component])
+        sides = (
+            (table[first:stop], _bases(memory), at.allocation, at.offset, at.units, memory[0].device, stride, step)
+            for table, (at, memory), stride, step in zip(tables, ends, inner.strides, rest.strides, strict=True)
+        )
+        describe(run.extent, inner.extent, rest.extent, *sides)
+    return Descriptors(src.arena.kind, tables[0]), Descriptors(dst.arena.kind, tables[1])
 
-    src: Bases
-    src_device: int
-    dst: Bases
-    dst_device: int
 
-    @classmethod
-    def of(cls, src: Sequence[Memory], dst: Sequence[Memory]) -> Ends:
-        """Returns the ends of a pair of pools, from their allocations."""
-        return cls(_bases(src), src[0].device, _bases(dst), dst[0].device)
+#: The rows to fill, base addresses [allocation], allocation and offset [plane] and units [unit] of a side; its device,
+#: the bytes from a run to the next, and those from a row of a unit to the next.
+DescribedSide = tuple[Numbers, Numbers, Numbers, Numbers, Numbers, int, int, int]
 
 
-def _bases(memories: Sequence[Memory]) -> Bases:
+def describe_in_python(run_bytes: int, runs: int, places: int, *sides: DescribedSide) -> None:
+    """Fill the rows of each side: plane by plane, unit by unit, `places` rows each, of `runs` runs of `run_bytes`."""
+    for rows, bases, allocation, offset, units, device, stride, step in sides:
+        inside = (units[:, None] + np.arange(places, dtype=np.int64) * step).reshape(-1)
+        rows[:, 0] = ((bases[allocation] + offset)[:, None] + inside).reshape(-1)
+        rows[:, 1:] = run_bytes, device, stride, runs
+
+
+#: `describe_in_python`, in C where it was built.
+describe: Callable[..., None] = getattr(NATIVE, "descriptors", describe_in_python)
+
+
+def _bases(memories: Sequence[Memory]) -> Numbers:
     return np.array([memory.address for memory in memories], np.int64)
-
-
-def descriptors(b: Box, ends: Ends) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Returns the tables [n, 5] of a box's source and destination, with matching rows."""
-    s = strided(b)
-    sides = (
-        (s.src, s.src_stride, ends.src, ends.src_device),
-        (s.dst, s.dst_stride, ends.dst, ends.dst_device),
-    )
-    tables: list[npt.NDArray[np.int64]] = []
-    for starts, stride, bases, device in sides:
-        table = np.empty((len(starts), 5), np.int64)
-        table[:, 0] = bases[starts[:, 0]] + starts[:, 1]
-        table[:, 1:] = (s.run_bytes, device, stride if s.count > 1 else s.run_bytes, s.count)
-        tables.append(table)
-    return tables[0], tables[1]
-
-
-def join(memory: Memory, tables: Sequence[npt.NDArray[np.int64]]) -> Descriptors:
-    """Returns tables of runs in one memory as one list of descriptors."""
-    return Descriptors(memory.kind, np.concatenate(tables))
 
 
 def part(arena: Memory, offset: int, nbytes: int) -> Descriptors:

@@ -179,8 +179,8 @@ class Want(About, frozen=True, tag="Want"):
     push, one int32 little-endian page table a component; empty otherwise. A table may hold only the request's first
     pages: resending it with longer tables adds pages. `aux`: source ranks whose payload is awaited, the same for all
     ranks of the destination. `lease`: also covers the pages of a direct push. `grant`: a region for the only chunk,
-    which is then written as soon as it is ready, without Offered and Granted. `content`: the destination's prompt; a
-    source with another prompt answers with Abort.
+    which is then written or staged as soon as it is ready, without Offered and Granted. `content`: the destination's
+    prompt; a source with another prompt answers with Abort.
     """
 
     start: Natural
@@ -211,14 +211,11 @@ class Offered(About, frozen=True, tag="Offered"):
     """A notice from source to destination: chunks in the ranges `ready` [first, stop) may be moved, so their regions
     will be used at once.
 
-    Resent for chunks whose lease ended before they were written. `pages`: on the direct route of a pull, new pages of
-    the source's tables; `first_pages` counts the pages sent before (empty: 0 each). `registration`: the newest
-    registration of the destination's arena that the source knows.
+    Resent for chunks whose lease ended before they were written. `registration`: the newest registration of the
+    destination's arena that the source knows.
     """
 
     ready: Ranges
-    pages: Tables = ()
-    first_pages: Annotated[tuple[Natural, ...], msgspec.Meta(max_length=MAX_COMPONENTS)] = ()
     stamp_us: Natural = 0
     registration: Natural = 0
 
@@ -247,16 +244,24 @@ class Chunk(About, frozen=True, tag="Chunk"):
 class Staged(About, frozen=True, tag="Staged"):
     """A notice from source to destination, in a pull: the chunk can be read, at `offset` of the source's arena or from
     its pages.
+
+    `pages`: on the direct route, new pages of the source's tables; `first_pages` counts the pages sent before (empty: 0
+    each).
     """
 
     chunk: Natural
     offset: Natural
     round: Natural = 0
     digest: int | None = None
+    pages: Tables = ()
+    first_pages: Annotated[tuple[Natural, ...], msgspec.Meta(max_length=MAX_COMPONENTS)] = ()
 
 
 class Taken(About, frozen=True, tag="Taken"):
-    """An acknowledgement from destination to source, in a pull: the chunk was read, and its staging memory is free."""
+    """An acknowledgement from destination to source, in a pull: the chunk was read, and its staging memory is free.
+
+    The read brings it, as a note behind its bytes, or Done instead.
+    """
 
     chunk: Natural
     round: Natural = 0

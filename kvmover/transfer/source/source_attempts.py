@@ -30,9 +30,6 @@ from kvmover.transfer.tombstones import SERVED
 #: Prefixes of a growing request whose content is remembered: a router asks for one of the latest.
 MAX_CONTENTS = 1024
 
-#: A stamp of the largest encoded size.
-MAX_STAMP_US = 1 << 62
-
 #: The cause of failure by event; other events are protocol violations of the peer.
 _CAUSES: dict[type[Event], Cause] = {
     Cancel: Cause.ABORTED,
@@ -103,7 +100,7 @@ class SendAttempt:
 
     def tables(self) -> tuple[bytes, ...]:
         """Returns this side's page tables so far, as far as the destination reads from pages; else ()."""
-        if not _is_read_from_pages(self.job.want):
+        if not self.state.is_read_from_pages:
             return ()
         return encoded([table[:most] for table, most in zip(self.job.source, self.job.lane.source_reads, strict=True)])
 
@@ -411,8 +408,8 @@ def attempt_for(core: Core, request: Request, peer: Peer, want: wire.Want) -> Se
         eager=None if direct else want.grant,
         quiet_since=now,
     )
-    if _is_read_from_pages(want):
-        _check_offer(want, lane)
+    if state.is_read_from_pages:
+        _check_staged(want, lane)
     return SendAttempt(state, Job(want, peer, lane, request.pages, target, mapped), tuple(range(chunks)))
 
 
@@ -430,12 +427,8 @@ def _most_tokens(core: Core, request: Request) -> int | None:
     return min(most, default=None)
 
 
-def _is_read_from_pages(want: wire.Want) -> bool:
-    return want.route is not Route.PACKED and want.verb is Verb.PULL
-
-
-def _check_offer(want: wire.Want, lane: Lane) -> None:
+def _check_staged(want: wire.Want, lane: Lane) -> None:
     """Raise ProtocolError if this side's page tables can't fit one message, for a destination that reads from pages."""
-    every = tuple((chunk, chunk + 1) for chunk in range(len(lane.chunks)))
-    tables = tuple(bytes(PAGE_ID_BYTES * most) for most in lane.source_reads)
-    wire.encode(wire.Offered(want.request, want.generation, every, tables, tuple(map(len, tables)), MAX_STAMP_US))
+    table_bytes = PAGE_ID_BYTES * sum(lane.source_reads)
+    if table_bytes > wire.MAX_TABLE_BYTES:
+        raise ProtocolError(f"page tables of {table_bytes} bytes are over the limit of {wire.MAX_TABLE_BYTES}")

@@ -125,7 +125,7 @@ class Sending(msgspec.Struct, frozen=True):
     offset; 0: grants carry no offset. `granted` chunks may be posted; `rounds` [chunk]: of its latest grant, if not the
     first. Chunks `in_flight` touch memory of this side; `staged` [chunk]: the offset where it waits to be read;
     `written` succeeded. `pages`: this side's tables so far, in a direct pull; the first `said_pages` of each were
-    offered. `term`: of the latest grant; in a direct push it covers all pages. `eager`: the grant sent with the Want,
+    sent. `term`: of the latest grant; in a direct push it covers all pages. `eager`: the grant sent with the Want,
     perhaps for a chunk that is not ready. `repeats`: offers resent since the last news, at `quiet_since`.
     """
 
@@ -159,6 +159,11 @@ class Sending(msgspec.Struct, frozen=True):
     def chunks(self) -> int:
         """The number of chunks."""
         return len(self.spans)
+
+    @property
+    def is_read_from_pages(self) -> bool:
+        """True if the destination reads chunks from this side's pages."""
+        return self.direct and self.verb is Verb.PULL
 
     def check(self) -> None:
         """Check the rules of DESIGN section 6, in O(chunks). Raises AssertionError."""
@@ -257,12 +262,11 @@ def _ended(state: Sending) -> bool:
 
 
 def _offer(state: Sending, chunks: tuple[int, ...]) -> Stepped:
-    """Offer chunks. A push from pool to pool needs no regions: its chunks are posted at once, each once."""
+    """Offer chunks. From pool to pool they need no regions: they are posted at once, each once."""
     if _ended(state) or not chunks:
         return state, []
-    if not state.direct or state.verb is Verb.PULL:
-        offer = wire.Offered(state.request, state.generation, _ranges(chunks), *_unsaid(state))
-        return replace(state, said_pages=lengths(state.pages)), [Say(offer)]
+    if not state.direct:
+        return state, [Say(wire.Offered(state.request, state.generation, _ranges(chunks)))]
     fresh = [chunk for chunk in chunks if chunk not in state.granted]
     return replace(state, granted=state.granted | fresh), [Post(chunk, 0, 0, state.term) for chunk in fresh]
 
@@ -275,7 +279,7 @@ def _eagerly(state: Sending, grant: wire.Grant, others: tuple[int, ...], now: fl
 
 
 def _unsaid(state: Sending) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
-    """Returns the part of this side's page tables that no offer has carried, and where it begins: each page id is sent
+    """Returns the part of this side's page tables that no Staged has carried, and where it begins: each page id is sent
     once unless a message is lost.
     """
     first = state.said_pages
@@ -302,10 +306,11 @@ def _asked(state: Sending, now: float) -> Stepped:
     if state.eager is not None and [*state.ready] == [*state.granted] == [state.eager.chunk]:
         state, actions = _eagerly(state, state.eager, (), now)
         return state, [*actions, *_aux(state)]
-    actions: list[Action] = [_whole_offer(state)]
     if state.direct and state.verb is Verb.PUSH:
         state, actions = _offer(state, tuple(state.ready))
-    return state, [*actions, *_aux(state)]
+        return state, [*actions, *_aux(state)]
+    again = _staged_again(state) if state.direct else []
+    return state, [_whole_offer(state), *again, *_aux(state)]
 
 
 def _aux(state: Sending) -> list[Action]:
@@ -313,8 +318,15 @@ def _aux(state: Sending) -> list[Action]:
 
 
 def _whole_offer(state: Sending) -> Say:
-    """Returns an offer of all ready chunks with all pages: earlier offers may be lost."""
-    return Say(wire.Offered(state.request, state.generation, _ranges(tuple(state.ready)), state.pages))
+    """Returns an offer of all ready chunks, of none if they are read from pages: earlier offers may be lost."""
+    ready = () if state.is_read_from_pages else _ranges(tuple(state.ready))
+    return Say(wire.Offered(state.request, state.generation, ready))
+
+
+def _staged_again(state: Sending) -> list[Action]:
+    """Returns Staged of all staged chunks, the first with all pages: earlier ones may be lost."""
+    whole, known = replace(state, said_pages=()), replace(state, said_pages=lengths(state.pages))
+    return [_place(known if number else whole, chunk) for number, chunk in enumerate(state.staged)]
 
 
 def _failed(state: Sending) -> list[Action]:
@@ -338,7 +350,7 @@ def _lapsed(state: Sending, chunk: int) -> Stepped:
     )
     if _ended(state):
         return _settle(state, [])
-    return state, [Say(wire.Offered(state.request, state.generation, _ranges((chunk,)), state.pages))]
+    return state, [Say(wire.Offered(state.request, state.generation, _ranges((chunk,))))]
 
 
 def _granted(state: Sending, granted: wire.Granted, now: float) -> Stepped:
@@ -410,13 +422,13 @@ def _staged(state: Sending, chunk: int, offset: int, digest: int | None) -> Step
     if digest is not None:
         state = replace(state, digests=state.digests.having(chunk, digest))
     state = replace(state, staged=state.staged.having(chunk, offset))
-    return state, [_place(state, chunk)]
+    return replace(state, said_pages=lengths(state.pages)), [_place(state, chunk)]
 
 
 def _place(state: Sending, chunk: int) -> Say:
-    round_ = state.rounds.get(chunk, 0)
-    digest = state.digests.get(chunk)
-    return Say(wire.Staged(state.request, state.generation, chunk, state.staged[chunk], round_, digest))
+    round_, digest = state.rounds.get(chunk, 0), state.digests.get(chunk)
+    place = state.staged[chunk], round_, digest, *_unsaid(state)
+    return Say(wire.Staged(state.request, state.generation, chunk, *place))
 
 
 def _taken(state: Sending, chunk: int, round_: int) -> Stepped:
@@ -509,4 +521,4 @@ def _again(state: Sending) -> Stepped:
     """
     if state.reason is not None:
         return state, [Say(wire.Abort(state.request, state.generation, state.reason))]
-    return state, [_whole_offer(state), *(_place(state, chunk) for chunk in state.staged)]
+    return state, [_whole_offer(state), *_staged_again(state)]

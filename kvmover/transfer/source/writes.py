@@ -19,12 +19,10 @@ from kvmover.transfer import nvtx_ranges as ranges
 from kvmover.transfer.core import Core
 from kvmover.transfer.memory.copier import Work
 from kvmover.transfer.memory.descriptors import (
-    Ends,
     InFlight,
     at_rest,
     between,
     descriptors,
-    join,
     logical,
     packing,
     part,
@@ -412,12 +410,8 @@ class Writes:
 
     def _direct(self, entry: Part, target: Sequence[npt.NDArray[np.int64]]) -> tuple[Descriptors, Descriptors]:
         """Returns local and remote descriptors of a chunk that goes from pool to pool."""
-        own, peer = self.core.card, entry.job.peer.card
-        tables: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
-        for component, box in entry.job.lane.direct_boxes(entry.chunk, entry.job.source, target):
-            tables.append(descriptors(box, Ends.of(own.allocations[component], peer.allocations[component])))
-        local, remote = zip(*tables, strict=True)
-        return join(own.arena, local), join(peer.arena, remote)
+        boxes = entry.job.lane.direct_boxes(entry.chunk, entry.job.source, target)
+        return descriptors(boxes, self.core.card, entry.job.peer.card)
 
     def _release(self, entry: Part) -> None:
         if entry.staged is not None:
