@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,7 @@ from mover_network import FaultyNetwork
 
 from kvmover.layout import Component, Fleet
 from kvmover.plan.cost import BY_WIRE, Route
-from kvmover.transfer.config import Integrity
+from kvmover.transfer.config import Integrity, MoverConfig
 from kvmover.transfer.meter import Count
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.wire import Verb
@@ -32,6 +33,40 @@ wires = pytest.mark.parametrize("route", sorted(BY_WIRE))
 def ended(transfer: Transfer) -> Result:
     assert transfer.result is not None
     return transfer.result
+
+
+@pytest.mark.parametrize(
+    ("route", "notes", "messages"),
+    [
+        (Route.DIRECT, 3, {wire.Want: 1, wire.Staged: 1, wire.Done: 1, wire.Kept: 1}),
+        (Route.PACKED, 4, {wire.Want: 1, wire.Staged: 1, wire.Taken: 1, wire.Done: 1, wire.Kept: 1}),
+    ],
+)
+def test_a_pull_of_one_chunk_takes_few_notes(
+    route: Route, notes: int, messages: dict[type, int], monkeypatch: pytest.MonkeyPatch
+):
+    """Done, or Taken of staging memory, comes with the read."""
+    config = MoverConfig(sandbox_bytes=0, arena_bytes=1 << 20, route=route, verb=Verb.PULL)
+    bench = Bench((Component.attention(2, 2, 16, "bfloat16"),), config, HandClock())
+    target, source = (bench.engine(name, Fleet(page_tokens=16)).movers[0] for name in ("decode", "prefill"))
+    target.connect(source.card)
+    bench.turn()
+    heard, decode = Counter[type](), wire.decode
+
+    def counted(payload: bytes) -> wire.AnyMessage:
+        message = decode(payload)
+        heard[type(message)] += 1
+        return message
+
+    monkeypatch.setattr(wire, "decode", counted)
+    said = list[int]()
+    for request in ("one", "two"):  # peers that meet for the first time ping each other
+        heard.clear()
+        sent = source.send(request, [[0, 1, 2, 3]])
+        bench.ended([sent, target.receive(request, "prefill", range(64), [[4, 5, 6, 7]])])
+        said.append(sum(mover.meter.counts[Count.NOTES] for mover in bench.movers))
+    assert heard == messages
+    assert said[1] - said[0] == notes
 
 
 @searched(few=10, many=30)
