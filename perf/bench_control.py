@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -69,7 +70,7 @@ class RawPair:
         every = np.arange(PLANES * PAGES)
         self._lists = self._prepared("", 0, every), self._prepared(self._peer, 1, every)
 
-    def _prepared(self, owner: str, side: int, runs: Ids) -> object:
+    def _prepared(self, owner: str, side: int, runs: Ids) -> Any:
         table = np.empty((runs.size, 3), np.uint64)
         table[:, 0] = self._memory[side].data_ptr() + runs * RUN_BYTES
         table[:, 1:] = RUN_BYTES, 0
@@ -88,7 +89,7 @@ class RawPair:
             prepared.release()
         self._finish(handle)
 
-    def _finish(self, handle: object) -> None:
+    def _finish(self, handle: Any) -> None:
         state = self._here.transfer(handle)
         while state == "PROC":
             state = self._here.check_xfer_state(handle)

@@ -290,7 +290,8 @@ def _nest(
     loops = sorted((Dim(tokens, token_bytes), Dim(heads, head_bytes)), key=lambda dim: dim.strides)
     run, *outer = coalesce([Dim(row_bytes, (1, 1)), *loops])
     once = Dim(1, (run.extent, run.extent))
-    return run, *outer, *[once] * (2 - len(outer))
+    inner, rest = [*outer, once, once][:2]
+    return run, inner, rest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -316,8 +317,8 @@ class Strided:
 def strided(b: Box) -> Strided:
     """Turn the box into strided descriptors: the loop next to the row becomes the stride, the others are enumerated."""
     run, inner, rest = nest(b)
-    starts = (_starts(side, rest.extent, stride) for side, stride in zip((b.src, b.dst), rest.strides, strict=True))
-    return Strided(*starts, run.extent, inner.extent, *inner.strides)
+    src, dst = (_starts(side, rest.extent, stride) for side, stride in zip((b.src, b.dst), rest.strides, strict=True))
+    return Strided(src, dst, run.extent, inner.extent, *inner.strides)
 
 
 def _starts(place: BoxSide, extent: int, stride: int) -> npt.NDArray[np.int64]:
