@@ -26,7 +26,7 @@ OLD_NIXL := .nixl/$(OLDEST_NIXL)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test prove mooncake simulate engines scan environments indexer live soak live-pair orchestrators lint types wheel perf wire gpu-check pictures site clean
+.PHONY: help setup demo test prove night mooncake simulate engines scan environments indexer live soak live-pair orchestrators lint types wheel perf wire gpu-check pictures site clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,8 +40,11 @@ demo: $(READY) $(MODEL:%=.venv/.%) ## move KV between fleets of different shape,
 test: setup ## run the tests, a few cases of each family
 	@$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
-prove: simulate mooncake ## run what make test leaves out: every case, more examples, 20,000 schedules
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "proof or searched"
+prove: setup mooncake ## run what make test leaves out: every case, more examples, 2,500 schedules
+	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "(proof or searched) and not night"
+
+night: setup mooncake ## run all of it at its full length, for hours: 20,000 schedules, storms of faults; keeps night.csv
+	@$(BIN)/python -m perf.night
 
 mooncake: $(READY) ## make .mooncake, so that tests, demo and live servers keep pages in a pool of memory too
 	@bash tests/store/mooncake.sh

@@ -18,13 +18,13 @@ settings.load_profile("shared-machine")
 find_mooncake()
 
 #: What pyproject.toml leaves out of a run that names no markers, and the target that runs it.
-TARGETS = {"proof": "make prove", "engine": "make engines"}
+TARGETS = {"proof": "make prove", "night": "make night", "engine": "make engines"}
 _LEFT_OUT = pytest.StashKey[dict[str, int]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_LEFT_OUT] = {}
-    proofs.proving = "not proof" not in config.option.markexpr
+    proofs.effort = proofs.Effort.of(config.option.markexpr)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:

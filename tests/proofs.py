@@ -1,8 +1,11 @@
-"""Families of cases and searches: a plain run takes a few cases that reach everything once, `make prove` all others."""
+"""Families of cases and searches: a plain run takes a few cases that reach everything once, `make prove` the others,
+and `make night` the whole of what takes too long for every commit.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from enum import IntEnum
 from typing import Any, TypeVar
 
 import pytest
@@ -10,20 +13,44 @@ from hypothesis import settings
 
 Case = TypeVar("Case")
 
-#: Whether this run selects proofs: conftest.py says so before any test is imported.
-proving = False
+
+class Effort(IntEnum):
+    """Runs by how much they try: `make test`, `make prove`, `make night`."""
+
+    PLAIN = 0
+    PROVE = 1
+    NIGHT = 2
+
+    @classmethod
+    def of(cls, selection: str) -> Effort:
+        """Returns the effort of a run with these markers, the value of `-m`."""
+        if "not proof" in selection:
+            return cls.PLAIN
+        return cls.PROVE if "not night" in selection else cls.NIGHT
 
 
-def family(cases: Iterable[Any], few: Iterable[Any]) -> list[Any]:
+#: The effort of this run: conftest.py sets it before any test is imported.
+effort = Effort.PLAIN
+
+
+def tries(plain: int, prove: int, night: int) -> int:
+    """Returns how many examples this run tries."""
+    return (plain, prove, night)[effort]
+
+
+def family(cases: Iterable[Any], few: Iterable[Any], proved: Iterable[Any] | None = None) -> list[Any]:
     """`cases` as parameters of a test, each marked as a proof but those that are among the `few`.
 
-    A tuple has the values of several parameters.
+    A tuple has the values of several parameters. `proved`: the cases of `make prove`, where the others are left to
+    `make night`.
     """
     cases, few = list(cases), list(few)
+    proved = cases if proved is None else list(proved)
     assert few
-    assert all(case in cases for case in few), "one of the few is no case"
+    assert all(case in cases for case in [*few, *proved]), "one of the few is no case"
     values = [case if isinstance(case, tuple) else (case,) for case in cases]
-    marks = [() if case in few else pytest.mark.proof for case in cases]
+    left_out = [pytest.mark.proof if case in proved else (pytest.mark.proof, pytest.mark.night) for case in cases]
+    marks = [() if case in few else mark for case, mark in zip(cases, left_out, strict=True)]
     return [pytest.param(*each, marks=mark) for each, mark in zip(values, marks, strict=True)]
 
 
@@ -38,6 +65,7 @@ def covering(cases: Sequence[Case], traits: Callable[[Case], set[Hashable]]) -> 
     return [case for number, case in enumerate(cases) if number in chosen]
 
 
-def searched(few: int, many: int, **options: Any) -> Callable[[Any], Any]:
-    """Hypothesis tries a `few` examples in a plain run and `many` in `make prove`."""
-    return lambda test: pytest.mark.searched(settings(max_examples=many if proving else few, **options)(test))
+def searched(few: int, many: int, night: int = 0, **options: Any) -> Callable[[Any], Any]:
+    """Hypothesis tries a `few` examples in a plain run, `many` in `make prove`, `night`, if given, in `make night`."""
+    examples = tries(few, many, night or many)
+    return lambda test: pytest.mark.searched(settings(max_examples=examples, **options)(test))

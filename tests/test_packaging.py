@@ -26,6 +26,7 @@ TARGETS = [
     "demo",
     "test",
     "prove",
+    "night",
     "mooncake",
     "simulate",
     "engines",

@@ -1,7 +1,7 @@
 """Running requests that move over bad wires, between engines that die, are cut off or give up: one of the two has each
 request in the end, whole, and never both.
 
-`KVMOVER_SCHEDULES=20000 python -m pytest -n 2 tests/sim -k invariant` runs a twentieth of that.
+`make simulate` and `make night` run 285 of each profile.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from msgspec.structs import replace
 
 from kvmover.migrate import arrival, arriving_rank, departing_rank, departure
 from kvmover.migrate.arrival import ArrivalPhase
-from tests.proofs import family
+from tests.proofs import family, tries
 from tests.sim.migrations.world import PROFILES, MigrationBroken, simulate
 
 #: Of each profile.
-SCHEDULES = max(15, int(os.environ.get("KVMOVER_SCHEDULES", "1000")) // 70)
+SCHEDULES = max(15, int(os.environ.get("KVMOVER_SCHEDULES", tries(plain=1000, prove=2500, night=20_000))) // 70)
 
 #: A mutation that survives so many schedules of each profile is not caught.
 MUTANT_SCHEDULES = 100
@@ -36,6 +36,7 @@ def quiet() -> Iterable[None]:
     logging.disable(logging.NOTSET)
 
 
+@pytest.mark.searched
 @pytest.mark.timeout(600)
 def test_every_invariant_of_a_hand_over_holds_in_every_schedule():
     assert not REACHED - _all(SCHEDULES).keys()

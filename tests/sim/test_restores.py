@@ -1,7 +1,7 @@
 """Restores of several ranks under seeded schedules of bad disks, little room and impatience: nothing is corrupted or
 blamed wrongly, nothing hangs, nothing is left.
 
-`KVMOVER_SCHEDULES=20000 python -m pytest -n 2 tests/sim -k invariant` runs a tenth of that.
+`make simulate` and `make night` run 400 of each profile.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from collections import Counter
 
 import pytest
 
+from tests.proofs import tries
 from tests.sim.restores.mutations import MUTATIONS, Mutation
 from tests.sim.restores.scenario import PROFILES
 from tests.sim.restores.world import Broken, simulate
 
 #: Of each profile.
-SCHEDULES = max(10, int(os.environ.get("KVMOVER_SCHEDULES", "1000")) // 50)
+SCHEDULES = max(10, int(os.environ.get("KVMOVER_SCHEDULES", tries(plain=1000, prove=2500, night=20_000))) // 50)
 
 #: A mutation that survives so many schedules is not caught.
 MUTANT_SCHEDULES = 200
@@ -31,6 +32,7 @@ REACHED = {
 }
 
 
+@pytest.mark.searched
 @pytest.mark.timeout(600)
 def test_every_invariant_holds_after_every_round_of_a_schedule():
     seen = Counter[str]()

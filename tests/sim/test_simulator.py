@@ -1,6 +1,6 @@
 """Whole movers under seeded schedules of requests and faults: nothing is corrupted, nothing hangs, nothing is left.
 
-`KVMOVER_SCHEDULES=20000 python -m pytest -n 2 tests/sim -k invariant` runs that many.
+`make simulate` runs 20,000 of them alone, `make night` as many beside its other tests.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from tests.proofs import family
+from tests.proofs import family, tries
 from tests.sim.mutations import MUTATIONS, Mutation
 from tests.sim.world import Broken, World, simulate
 
@@ -39,7 +39,7 @@ SHARES = {
 }
 
 #: Schedules, in tests of at most so many each, which several workers can share.
-SCHEDULES = int(os.environ.get("KVMOVER_SCHEDULES", "500"))
+SCHEDULES = int(os.environ.get("KVMOVER_SCHEDULES", tries(plain=500, prove=2500, night=20_000)))
 BLOCK = 500
 BLOCKS = [
     (profile, range(first, min(first + BLOCK, SCHEDULES * share // 16)))
@@ -138,6 +138,7 @@ def silent():
     logging.disable(logging.NOTSET)
 
 
+@pytest.mark.searched
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("profile", "seeds"), BLOCKS, ids=[f"{p}-{seeds.start}" for p, seeds in BLOCKS])
 def test_every_invariant_holds_after_every_step_of_a_schedule(profile: str, seeds: range):
