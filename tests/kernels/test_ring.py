@@ -25,6 +25,7 @@ from kvmover.kernels.copy_engine import CopyEngine
 from kvmover.kernels.experimental import RING, Ring
 from kvmover.kernels.region import Region, RegionError, Side, merged
 from perf.machine_code import CUOBJDUMP, MachineCode, read
+from tests.proofs import family
 
 #: Shared memory of an SM on sm_90 and sm_100. A block takes 1 KiB of it for the system, which its size includes.
 SHARED_BYTES = 228 << 10
@@ -35,13 +36,17 @@ def test_the_table_moves_every_byte_once(move: Move, how: Locate) -> None:
     run([move], partial(emulate, how=how))
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 7])
+@pytest.mark.parametrize("blocks", family([1, 2, 7], few=[2]))
 def test_regions_of_different_runs_share_a_launch(blocks: int, how: Locate) -> None:
     several = [move for moves in TOGETHER.values() for move in moves if move in ALIGNED]
     run(several, partial(emulate, how=how, blocks=blocks))
 
 
-@pytest.mark.parametrize("shape", [Ring(2, 128, 1), Ring(4, 4096, 2), RING], ids=lambda shape: f"{shape.stage_bytes}B")
+@pytest.mark.parametrize(
+    "shape",
+    family([Ring(2, 128, 1), Ring(4, 4096, 2), RING], few=[Ring(4, 4096, 2)]),
+    ids=lambda shape: f"{shape.stage_bytes}B",
+)
 def test_any_ring_moves_the_same_bytes(shape: Ring) -> None:
     run(ALIGNED[::3], partial(emulate, how=locate, shape=shape))
 

@@ -24,7 +24,7 @@ from tests.plan.lowering_scenes import (
     scene_of,
     scenes,
 )
-from tests.proofs import searched
+from tests.proofs import searched, tries
 
 
 @searched(few=60, many=200)
@@ -44,11 +44,14 @@ def small_plan() -> Plan:
     return Plan(Component("rows", 2, 2, 2, 3, "int8"), Fleet(tp=2, page_tokens=2), Fleet(page_tokens=3), 1, 7)
 
 
+@pytest.mark.searched
 @pytest.mark.parametrize("order", DIM_LAST, ids=lambda order: order.replace(" ", "-"))
 def test_a_pool_in_this_order_sends_to_and_receives_from_pools_in_all_orders(order: str) -> None:
+    """A plain run takes each eighth of the orders, from another one on for each."""
+    step = tries(plain=8, prove=1, night=1)
     plan = small_plan()
     _, leg = plan.legs()
-    for number, other in enumerate(DIM_LAST):
+    for number, other in [*enumerate(DIM_LAST)][DIM_LAST.index(order) % step :: step]:
         scene = scene_of(plan, leg, (order, other), ((), ()), number)
         landed = scene.dst.poisoned()
         move_runs(coalesced_runs(scene.boxes()), scene.src.memory, landed)

@@ -16,7 +16,6 @@ from kvmover.layout import Fleet
 from kvmover.store import Got, PageStore, Policy, Put
 
 PAGES = 40
-ROUNDS = 100
 POLICY = Policy(quota_bytes=30 * 16384, segment_bytes=5 * 16384)
 
 
@@ -33,7 +32,7 @@ def until_told() -> Iterator[int]:
         turn += 1
 
 
-def main(role: str, root: Path, seed: int) -> None:
+def main(role: str, root: Path, seed: int, rounds: int) -> None:
     chance = random.Random(seed)
     pages = pages_of(PAGES)
     counts: dict[str, Any] = dict.fromkeys((*Put, *Got, "deleted"), 0)
@@ -43,7 +42,7 @@ def main(role: str, root: Path, seed: int) -> None:
         ranks = [Rank.of(store, GQA, fleet, rank, 12) for rank in range(fleet.size)]
         say("ready")
         sys.stdin.readline()
-        for turn in range(ROUNDS) if role == "writer" else until_told():
+        for turn in range(rounds) if role == "writer" else until_told():
             some = chance.sample(pages, 12)
             if role == "cleaner":
                 counts["deleted"] += store.evict(chance.randrange(5 * 16384)) if turn % 50 else store.clear()
@@ -61,4 +60,4 @@ def main(role: str, root: Path, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

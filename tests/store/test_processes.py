@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import race_peer
 from store_rank import GQA, PAGE, SPACE, Rank, pages_of
 
 from kvmover.store import Got, PagePart, PageStore
+from tests.proofs import tries
 from tests.store.segments import segments_of
 
 TOP = Path(__file__).parent.parent.parent
@@ -22,13 +24,15 @@ ANSWERS = {"read", "absent", "evicted"}
 CLEARED = {"data file is missing", "cleared meanwhile"}
 
 
+@pytest.mark.searched
 def test_writers_readers_and_cleaners_race_without_a_wrong_byte(tmp_path: Path) -> None:
     """The peers compare every byte they read; two writers of TP2 ranks write the same pages at once."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TOP), str(Path(__file__).parent)])}
     roles = [("writer", 0), ("writer", 1), ("reader", 2), ("reader", 3), ("cleaner", 4)]
+    rounds = tries(plain=30, prove=100, night=100)
     peers = [
         subprocess.Popen(
-            [sys.executable, race_peer.__file__, role, str(tmp_path), str(seed)],
+            [sys.executable, race_peer.__file__, role, str(tmp_path), str(seed), str(rounds)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

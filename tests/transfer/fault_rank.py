@@ -6,7 +6,6 @@ import ctypes
 import faulthandler
 import gc
 import hashlib
-import multiprocessing
 import os
 import signal
 import threading
@@ -30,6 +29,7 @@ from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import Transfer
 from kvmover.transport import NixlTransport
 from perf.network_cable import enter
+from tests.peer_processes import start_peer
 from tests.transfer.fault_pages import Shelf, Tables
 
 COMPONENTS = (Component("attention", 4, 2, 4, 64, "bfloat16"), Component("keys", 4, 1, 1, 24, "uint8"))
@@ -332,12 +332,7 @@ class RankProcess:
         self.seat = seat
         self.endings: list[Ending] = []
         self.stopped = False
-        context = multiprocessing.get_context("forkserver")  # which imports torch once, and never touches NIXL
-        context.set_forkserver_preload(["torch", "kvmover.transfer.mover", "kvmover.transport"])
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, seat), daemon=True)
-        self._process.start()
-        theirs.close()
+        self._process, self._pipe = start_peer(_serve, seat)
 
     @property
     def alive(self) -> bool:

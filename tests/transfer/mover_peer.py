@@ -1,10 +1,9 @@
-"""A mover in a process of its own, as tests drive it: started by spawn, told what to do over a pipe."""
+"""A mover in a process of its own, as tests drive it: told what to do over a pipe."""
 
 from __future__ import annotations
 
 import gc
 import hashlib
-import multiprocessing
 import os
 import signal
 import time
@@ -31,6 +30,7 @@ from kvmover.transfer.protocol.auth import Key, Keys
 from kvmover.transfer.protocol.handshake import Model, Place
 from kvmover.transfer.result import Transfer
 from kvmover.transport import NixlTransport
+from tests.peer_processes import start_peer
 
 COMPONENTS = (Component("attention", 2, 2, 2, 64, "bfloat16"), Component("keys", 2, 1, 1, 24, "uint8"))
 PAGES = 64
@@ -221,11 +221,7 @@ class MoverProcess:
     """`ask(verb, *arguments)` calls a method of `Side` in the other process and returns what it returned."""
 
     def __init__(self, *arguments: object) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, arguments), daemon=True)
-        self._process.start()
-        theirs.close()
+        self._process, self._pipe = start_peer(_serve, arguments)
 
     def ask(self, verb: str, *arguments: object) -> Any:
         self._pipe.send((verb, arguments))

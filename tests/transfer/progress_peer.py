@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from mover_peer import MoverProcess, Side
 from kvmover.transfer.meter import Count
 from kvmover.transfer.threads.progress import Progress
 from kvmover.transfer.threads.wrappers import AsyncMover, SharedMover
+from tests.peer_processes import start_peer
 
 WITHIN_S = 20.0
 
@@ -68,11 +68,7 @@ class ThreadedProcess(MoverProcess):
     """Serves one call after the other, and leaves without closing anything."""
 
     def __init__(self, *arguments: object) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, arguments), daemon=True)
-        self._process.start()
-        theirs.close()
+        self._process, self._pipe = start_peer(_serve, arguments)
 
     def tell(self, verb: str, *arguments: object) -> None:
         """As `ask`, for an answer that is fetched later."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -28,7 +29,8 @@ from kvmover.transport.base import Memory, MemoryKind
 CPU = torch.device("cpu")
 POISON = 0xA5
 
-#: Another process: two pools in one allocation of 4 pages, 100 bytes apart from its start, and what it exports of them.
+#: Another process. At a line "anew": two pools in one allocation of 4 pages, 100 bytes apart from its start, and what
+#: it exports of them.
 OWNER = """
 import sys
 import torch
@@ -40,14 +42,16 @@ from kvmover.transport.base import Memory, MemoryKind
 import msgspec
 fake = FakeCuda(sys.argv[1])
 cuda_driver.library = lambda: fake
-whole = fake.memory(16384)
-whole.fill_(7)
-at = [whole.data_ptr() + 100, whole.data_ptr() + 8292]
-memories = [Memory(MemoryKind.DEVICE, address, 4096) for address in at]
-said = exports([[memory] for memory in memories], torch.device("cpu"))
-print(msgspec.json.encode([said, HostProcess.own(), memories]).decode(), flush=True)
 for line in sys.stdin:
-    print(whole.sum(dtype=torch.int64).item(), flush=True)
+    if line != "anew\\n":
+        print(whole.sum(dtype=torch.int64).item(), flush=True)
+        continue
+    whole = fake.memory(16384)
+    whole.fill_(7)
+    at = [whole.data_ptr() + 100, whole.data_ptr() + 8292]
+    memories = [Memory(MemoryKind.DEVICE, address, 4096) for address in at]
+    said = exports([[memory] for memory in memories], torch.device("cpu"))
+    print(msgspec.json.encode([said, HostProcess.own(), memories]).decode(), flush=True)
 """
 
 
@@ -58,14 +62,29 @@ def fake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fak
     return driver
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _ended() -> Iterator[None]:
+    yield
+    for process in Owner.processes.values():
+        process.kill()
+        process.communicate()
+    Owner.processes.clear()
+
+
 class Owner:
-    """The other process, and a peer as its card would describe it."""
+    """Memory of the other process, one of each kind for all tests, and a peer as its card would describe it."""
+
+    processes: ClassVar[dict[str, subprocess.Popen[str]]] = {}
 
     def __init__(self, kind: str) -> None:
-        command = [sys.executable, "-c", OWNER, kind]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self._process: subprocess.Popen[str] = subprocess.Popen(command, cwd=Path(__file__).parent, **pipes)
-        said = msgspec.json.decode(self.line(), type=tuple[tuple[tuple[Export, ...], ...], HostProcess, list[Memory]])
+        if kind not in self.processes:
+            command = [sys.executable, "-c", OWNER, kind]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            self.processes[kind] = subprocess.Popen(command, cwd=Path(__file__).parent, **pipes)
+        self._process = self.processes[kind]
+        said = msgspec.json.decode(
+            self._answer("anew"), type=tuple[tuple[tuple[Export, ...], ...], HostProcess, list[Memory]]
+        )
         self.exports, self.process, memories = said
         card = SimpleNamespace(
             exports=self.exports,
@@ -76,22 +95,14 @@ class Owner:
         )
         self.peer: Any = SimpleNamespace(name="owner", card=card)
 
-    def line(self) -> str:
+    def _answer(self, line: str) -> str:
+        assert self._process.stdin is not None
         assert self._process.stdout is not None
+        print(line, file=self._process.stdin, flush=True)
         return self._process.stdout.readline()
 
     def total(self) -> int:
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        return int(self.line())
-
-    def __enter__(self) -> Owner:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
+        return int(self._answer("sum"))
 
 
 def of_gpus(ours: bool = True) -> Mappings:
@@ -100,37 +111,37 @@ def of_gpus(ours: bool = True) -> Mappings:
 
 @pytest.mark.parametrize("kind", ["plain", "fabric"])
 def test_what_is_written_into_a_mapped_pool_is_in_its_owners_and_nowhere_else(kind: str, fake: FakeCuda):
-    with Owner(kind) as owner:
-        mappings = of_gpus()
-        pools = mappings.pools(owner.peer, MapMode.WRITE)
-        assert pools is not None
-        assert [[len(tensor) for tensor in pool.tensors] for pool in pools] == [[4096], [4096]]
-        assert all(bool((tensor == 7).all()) for pool in pools for tensor in pool.tensors)
-        pools[1].tensors[0].fill_(9)
-        assert owner.total() == 7 * (16384 - 4096) + 9 * 4096
-        assert bool((pools[0].tensors[0] == 7).all())
-        opened = {"plain": "cuIpcOpenMemHandle_v2", "fabric": "cuMemImportFromShareableHandle"}[kind]
-        assert fake.calls.count(opened) == 1, "both pools lie in one allocation"
+    owner = Owner(kind)
+    mappings = of_gpus()
+    pools = mappings.pools(owner.peer, MapMode.WRITE)
+    assert pools is not None
+    assert [[len(tensor) for tensor in pool.tensors] for pool in pools] == [[4096], [4096]]
+    assert all(bool((tensor == 7).all()) for pool in pools for tensor in pool.tensors)
+    pools[1].tensors[0].fill_(9)
+    assert owner.total() == 7 * (16384 - 4096) + 9 * 4096
+    assert bool((pools[0].tensors[0] == 7).all())
+    opened = {"plain": "cuIpcOpenMemHandle_v2", "fabric": "cuMemImportFromShareableHandle"}[kind]
+    assert fake.calls.count(opened) == 1, "both pools lie in one allocation"
 
 
 @pytest.mark.parametrize("kind", ["plain", "fabric"])
 def test_a_mapping_is_undone_once_when_the_last_that_uses_it_is_gone(kind: str, fake: FakeCuda):
-    with Owner(kind) as owner:
-        mappings = of_gpus()
-        assert mappings.pools(owner.peer, MapMode.WRITE) is not None
-        assert mappings.pools(owner.peer, MapMode.READ) is not None
-        pools = mappings.pools(owner.peer, MapMode.READ)
-        assert pools is not None
-        part, before = pools[0].tensors[0], list(fake.calls)
-        mappings.forget("owner")
-        del pools
-        gc.collect()
-        assert fake.calls == before, "a copy under way keeps what it needs"
-        assert bool((part == 7).all())
-        del part
-        gc.collect()
-        closed = {"plain": ["cuIpcCloseMemHandle"], "fabric": ["cuMemUnmap", "cuMemAddressFree", "cuMemRelease"]}
-        assert fake.calls[len(before) :] == closed[kind]
+    owner = Owner(kind)
+    mappings = of_gpus()
+    assert mappings.pools(owner.peer, MapMode.WRITE) is not None
+    assert mappings.pools(owner.peer, MapMode.READ) is not None
+    pools = mappings.pools(owner.peer, MapMode.READ)
+    assert pools is not None
+    part, before = pools[0].tensors[0], list(fake.calls)
+    mappings.forget("owner")
+    del pools
+    gc.collect()
+    assert fake.calls == before, "a copy under way keeps what it needs"
+    assert bool((part == 7).all())
+    del part
+    gc.collect()
+    closed = {"plain": ["cuIpcCloseMemHandle"], "fabric": ["cuMemUnmap", "cuMemAddressFree", "cuMemRelease"]}
+    assert fake.calls[len(before) :] == closed[kind]
 
 
 STEPS = ["cuMemImportFromShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"]
@@ -140,8 +151,8 @@ BACK = ["cuMemUnmap", "cuMemAddressFree", "cuMemRelease"]
 @pytest.mark.parametrize("step", range(4))
 def test_what_cannot_be_mapped_is_not_and_leaves_nothing_behind(step: int, fake: FakeCuda):
     fake.fails = STEPS[step]
-    with Owner("fabric") as owner:
-        assert of_gpus().pools(owner.peer, MapMode.WRITE) is None
+    owner = Owner("fabric")
+    assert of_gpus().pools(owner.peer, MapMode.WRITE) is None
     assert fake.calls == [*STEPS[: step + 1], *BACK[len(BACK) - step :]]
 
 
@@ -163,29 +174,29 @@ def test_a_handle_says_where_in_its_allocation_a_pool_lies(fake: FakeCuda):
 
 
 def test_a_pool_that_reaches_over_its_allocation_is_not_mapped(fake: FakeCuda):
-    with Owner("plain") as owner:
-        assert owner.exports[0][0].nbytes == 16384
-        last = replace(owner.exports[0][0], offset=16384 - 4095)
-        owner.peer.card.exports = (owner.exports[0], (last,))
-        assert of_gpus().pools(owner.peer, MapMode.READ) is None
+    owner = Owner("plain")
+    assert owner.exports[0][0].nbytes == 16384
+    last = replace(owner.exports[0][0], offset=16384 - 4095)
+    owner.peer.card.exports = (owner.exports[0], (last,))
+    assert of_gpus().pools(owner.peer, MapMode.READ) is None
 
 
 @pytest.mark.parametrize(("kind", "pulled"), [("plain", False), ("fabric", True)])
 def test_a_process_of_another_host_is_read_over_the_fabric_alone_and_never_let_write(
     kind: str, pulled: bool, fake: FakeCuda
 ):
-    with Owner(kind) as owner:
-        assert of_gpus().reach(owner.peer, Verb.PUSH), "on one host"
-        owner.peer.card.machine = "elsewhere"
-        mappings = of_gpus()
-        assert mappings.reach(owner.peer, Verb.PULL) is pulled
-        assert not mappings.reach(owner.peer, Verb.PUSH), "nobody would hear of its end"
-        assert not of_gpus(ours=False).reach(owner.peer, Verb.PUSH)
+    owner = Owner(kind)
+    assert of_gpus().reach(owner.peer, Verb.PUSH), "on one host"
+    owner.peer.card.machine = "elsewhere"
+    mappings = of_gpus()
+    assert mappings.reach(owner.peer, Verb.PULL) is pulled
+    assert not mappings.reach(owner.peer, Verb.PUSH), "nobody would hear of its end"
+    assert not of_gpus(ours=False).reach(owner.peer, Verb.PUSH)
 
 
 def test_memory_of_the_other_kind_is_not_mapped(fake: FakeCuda):
-    with Owner("plain") as owner:
-        assert Mappings(True, CPU, MemoryKind.HOST).pools(owner.peer, MapMode.READ) is None
+    owner = Owner("plain")
+    assert Mappings(True, CPU, MemoryKind.HOST).pools(owner.peer, MapMode.READ) is None
     assert not fake.calls
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from kvmover.errors import KvmoverError
 from kvmover.transport import Descriptors, Event, Memory, MemoryKind, NixlTransport, Note, nixl_release
+from tests.peer_processes import start_peer
 
 POISON = 0xEE
 PAUSE_S = 100e-6
@@ -26,11 +27,7 @@ class PeerProcess:
     """
 
     def __init__(self, hint: str, nbytes: int, wheels: tuple[str, ...] = ()) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, hint, nbytes, wheels), daemon=True)
-        self._process.start()
-        theirs.close()
+        self._process, self._pipe = start_peer(_serve, hint, nbytes, wheels)
         self.name, self.metadata, self.address = self._receive(30)
 
     def ask(self, command: str, *arguments: object) -> Any:

@@ -44,6 +44,7 @@ from kvmover.cache.prefix import (
     WriteThrough,
 )
 from kvmover.cache.prefix.hashes import chain
+from tests.proofs import tries
 
 PAGES = 40
 #: `KVMOVER_HISTORIES=50` runs fifty times as many.
@@ -439,12 +440,13 @@ def _short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvmover.cache.prefix.match.SHORTEST_RUN", 2)
 
 
+@pytest.mark.searched
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_short_history(kind: str) -> None:
     run_state_machine_as_test(
         machine(kind),
         settings=settings(
-            max_examples=KINDS[kind][0] * MORE,
+            max_examples=KINDS[kind][0] * tries(plain=1, prove=2, night=2) * MORE // 2,
             stateful_step_count=30,
             deadline=None,
             suppress_health_check=list(HealthCheck),
@@ -452,7 +454,8 @@ def test_any_short_history(kind: str) -> None:
     )
 
 
-@pytest.mark.parametrize("seed", range(2 * MORE))
+@pytest.mark.searched
+@pytest.mark.parametrize("seed", range(tries(plain=1, prove=2, night=2) * MORE))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_long_history(kind: str, seed: int) -> None:
     """The same rules by dice: hypothesis tries what is odd, this comes to trees that are full and busy."""

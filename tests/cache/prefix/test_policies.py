@@ -22,6 +22,7 @@ from kvmover.cache.prefix import (
 )
 from kvmover.cache.prefix.eviction_policy import Ranked
 from kvmover.cache.prefix.node import Node
+from tests.proofs import tries
 
 
 def engine(policy: EvictionPolicy, **more) -> Engine:
@@ -212,10 +213,12 @@ def test_a_ranked_order_is_sorted_whatever_is_used_or_taken_out(steps) -> None:
     assert ranks == sorted(ranks)
 
 
+@pytest.mark.searched
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=lambda policy: policy.name)
 def test_evicting_one_of_many_leaves_looks_at_few(policy: EvictionPolicy) -> None:
-    mine = Engine(PrefixTree(1, policy=policy), 20_001)
-    for token in range(20_000):
+    leaves = tries(plain=2000, prove=20_000, night=20_000)
+    mine = Engine(PrefixTree(1, policy=policy), leaves + 1)
+    for token in range(leaves):
         mine.insert([token])
     looked = 0
     seen = mine.tree._forest.device.order
@@ -230,7 +233,7 @@ def test_evicting_one_of_many_leaves_looks_at_few(policy: EvictionPolicy) -> Non
         seen._rank = counted
     assert mine.evict(1) == [0]
     assert looked <= 4
-    for token in range(1, 20_000):
+    for token in range(1, leaves):
         mine.tree.match([token])
     looked = 0
     assert mine.evict(1) == [1], "the first of those that were all used meanwhile"

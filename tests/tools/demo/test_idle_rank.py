@@ -23,6 +23,7 @@ from kvmover.tools.demo.scenarios import choose
 SILENCE_S = 1.0
 
 
+@pytest.mark.proof
 @pytest.mark.timeout(120)
 def test_an_engine_that_waits_for_its_turn_is_not_taken_for_dead(tmp_path: Path):
     (scenario,) = choose(("rolling",))

@@ -56,6 +56,7 @@ def test_an_answer_is_the_same_wherever_it_is_cut(stage: Migrations):
     stage.close()
 
 
+@pytest.mark.proof
 @pytest.mark.timeout(200)
 def test_an_answer_whose_source_is_killed_in_its_last_round_keeps_what_had_landed(stage: Migrations):
     """The rows of the rounds before landed, and are compared with the source's; those of the last one come anew."""
