@@ -8,6 +8,7 @@ pool.
 A contender has five hooks: prepare (not in the time, but reported), post, wait, verify, close. `bulk` is one contiguous
 read of as many bytes; `NIXL paged` has its descriptors and handles made beforehand and only posts them. kvmover is
 timed from asking to landed: the request is planned, descriptors are made, and both sides talk, in that time.
+`of_paged_prepared` counts the preparation of both: the descriptors and handles of raw NIXL, and kvmover's offer.
 
 `python -m perf.bench_collectivex [--rounds 9] [--device cpu] [mla-64 ...]`, all cases by default.
 """
@@ -136,8 +137,9 @@ class Rank:
     def meet(self, metadata: bytes) -> str:
         return self.raw.nixl.add_remote_agent(metadata).decode()
 
-    def prepare(self, name: str, verb: str, peer: str, theirs: Memory, shape: Shape) -> None:
-        """A handle with all descriptors of the case, or one for as many contiguous bytes."""
+    def prepare(self, name: str, verb: str, peer: str, theirs: Memory, shape: Shape) -> float:
+        """Make a handle with all descriptors of the case, or one for as many contiguous bytes. Returns the seconds."""
+        began = time.perf_counter()
         other = ENGINES[self.engine == ENGINES[0]]
         lists = [
             self.raw.nixl.prep_xfer_dlist(owner, self._runs(memory, engine, shape), memory.kind.value)
@@ -145,6 +147,7 @@ class Rank:
         ]
         every = np.arange(1 if shape is Shape.RUN else self.case.planes * self.case.pages, dtype=np.int32)
         self.handles[name] = self.raw.nixl.make_prepped_xfer(verb, lists[0], every, lists[1], every, b"")
+        return time.perf_counter() - began
 
     def _runs(self, memory: Memory, engine: str, shape: Shape) -> npt.NDArray[np.uint64]:
         offsets = np.zeros(1, np.int64) if shape is Shape.RUN else self.case.offsets(engine)
@@ -164,8 +167,10 @@ class Rank:
         assert state == "DONE", state
         return time.perf_counter() - began
 
-    def send(self, request: str) -> None:
-        self.sent = self.mover.send(request, [self.case.table("prefill")])
+    def send(self, request: str) -> float:
+        pages, began = [self.case.table("prefill")], time.perf_counter()
+        self.sent = self.mover.send(request, pages)
+        return time.perf_counter() - began
 
     def sent_well(self) -> str:
         self.mover.wait([self.sent])
@@ -242,11 +247,11 @@ def paired(case: Case, device: str) -> Iterator[Pair]:
 
 
 class Contender(Protocol):
-    """`post` begins and `wait` ends what is timed, and says in seconds how long it took."""
+    """`post` begins and `wait` ends the time that `wait` returns, in seconds; `prepare` returns its own."""
 
     pair: Pair
 
-    def prepare(self) -> None: ...
+    def prepare(self) -> float: ...
     def post(self) -> None: ...
     def wait(self) -> float: ...
     def verify(self) -> None: ...
@@ -263,12 +268,11 @@ class Raw:
     name: str = field(init=False)
     took_s: float = 0.0
 
-    def prepare(self) -> None:
+    def prepare(self) -> float:
         self.name, pair = f"{self.verb} {self.shape}", self.pair
         if self.verb == "READ":
-            pair.here.prepare(self.name, "READ", pair.peer, pair.theirs, self.shape)
-        else:
-            pair.ask("prepare", self.name, "WRITE", pair.us, pair.here.memory, self.shape)
+            return pair.here.prepare(self.name, "READ", pair.peer, pair.theirs, self.shape)
+        return pair.ask("prepare", self.name, "WRITE", pair.us, pair.here.memory, self.shape)
 
     def post(self) -> None:
         self.took_s = self.pair.here.run(self.name) if self.verb == "READ" else self.pair.ask("run", self.name)
@@ -297,11 +301,11 @@ class Moved:
     _request: str = ""
     _transfer: Any = None
 
-    def prepare(self) -> None:
+    def prepare(self) -> float:
         mover = self.pair.here.mover
         mover.configure(replace(mover.config, verb=self.verb, route=self.route))
         self._request = f"{time.monotonic_ns()}"
-        self.pair.ask("send", self._request)
+        return self.pair.ask("send", self._request)
 
     def post(self) -> None:
         case = self.pair.case
@@ -344,6 +348,10 @@ class Samples:
     prepared: list[float] = field(default_factory=list[float])
     routes: set[str] = field(default_factory=set[str])
 
+    def whole(self) -> list[float]:
+        """Seconds with preparation."""
+        return [took + prepared for took, prepared in zip(self.seconds, self.prepared, strict=True)]
+
 
 def measure(case: Case, rounds: int, device: str) -> dict[str, Samples]:
     """In turns; the first round warms up and is verified, the last is verified again."""
@@ -354,9 +362,7 @@ def measure(case: Case, rounds: int, device: str) -> dict[str, Samples]:
                 contender = CONTENDERS[name](pair)
                 if number in (0, rounds):
                     pair.poison()
-                began = time.perf_counter()
-                contender.prepare()
-                prepared = time.perf_counter() - began
+                prepared = contender.prepare()
                 contender.post()
                 took = contender.wait()
                 if number in (0, rounds):
@@ -372,8 +378,9 @@ def measure(case: Case, rounds: int, device: str) -> dict[str, Samples]:
 def rows_of(name: str, case: Case, found: dict[str, Samples]) -> Iterator[dict[str, object]]:
     spreads = {who: Spread.of(samples.seconds) for who, samples in found.items()}
     for who, spread in spreads.items():
-        beside = found[BESIDE[who]].seconds
-        ratios = [paged / own for own, paged in zip(found[who].seconds, beside, strict=True)]
+        beside = found[BESIDE[who]]
+        ratios = [paged / own for own, paged in zip(found[who].seconds, beside.seconds, strict=True)]
+        whole = [paged / own for own, paged in zip(found[who].whole(), beside.whole(), strict=True)]
         row: dict[str, object] = {
             "case": name,
             "descriptors": 1 if who == "bulk" else case.planes * case.pages,
@@ -384,12 +391,14 @@ def rows_of(name: str, case: Case, found: dict[str, Samples]) -> Iterator[dict[s
             "p10_gb_per_s": round(case.nbytes / spread.high / 1e9, 3),
             "p90_gb_per_s": round(case.nbytes / spread.low / 1e9, 3),
             "of_paged": round(float(np.median(ratios)), 3),
+            "of_paged_prepared": round(float(np.median(whole)), 3),
             "of_bulk": round(spreads["bulk"].median / spread.median, 3),
             "prepare_ms": round(Spread.of(found[who].prepared).median * 1e3, 2),
         }
         print(
             f"{name}  {who:<24} {row['gb_per_s']:>6} GB/s ({row['p10_gb_per_s']} to {row['p90_gb_per_s']}),"
-            f" {row['of_paged']} of NIXL paged, {row['of_bulk']} of bulk  {row['routes']}"
+            f" {row['of_paged']} of NIXL paged ({row['of_paged_prepared']} with preparation), {row['of_bulk']} of bulk"
+            f"  {row['routes']}"
         )
         yield row
 

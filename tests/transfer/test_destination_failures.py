@@ -45,7 +45,7 @@ def run(state: Receiving, *events: Event) -> tuple[Receiving, list[Action]]:
     ("source", "event"),
     [
         (Source(2, direct=True), says_chunk("a", 1)),
-        (Source(2, direct=True, verb=Verb.PULL), says_staged("a", 1, 0)),
+        (Source(2, verb=Verb.PULL), says_staged("a", 1, 0)),
     ],
     ids=["pushed", "to be read"],
 )

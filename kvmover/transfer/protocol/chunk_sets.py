@@ -26,6 +26,9 @@ class Chunks(Set[int]):
     def __sub__(self, other: Iterable[int]) -> Chunks:
         return self._of(self._bits & ~(other._bits if isinstance(other, Chunks) else _bits(other)))
 
+    def __le__(self, other: Set[object]) -> bool:
+        return not self._bits & ~other._bits if isinstance(other, Chunks) else super().__le__(other)
+
     def __contains__(self, chunk: object) -> bool:
         number = cast(int, chunk)
         return number >= 0 and bool(self._bits >> number & 1)
@@ -73,6 +76,15 @@ class WriterChunks(Set[WriterChunk]):
             if writer in bits:
                 bits[writer] &= ~removed
         return self._of(bits)
+
+    def __and__(self, other: Iterable[WriterChunk]) -> WriterChunks:  # pyright: ignore[reportIncompatibleMethodOverride]
+        theirs = other._bits if isinstance(other, WriterChunks) else _bits_of(other)
+        return self._of({writer: bits & theirs[writer] for writer, bits in self._bits.items() if writer in theirs})
+
+    def __le__(self, other: Set[object]) -> bool:
+        if not isinstance(other, WriterChunks):
+            return super().__le__(other)
+        return not any(bits & ~other._bits.get(writer, 0) for writer, bits in self._bits.items())
 
     def __contains__(self, key: object) -> bool:
         writer, chunk = cast(WriterChunk, key)

@@ -305,11 +305,15 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
         return cut
 
     def check_named(self, held: Sequence[Held], pages: Sequence[npt.NDArray[np.int64]]) -> None:
-        """Check page tables that are named part by part, as far as they go. Raises PlanError for a page outside its
-        pool.
+        """Check page tables that are named part by part, as far as they go; whole ones as `check_pages` does. Raises
+        PlanError for a page outside its pool.
         """
         if len(pages) != len(held):
             raise PlanError(f"{len(pages)} page tables for {len(held)} components")
+        reads = self.source_reads if held is self.src else self.target_reads
+        if all(len(table) >= most for table, most in zip(pages, reads, strict=True)):
+            self.check_pages(held, pages)
+            return
         for groups, own, table in zip(self.units, held, pages, strict=True):
             for units in groups:
                 at = self._at(units, held)
