@@ -1,6 +1,7 @@
 """The page store beside a raw loop, a file for each page, and SGLang's backends: set, get and exists.
 
-`python -m perf.bench_store [FOLDER on a disk]`. On tmpfs through memory, in FOLDER past the page cache (O_DIRECT).
+`python -m perf.bench_store [FOLDER on a disk]`. On tmpfs through memory, alone and beside a process that keeps one core
+busy; in FOLDER through the page cache and past it (O_DIRECT). Beside each rate stands the time of the processor.
 Pages go in batches of 128; every round writes fresh pages, reads them in order, reads them scattered, and looks up 128.
 Everybody writes before anybody reads: a disk is busy with what it was given for some tenths of a second, and who wrote
 it in the shortest time would read at half the speed (64 KiB pages: 1.0 GB/s at once, 2.0 a little later). Each round
@@ -12,11 +13,15 @@ from __future__ import annotations
 import mmap
 import os
 import random
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from kvmover.errors import TransportUnavailable
 from kvmover.store import Access, Files, NixlFiles, PlainFiles, memory_of_buffer
@@ -45,17 +50,50 @@ _SETTLE_S = 0.5
 RAW, SGLANG = "raw loop, one file", "sglang nixl"
 
 
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Seconds by the clock, and of the processor in all threads of this process."""
+
+    wall_s: float
+    cpu_s: float
+
+    @classmethod
+    def since_start(cls) -> Taken:
+        return cls(time.perf_counter(), time.process_time())
+
+    def __sub__(self, other: Taken) -> Taken:
+        return Taken(self.wall_s - other.wall_s, self.cpu_s - other.cpu_s)
+
+
 def main() -> None:
     asked = options(__doc__)
     asked.add_argument("folder", nargs="?", type=Path, default=Path(tempfile.gettempdir()), help="a folder on a disk")
     disk: Path = asked.parse_args().folder
     peers = sglang_is_here()
     rows: list[dict[str, object]] = []
-    for medium, folder, flags in (("tmpfs", Path("/dev/shm"), 0), ("disk, O_DIRECT", disk, os.O_DIRECT)):
+    memory = Path("/dev/shm")
+    for medium, folder, flags, beside in (
+        ("tmpfs", memory, 0, nullcontext),
+        ("tmpfs, a core busy", memory, 0, _busy_core),
+        ("disk, page cache", disk, 0, nullcontext),
+        ("disk, O_DIRECT", disk, os.O_DIRECT, nullcontext),
+    ):
         for page_bytes, count in COUNTS.items():
-            with tempfile.TemporaryDirectory(dir=folder) as place:
+            with tempfile.TemporaryDirectory(dir=folder) as place, beside():
                 rows += _case(medium, Path(place), flags, (page_bytes, count), peers)
     print(f"wrote {write('store', rows)}")
+
+
+@contextmanager
+def _busy_core() -> Iterator[None]:
+    """Keep the last core busy with a process of its own for a `with` block."""
+    core = max(os.sched_getaffinity(0))
+    spin = subprocess.Popen([sys.executable, "-c", f"import os; os.sched_setaffinity(0, {{{core}}})\nwhile True: pass"])
+    try:
+        yield
+    finally:
+        spin.kill()
+        spin.wait()
 
 
 def _case(medium: str, folder: Path, flags: int, size: tuple[int, int], peers: bool) -> list[dict[str, object]]:
@@ -63,7 +101,7 @@ def _case(medium: str, folder: Path, flags: int, size: tuple[int, int], peers: b
     buffer = mmap.mmap(-1, 2 * count * page_bytes)
     buffer.write(os.urandom(1 << 20) * (2 * count * page_bytes >> 20))
     pages = Pages(buffer, memory_of_buffer(buffer), page_bytes, count)
-    samples: dict[tuple[str, str], list[float]] = {}
+    samples: dict[tuple[str, str], list[Taken]] = {}
     for number in range(ROUNDS + 1):
         with ExitStack() as stack:
             makers = list(_contenders(pages, flags, peers).items())
@@ -90,23 +128,23 @@ def _compare(pages: Pages, name: str) -> None:
         target[:64] = bytes(64)
 
 
-def _round(contender: Contender, count: int, seed: int) -> dict[str, float]:
+def _round(contender: Contender, count: int, seed: int) -> dict[str, Taken]:
     numbers = list(range(count))
     scattered = random.Random(seed).sample(numbers, count)
     some = (numbers * BATCH)[:BATCH]
     seconds = {"get": _timed(contender.get, numbers)}
-    began = time.perf_counter()
+    began = Taken.since_start()
     assert contender.exists(some) == len(some)
-    seconds["exists"] = time.perf_counter() - began
+    seconds["exists"] = Taken.since_start() - began
     seconds["get scattered"] = _timed(contender.get, scattered)
     return seconds
 
 
-def _timed(verb: Callable[[list[int]], None], numbers: list[int]) -> float:
-    began = time.perf_counter()
+def _timed(verb: Callable[[list[int]], None], numbers: list[int]) -> Taken:
+    began = Taken.since_start()
     for first in range(0, len(numbers), BATCH):
         verb(numbers[first : first + BATCH])
-    return time.perf_counter() - began
+    return Taken.since_start() - began
 
 
 def _contenders(pages: Pages, flags: int, peers: bool) -> dict[str, Callable[[Path], Contender]]:
@@ -135,9 +173,10 @@ def _nixl() -> bool:
     return True
 
 
-def _rows(medium: str, size: tuple[int, int], samples: dict[tuple[str, str], list[float]]) -> list[dict[str, object]]:
+def _rows(medium: str, size: tuple[int, int], samples: dict[tuple[str, str], list[Taken]]) -> list[dict[str, object]]:
     page_bytes, count = size
-    spreads = {case: Spread.of(times) for case, times in samples.items()}
+    spreads = {case: Spread.of([each.wall_s for each in taken]) for case, taken in samples.items()}
+    cpu = {case: median(each.cpu_s for each in taken) for case, taken in samples.items()}
     load = round(os.getloadavg()[0], 1)  # on a machine that others use, ratios say little
     rows: list[dict[str, object]] = []
     for (name, what), spread in spreads.items():
@@ -156,6 +195,7 @@ def _rows(medium: str, size: tuple[int, int], samples: dict[tuple[str, str], lis
                 "us_for_128": round(spread.median * 1e6, 1) if lookups else "",
                 "of_raw": "" if lookups else round(raw.median / spread.median, 3),
                 "of_sglang_nixl": round(peer.median / spread.median, 2) if peer else "",
+                "cpu_ms": round(cpu[name, what] * 1e3, 2),
                 "load": load,
             }
         )

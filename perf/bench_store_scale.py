@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import multiprocessing
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from kvmover.layout import Component
@@ -22,6 +24,8 @@ from perf.command_line import options
 from perf.record import write
 
 BATCH, LOOKUPS, EVICTED = 128, 300, 4000
+#: Processes that open a store at once.
+RANKS = 8
 #: Of stores that are full: eviction frees a sixteenth at a time, so a small one does so more often.
 QUOTAS_MIB = 64, 256
 SPACE = Namespace("scale", "1", 64)
@@ -75,7 +79,44 @@ def _many(place: Path, count: int) -> list[dict[str, object]]:
     row("evict, a page", _seconds(lambda: store.evict(EVICTED * 4096)) / EVICTED * 1e6, "us")
     row("verify, an object", _seconds(store.verify) / count * 1e6, "us")
     store.close()
+    alone, eight = _ranks_bytes(place, 1), _ranks_bytes(place, RANKS)
+    row("memory of a process that opens", alone / 1e6, "MB")
+    row(f"memory of {RANKS} that open, of one", eight / alone, "times")
     return rows
+
+
+def _ranks_bytes(place: Path, ranks: int) -> int:
+    """Returns the bytes that so many processes take together to open a store: their proportional shares."""
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(ranks)]
+    processes = [context.Process(target=_rank, args=(far, place), daemon=True) for _, far in pipes]
+    for process in processes:
+        process.start()
+    shares: list[int] = []
+    for _ in ("all have imported", "all have opened"):
+        for near, _far in pipes:
+            near.recv()
+        shares.append(sum(_proportional_bytes(process.pid) for process in processes))
+        for near, _far in pipes:
+            near.send(None)
+    for process in processes:
+        process.join()
+    before, after = shares
+    return after - before
+
+
+def _rank(pipe: Connection, place: Path) -> None:
+    pipe.send(None)
+    pipe.recv()
+    with PageStore.open(place, SPACE):
+        pipe.send(None)
+        pipe.recv()
+
+
+def _proportional_bytes(pid: int | None) -> int:
+    """Returns the memory of a process, each page divided by the number of processes that share it."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
 
 
 def _put_s(place: Path, mib: int, quota_bytes: int | None) -> float:

@@ -144,11 +144,14 @@ class Ours:
 @contextmanager
 def without_digests() -> Iterator[None]:
     """What the store would do if nothing were checked: for their cost, and for nothing else."""
-    real = segment_objects.table, fetch_module.holds
-    segment_objects.table = lambda payload, cells: bytes(8 * cells)
-    fetch_module.holds = lambda payload, count, digests, first: True
+    real = segment_objects.tables
+
+    def blank(payloads: Sequence[memoryview], cells: int) -> list[bytes]:
+        return [bytes(8 * cells)] * len(payloads)
+
+    segment_objects.tables = fetch_module.tables = blank
     yield
-    segment_objects.table, fetch_module.holds = real
+    segment_objects.tables = fetch_module.tables = real
 
 
 class OursUnchecked(Ours):

@@ -22,7 +22,7 @@ from kvmover.store.boot import NO_BOOT
 from kvmover.store.files import SHORT, FileRun, Files, OpenFile, close_quietly, is_absent, open_shared, reason_of
 from kvmover.store.objects import DIGEST, EIO, Failure, Fault, ObjectRead, Verdict
 from kvmover.store.part import CellRun, PagePart, PartKey
-from kvmover.store.record import BLOCK_BYTES, DIGEST_BYTES, FIXED_BYTES, decode, holds
+from kvmover.store.record import BLOCK_BYTES, DIGEST_BYTES, FIXED_BYTES, decode, holds, table, tables
 from kvmover.store.segment import Life, Segment
 from kvmover.store.stored import StoredObject
 
@@ -173,16 +173,23 @@ class _Group:
         self, catalog: PayloadSource, part: PagePart, files: dict[str, OpenFile], reasons: Sequence[str]
     ) -> list[SegmentFailure]:
         """Check the cells read against the digests, and read token-wise shares through a copy."""
-        bad, tables = [""] * len(self.reads), self.tables
-        views = catalog.files.views(self.runs)
-        for (number, first, count), view, reason in zip(self.owners, views, reasons, strict=True):
-            if reason or not holds(view, count, tables[number], first):
+        bad, expected = [""] * len(self.reads), self.tables
+        found = _digests(catalog.files.views(self.runs), [count for _, _, count in self.owners])
+        for (number, first, count), digests, reason in zip(self.owners, found, reasons, strict=True):
+            if reason or digests != expected[number][first * DIGEST_BYTES : (first + count) * DIGEST_BYTES]:
                 bad[number] = bad[number] or reason or DIGEST
         for number, read in enumerate(self.reads):
             if read.source.piece.tokens:
                 memory = catalog.files.view(read.address, part.nbytes)
-                bad[number] = bad[number] or _tokens(files[read.each.segment], read, tables[number], part, memory)
+                bad[number] = bad[number] or _tokens(files[read.each.segment], read, expected[number], part, memory)
         return [Failure(read, _fault(reason), reason) for read, reason in zip(self.reads, bad, strict=True) if reason]
+
+
+def _digests(views: Sequence[memoryview], counts: Sequence[int]) -> list[bytes]:
+    """Returns the digests of each view's cells, `counts` of them, in one call where all have as many."""
+    if len(set(counts)) == 1:
+        return tables(views, counts[0])
+    return [table(view, count) for view, count in zip(views, counts, strict=True)]
 
 
 def _fault(reason: str) -> Fault:

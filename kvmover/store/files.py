@@ -12,9 +12,9 @@ import mmap
 import os
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +35,10 @@ DIRECT_BYTES = 4096
 #: disk needs many requests at once.
 _RUNS = 1024
 _BUFFERED_BYTES, _DIRECT_CALL_BYTES = 2 << 20, 8 << 20
+
+#: Bytes of a group past the page cache, and threads that read beside the caller's: a thread waits for its group, so the
+#: disk has one request for each, and scattered runs are one request each.
+_DIRECT_BYTES, _DIRECT_READERS = 512 << 10, 3
 
 #: Prefix of the reason if a file ends before a run: the device works, the file is short.
 SHORT = "ends after"
@@ -148,8 +152,11 @@ def is_aligned(run: FileRun) -> bool:
     return not (run.offset | run.address | run.nbytes) % DIRECT_BYTES
 
 
-#: Callback after a group was read: its number, and the reason of each run, "" if the run was read whole.
+#: Callback after a group was moved: its number, and the reason of each run, "" if the run was moved whole.
 Look: TypeAlias = Callable[[int, list[str]], None]
+
+#: Returns the runs of a group that is to be written next.
+Make: TypeAlias = Callable[[], Sequence[FileRun]]
 
 
 class Files(Protocol):
@@ -207,8 +214,8 @@ class Files(Protocol):
         """
         ...
 
-    def write_ahead(self, groups: Iterable[Sequence[FileRun]]) -> Iterator[list[str]]:
-        """Write group by group and yield each group's reasons; a group may be written while the next is made."""
+    def write_each(self, makes: Sequence[Make], look: Look) -> None:
+        """Make and write group by group, and call `look` as `read_each` does. A group may be made in another thread."""
         ...
 
     def close(self) -> None:
@@ -263,33 +270,6 @@ class HostMemory:
         return found
 
 
-def ahead(
-    groups: Iterable[Sequence[FileRun]], begin: Callable[[Sequence[FileRun]], Callable[[], list[str]]], depth: int = 1
-) -> Generator[list[str]]:
-    """Yield the reasons of each group, with the next `depth` groups begun.
-
-    All begun groups are awaited, also if the consumer stops or raises.
-    """
-    waiting: deque[Callable[[], list[str]]] = deque()
-    try:
-        for runs in groups:
-            waiting.append(begin(runs))
-            if len(waiting) > depth:
-                yield waiting.popleft()()
-        while waiting:
-            yield waiting.popleft()()
-    finally:
-        for ended in waiting:
-            ended()
-
-
-def look_in_order(answers: Generator[list[str]], look: Look) -> None:
-    """Call `look` for each group in order. If it raises, begun groups are awaited first."""
-    with closing(answers):
-        for number, reasons in enumerate(answers):
-            look(number, reasons)
-
-
 class PlainFiles(Files):
     """A backend of vectored system calls: neighbouring runs of a file go in one call.
 
@@ -307,7 +287,7 @@ class PlainFiles(Files):
 
     @property
     def group_bytes(self) -> int:
-        return _BUFFERED_BYTES if self._access is Access.BUFFERED else _DIRECT_CALL_BYTES
+        return _BUFFERED_BYTES if self._access is Access.BUFFERED else _DIRECT_BYTES
 
     def register(self, memory: Memory) -> None:
         self._memory.add(memory)
@@ -334,45 +314,47 @@ class PlainFiles(Files):
         return self._move(os.pwritev, runs, DIRECT_BYTES - 1)
 
     def read_each(self, groups: Sequence[Sequence[FileRun]], look: Look) -> None:
-        """Read buffered groups in two threads, each of which calls `look` for the groups it has read.
+        """Read in two threads, or past the page cache in four, each of which calls `look` for the groups it has read.
 
-        The digest then hits that core's cache. On tmpfs and two cores, pages of 1 MiB came at 1.16 of the rate of a
-        raw one-thread read loop, at 0.67 in one thread, and at 0.71 with one thread reading and one looking.
+        On tmpfs and two cores, pages of 1 MiB came at 1.16 of the rate of a raw one-thread read loop, at 0.67 in one
+        thread, and at 0.71 with one thread reading and one looking.
         """
-        if self._access is Access.DIRECT:
-            look_in_order(ahead(groups, lambda runs: self.pool.submit(self.read, runs).result), look)
-            return
-        waiting = deque(enumerate(groups))
+        beside = 1 if self._access is Access.BUFFERED else _DIRECT_READERS
+        self._share(len(groups), beside, lambda number: look(number, self.read(groups[number])))
+
+    def write_each(self, makes: Sequence[Make], look: Look) -> None:
+        """Make and write in two threads: the kernel lets one write into a file at a time, and the other digests."""
+        self._share(len(makes), 1, lambda number: look(number, self.write(makes[number]())))
+
+    def _share(self, count: int, beside: int, step: Callable[[int], None]) -> None:
+        """Take the steps 0 to `count` in this thread and in up to `beside` more; all have ended once this returns or
+        raises.
+
+        A thread digests the group that it moves, which is in the cache of its core.
+        """
+        waiting = deque(range(count))
 
         def work() -> None:
             while True:
                 try:
-                    number, runs = waiting.popleft()
+                    number = waiting.popleft()
                 except IndexError:
                     return
-                look(number, self.read(runs))
+                step(number)
 
-        beside = self.pool.submit(work) if len(groups) > 1 else None
+        begun = [self.pool.submit(work) for _ in range(min(count - 1, beside))]
         try:
             work()
         finally:
             waiting.clear()
-            if beside:
-                beside.result()
-
-    def write_ahead(self, groups: Iterable[Sequence[FileRun]]) -> Iterator[list[str]]:
-        """Write groups; with DIRECT access one is written while the next is made.
-
-        Buffered writes stay in the caller's thread: copying into the page cache is CPU work, as the digest is.
-        """
-        if self._access is Access.BUFFERED:
-            return map(self.write, groups)
-        return ahead(groups, lambda runs: self.pool.submit(self.write, runs).result)
+            wait(begun)
+        for each in begun:
+            each.result()
 
     @cached_property
     def pool(self) -> ThreadPoolExecutor:
-        """Returns a pool of one thread, which works beside the caller's."""
-        return ThreadPoolExecutor(1, "kvmover-files")
+        """Returns the threads that work beside the caller's."""
+        return ThreadPoolExecutor(_DIRECT_READERS, "kvmover-files")
 
     def close(self) -> None:
         if "pool" in vars(self):

@@ -13,8 +13,9 @@ import mmap
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
@@ -28,13 +29,12 @@ from kvmover.store.files import (
     FileRun,
     Files,
     Look,
+    Make,
     OpenFile,
     PlainFiles,
-    ahead,
     close_quietly,
     file_system_of,
     is_aligned,
-    look_in_order,
     reason_of,
 )
 from kvmover.transport import Memory, NixlAgent, nixl_release, nixl_version, start_agent
@@ -157,10 +157,10 @@ class NixlFiles(Files):
         return self._begin("WRITE", runs)()
 
     def read_each(self, groups: Sequence[Sequence[FileRun]], look: Look) -> None:
-        look_in_order(ahead(groups, lambda runs: self._begin("READ", runs), _AHEAD), look)
+        _look_in_order(_ahead(groups, lambda runs: self._begin("READ", runs)), look)
 
-    def write_ahead(self, groups: Iterable[Sequence[FileRun]]) -> Iterator[list[str]]:
-        return ahead(groups, lambda runs: self._begin("WRITE", runs), _AHEAD)
+    def write_each(self, makes: Sequence[Make], look: Look) -> None:
+        _look_in_order(_ahead((make() for make in makes), lambda runs: self._begin("WRITE", runs)), look)
 
     def close(self) -> None:
         for file in list(self._files):
@@ -241,6 +241,33 @@ class NixlFiles(Files):
             return False
         finally:
             handle.release()
+
+
+def _ahead(
+    groups: Iterable[Sequence[FileRun]], begin: Callable[[Sequence[FileRun]], Callable[[], list[str]]]
+) -> Generator[list[str]]:
+    """Yield the reasons of each group, with the next `_AHEAD` groups begun.
+
+    All begun groups are awaited, also if the consumer stops or raises.
+    """
+    waiting: deque[Callable[[], list[str]]] = deque()
+    try:
+        for runs in groups:
+            waiting.append(begin(runs))
+            if len(waiting) > _AHEAD:
+                yield waiting.popleft()()
+        while waiting:
+            yield waiting.popleft()()
+    finally:
+        for ended in waiting:
+            ended()
+
+
+def _look_in_order(answers: Generator[list[str]], look: Look) -> None:
+    """Call `look` for each group in order. If it raises, begun groups are awaited first."""
+    with closing(answers):
+        for number, reasons in enumerate(answers):
+            look(number, reasons)
 
 
 def _pieces(runs: Sequence[FileRun]) -> list[range]:

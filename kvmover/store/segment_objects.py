@@ -8,6 +8,8 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -16,11 +18,11 @@ from kvmover.errors import StoreError
 from kvmover.store.boot import HostBoot
 from kvmover.store.deletion import DeletionOrder, Permit, TwoLooks
 from kvmover.store.fetch import MISSING, SegmentFailure, SegmentRead, fetch, look_again, suspects
-from kvmover.store.files import FileRun, Files, OpenFile, reason_of
+from kvmover.store.files import FileRun, Files, reason_of
 from kvmover.store.judgement import JudgedObjects, judged, verified
 from kvmover.store.objects import ObjectDraft, Verdict, Watcher
 from kvmover.store.part import PagePart, PartKey
-from kvmover.store.record import table
+from kvmover.store.record import tables
 from kvmover.store.retention import Retention
 from kvmover.store.segment_writer import FileOffset, Header
 from kvmover.store.store_policy import Policy
@@ -30,6 +32,9 @@ from kvmover.transport import Memory
 
 #: Errors of a full disk, or of a user's exhausted disk quota.
 _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+
+#: Bytes of payload after which headers are written: a few headers cost a millisecond, as much as 2 MiB of payload.
+_PUBLISHED_BYTES = 64 << 20
 
 #: Objects that are looked up under one hold of the lock, to be read and compared.
 _VERIFIED = 1024
@@ -42,6 +47,14 @@ class _Draft(msgspec.Struct, frozen=True, gc=False):
     page: bytes
     address: int
     place: FileOffset
+
+
+class _Written(msgspec.Struct, frozen=True, gc=False):
+    """A draft whose write has ended, its digests, and the reason for failure or ""."""
+
+    draft: _Draft
+    digests: bytes
+    reason: str
 
 
 class _Batch(msgspec.Struct, frozen=True, gc=False):
@@ -141,60 +154,58 @@ class SegmentObjects(Retention, JudgedObjects[StoredObject]):
         return []
 
     def _write(self, batch: _Batch, todo: Sequence[_Draft]) -> None:
-        """Write payloads by groups, and after each group the headers that publish its objects."""
-        count = max(1, self.files.group_bytes // batch.size)
-        groups = [todo[first : first + count] for first in range(0, len(todo), count)]
-        tables: list[list[bytes]] = []
-        done = 0
-        try:
-            with self.catalog.lend({draft.place.segment for draft in todo}) as files:
-                runs = (self._runs(batch, group, files, tables) for group in groups)
-                moved = self.files.write_ahead(runs) if len(groups) > 1 else (self.files.write(r) for r in runs)
-                for group, reasons in zip(groups, moved, strict=True):
-                    answers = iter(reasons)
-                    whole = [next(answers) if draft.place.segment in files else MISSING for draft in group]
-                    self._announce(batch, group, tables[done], whole)
-                    done += 1
-        except OSError as error:
-            for group in groups[done:]:
-                self._announce(batch, group, [b""] * len(group), [reason_of(error)] * len(group))
+        """Write payloads by groups, and every now and then the headers that publish those written by then."""
+        written = list[_Written]()
+        with ExitStack() as loan:
+            try:
+                files = loan.enter_context(self.catalog.lend({draft.place.segment for draft in todo}))
+            except OSError as error:
+                self._announce(batch, [_Written(draft, b"", reason_of(error)) for draft in todo])
+                return
+            written += [_Written(draft, b"", MISSING) for draft in todo if draft.place.segment not in files]
+            there = [draft for draft in todo if draft.place.segment in files]
+            count = max(1, self.files.group_bytes // batch.size)
+            groups = [there[first : first + count] for first in range(0, len(there), count)]
+            digests: dict[int, list[bytes]] = {}
 
-    def _runs(
-        self, batch: _Batch, group: Sequence[_Draft], files: dict[str, OpenFile], tables: list[list[bytes]]
-    ) -> list[FileRun]:
-        """Returns the writes of a group, taking its digests now, while the group before is being written."""
-        size, view, cells = batch.size, self.files.view, batch.part.box.cells
-        tables.append([table(view(draft.address, size), cells) for draft in group])
-        return [
-            FileRun(files[draft.place.segment], draft.place.offset, draft.address, size)
-            for draft in group
-            if draft.place.segment in files
-        ]
+            def make(number: int) -> list[FileRun]:
+                runs = [
+                    FileRun(files[draft.place.segment], draft.place.offset, draft.address, batch.size)
+                    for draft in groups[number]
+                ]
+                digests[number] = tables(self.files.views(runs), batch.part.box.cells)
+                return runs
 
-    def _announce(
-        self, batch: _Batch, group: Sequence[_Draft], tables: Sequence[bytes], reasons: Sequence[str]
-    ) -> None:
+            def look(number: int, reasons: list[str]) -> None:
+                with self.lock:
+                    written.extend(map(_Written, groups[number], digests.pop(number), reasons))
+                    some = list(written) if len(written) * batch.size >= _PUBLISHED_BYTES else []
+                    del written[: len(some)]
+                if some:
+                    self._announce(batch, some)
+
+            self.files.write_each([partial(make, number) for number in range(len(groups))], look)
+        self._announce(batch, written)
+        with self.lock:  # groups end in any order
+            self.catalog.index.use([draft.page for draft in todo], self.catalog.machine.now())
+
+    def _announce(self, batch: _Batch, written: Sequence[_Written]) -> None:
         """Write headers for the payloads that were written, and free the space of those that failed."""
         size = batch.size
-        written = [
-            (draft, Header(draft.page, batch.key, draft.place, size, digests))
-            for draft, digests, reason in zip(group, tables, reasons, strict=True)
-            if not reason
-        ]
-        failed = {draft.item: (draft, reason) for draft, reason in zip(group, reasons, strict=True) if reason}
+        whole = [each for each in written if not each.reason]
+        failed = {each.draft.item: (each.draft, each.reason) for each in written if each.reason}
+        headers = [Header(each.draft.page, batch.key, each.draft.place, size, each.digests) for each in whole]
         with self.lock:
             stamp = self.catalog.machine.now()
-            self.writer.ended(draft.place for draft in group)
-            answers = self.writer.announce([header for _, header in written], stamp)
+            self.writer.ended(each.draft.place for each in written)
             fresh: list[StoredObject] = []
-            for (draft, _), answer in zip(written, answers, strict=True):
+            for each, answer in zip(whole, self.writer.announce(headers, stamp), strict=True):
                 if isinstance(answer, str):
-                    failed[draft.item] = (draft, answer)
+                    failed[each.draft.item] = (each.draft, answer)
                     continue
                 fresh.append(answer)
-                batch.reasons[draft.item] = ""
+                batch.reasons[each.draft.item] = ""
             self.catalog.index.add(fresh)
-            self.catalog.index.use([each.page for each in fresh], stamp)
             for item, (draft, reason) in failed.items():
                 batch.reasons[item] = reason
                 place = draft.place.offset, padded(size)

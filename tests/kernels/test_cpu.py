@@ -265,7 +265,7 @@ for round in range(400):
     assert len({made.digest_rows(keyed, row_bytes, threads, each) for each in made.vectors()}) == 1
 for length in [*range(0, 2200, 3), 100_001]:
     cell = bytearray(rng.randbytes(length))
-    found = {made.cell_digests(cell, 1, each) for each in made.vectors()}
+    found = {made.cell_digests([cell], 1, each) for each in made.vectors()}
     assert found == {xxh3_64_intdigest(cell).to_bytes(8, "little")}
 print("moved and digested")
 """

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from kvmover.store.files import SHORT, Access, FileRun, HostMemory, Look, OpenFile, reason_of
+from kvmover.store.files import SHORT, Access, FileRun, HostMemory, Look, Make, OpenFile, reason_of
 from kvmover.transport import Memory
 
 
@@ -47,8 +47,9 @@ class OneCallFiles:
         for number, runs in enumerate(groups):
             look(number, self.read(runs))
 
-    def write_ahead(self, groups: Iterable[Sequence[FileRun]]) -> Iterator[list[str]]:
-        return map(self.write, groups)
+    def write_each(self, makes: Sequence[Make], look: Look) -> None:
+        for number, make in enumerate(makes):
+            look(number, self.write(make()))
 
     def close(self) -> None:
         self._memory = HostMemory()

@@ -43,12 +43,29 @@ def test_a_table_has_the_digest_of_each_cell(cell_bytes: int) -> None:
     assert not record.holds(payload[2 * cell_bytes : 5 * cell_bytes], 3, table, 3)
 
 
+@pytest.mark.usefixtures("core")
+def test_tables_of_many_payloads_are_those_of_each() -> None:
+    payloads = [memoryview(BYTES)[start : start + 4096] for start in (0, 7, 4096, 99_999)]
+    assert record.tables(payloads, 4) == [record.table(payload, 4) for payload in payloads]
+    assert record.tables([], 4) == []
+
+
+@pytest.mark.skipif(NATIVE is None, reason="the C core was not built")
+def test_c_lets_go_of_every_payload_after_one_that_it_refuses() -> None:
+    assert NATIVE is not None
+    buffer = bytearray(64)
+    for odd in (b"123", "text"):
+        with pytest.raises((ValueError, TypeError)):
+            NATIVE.cell_digests([buffer, odd], 2)
+    buffer.clear()  # BufferError while a view of it is held
+
+
 @pytest.mark.skipif(NATIVE is None, reason="the C core was not built")
 def test_every_kind_of_vectors_has_the_digest() -> None:
     assert NATIVE is not None
     for length in lengths()[::7]:
         cell = memoryview(BYTES)[len(BYTES) - length :]
-        found = {NATIVE.cell_digests(cell, 1, vectors) for vectors in NATIVE.vectors()}
+        found = {NATIVE.cell_digests([cell], 1, vectors) for vectors in NATIVE.vectors()}
         assert found == {xxh3_64_intdigest(cell).to_bytes(8, "little")}
 
 
@@ -57,4 +74,4 @@ def test_every_kind_of_vectors_has_the_digest() -> None:
 def test_c_refuses_cells_that_are_none_or_unequal(nbytes: int, cells: int) -> None:
     assert NATIVE is not None
     with pytest.raises(ValueError, match="cells"):
-        NATIVE.cell_digests(BYTES[:nbytes], cells)
+        NATIVE.cell_digests([BYTES[:nbytes]], cells)

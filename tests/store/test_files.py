@@ -80,6 +80,20 @@ def test_each_group_is_looked_at_once_when_it_has_come(bench: Bench) -> None:
     assert sorted(seen) == list(range(8))
 
 
+def test_each_group_is_written_as_it_was_made_and_looked_at_once(bench: Bench) -> None:
+    bench.path.write_bytes(b"")
+    bench.buffer[: 8 * BLOCK] = os.urandom(8 * BLOCK)
+    seen: list[int] = []
+
+    def look(n: int, reasons: list[str]) -> None:
+        assert reasons == [""]
+        seen.append(n)
+
+    bench.files.write_each([lambda n=n: [bench.run(n * BLOCK, n * BLOCK, BLOCK)] for n in range(8)], look)
+    assert sorted(seen) == list(range(8))
+    assert bench.path.read_bytes() == bench.buffer[: 8 * BLOCK]
+
+
 def test_what_is_raised_of_one_group_is_raised_once_no_other_is_read_any_more(bench: Bench) -> None:
     bench.path.write_bytes(os.urandom(8 * BLOCK))
     under_way: list[int] = []
