@@ -86,7 +86,7 @@ def decode(coded: Coded) -> Numbers:
     exponents = (coded.bases[:, None] - codes.reshape(-1, BLOCK)).astype(np.uint16)
     exponents.reshape(-1)[codes.reshape(-1) == ESCAPE] = coded.escapes
     kept = coded.kept.astype(np.uint16)
-    return (kept & 0x80) << 8 | exponents << 7 | kept & 0x7F
+    return ((kept & 0x80) << 8 | exponents << 7 | kept & 0x7F).astype(np.uint16)
 
 
 def planned_bytes(count: int, listed: int) -> int:
