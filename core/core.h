@@ -36,7 +36,7 @@ typedef struct {
 
 typedef struct {
     PyObject_VAR_HEAD
-    long long id, start, end, locks, host_locks, device_children, hits, used, created, backing, loading;
+    long long id, start, end, locks, host_locks, device_children, hits, used, created, backing, loading, use;
     Row tokens;
     PyObject *parent, *children, *pages, *host, *priority, *hashes, *held, *namespace;
     Link links[1]; /* as many as the tree has orders: ob_size */
@@ -54,6 +54,17 @@ typedef struct {
     Py_ssize_t slot, count;
 } Recency;
 
+/* hazard.c: a history is shared by the orders of a tree. */
+enum { TURNS = 5, USE_KINDS = 2 * TURNS, BUCKETS = 53 };
+typedef struct ReuseHistory ReuseHistory;
+
+typedef struct {
+    PyObject_HEAD
+    ReuseHistory *history;
+    Link rings[USE_KINDS]; /* by kind, each as of a Recency */
+    Py_ssize_t slot, count;
+} HazardOrder;
+
 typedef struct {
     PyObject_HEAD
     PyObject *order;
@@ -68,6 +79,8 @@ typedef struct {
     char hosted, writes_back;
 } Columns;
 
+extern PyTypeObject *ReuseHistoryType, *HazardOrderType;
+extern PyType_Spec reuse_history_spec, hazard_order_spec;
 extern PyTypeObject *NodeType, *ComponentPagesType, *RecencyType, *EvictableSetType, *ColumnsType, *PagesInUseType;
 extern PyType_Spec node_spec, component_pages_spec, recency_spec, evictable_set_spec, columns_spec, pages_in_use_spec;
 /* ideal.c, simulated.c: what a replay remembers beside the tree. */
@@ -103,8 +116,22 @@ int order_add(PyObject *order, Node *node);
 int order_discard(PyObject *order, Node *node);
 int order_contains(PyObject *order, Node *node);
 int order_touch(PyObject *order, PyObject *path);
+void link_behind(Link *before, Link *link);
+void link_out(Link *link);
 Node *recency_first(Recency *order);
-int recency_put_first(Recency *order, Node *node);
+
+/* Of an order that is a Recency or a HazardOrder: one whose links lie in the nodes. */
+int is_linked(PyObject *order);
+Node *linked_first(PyObject *order);
+int linked_put_first(PyObject *order, Node *node);
+
+/* hazard.c */
+int hazard_add(HazardOrder *order, Node *node);
+void hazard_discard(HazardOrder *order, Node *node);
+int hazard_contains(HazardOrder *order, Node *node);
+int hazard_touch(HazardOrder *order, PyObject *path);
+int hazard_put_first(HazardOrder *order, Node *node);
+Node *hazard_first(HazardOrder *order);
 
 /* columns.c */
 EvictableSet *as_set(PyObject *value);

@@ -150,7 +150,7 @@ static PyObject *node_path(Node *node, PyObject *Py_UNUSED(none))
 #define COLUMN(name) {#name, T_OBJECT, offsetof(Node, name), 0, NULL}
 static PyMemberDef node_members[] = {
     COUNT(id),     COUNT(start),  COUNT(end),     COUNT(locks),  COUNT(host_locks), COUNT(device_children),
-    COUNT(hits),   COUNT(used),   COUNT(created), COUNT(backing), COUNT(loading),   COLUMN(parent),
+    COUNT(hits),   COUNT(used),   COUNT(created), COUNT(backing), COUNT(loading),   COUNT(use),    COLUMN(parent),
     COLUMN(pages), COLUMN(host),  COLUMN(priority), COLUMN(hashes), COLUMN(held), COLUMN(namespace),
     {NULL, 0, 0, 0, NULL}};
 static PyGetSetDef node_getset[] = {{"children", (getter)node_children, (setter)node_set_children, NULL, NULL},

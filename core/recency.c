@@ -14,14 +14,14 @@ static Node *node_of(Recency *order, Link *link)
     return (Node *)((char *)(link - order->slot) - offsetof(Node, links));
 }
 
-static void insert_behind(Link *before, Link *link)
+void link_behind(Link *before, Link *link)
 {
     link->before = before, link->after = before->after;
     before->after->before = link;
     before->after = link;
 }
 
-static void take_out(Link *link)
+void link_out(Link *link)
 {
     link->before->after = link->after;
     link->after->before = link->before;
@@ -35,6 +35,8 @@ Node *recency_first(Recency *order)
 
 int order_add(PyObject *order, Node *node)
 {
+    if (Py_TYPE(order) == HazardOrderType)
+        return hazard_add((HazardOrder *)order, node);
     if (Py_TYPE(order) != RecencyType) {
         PyObject *none = PyObject_CallMethod(order, "add", "O", node);
         Py_XDECREF(none);
@@ -47,7 +49,7 @@ int order_add(PyObject *order, Node *node)
         return -1;
     }
     if (link->after == NULL) {
-        insert_behind(mine->ends.before, link);
+        link_behind(mine->ends.before, link);
         mine->count++;
         Py_INCREF((PyObject *)node);
     }
@@ -56,6 +58,8 @@ int order_add(PyObject *order, Node *node)
 
 int order_discard(PyObject *order, Node *node)
 {
+    if (Py_TYPE(order) == HazardOrderType)
+        return hazard_discard((HazardOrder *)order, node), 0;
     if (Py_TYPE(order) != RecencyType) {
         PyObject *none = PyObject_CallMethod(order, "discard", "O", node);
         Py_XDECREF(none);
@@ -64,7 +68,7 @@ int order_discard(PyObject *order, Node *node)
     Recency *mine = (Recency *)order;
     Link *link = link_of(mine, node);
     if (link != NULL && link->after != NULL) {
-        take_out(link);
+        link_out(link);
         mine->count--;
         Py_DECREF(node);
     }
@@ -73,6 +77,8 @@ int order_discard(PyObject *order, Node *node)
 
 int order_contains(PyObject *order, Node *node)
 {
+    if (Py_TYPE(order) == HazardOrderType)
+        return hazard_contains((HazardOrder *)order, node);
     if (Py_TYPE(order) != RecencyType)
         return PySequence_Contains(order, (PyObject *)node);
     Link *link = link_of((Recency *)order, node);
@@ -82,6 +88,8 @@ int order_contains(PyObject *order, Node *node)
 /* Nodes of one path, deepest first, each behind all others. */
 int order_touch(PyObject *order, PyObject *path)
 {
+    if (Py_TYPE(order) == HazardOrderType)
+        return hazard_touch((HazardOrder *)order, path);
     if (Py_TYPE(order) != RecencyType) {
         PyObject *none = PyObject_CallMethod(order, "touch", "O", path);
         Py_XDECREF(none);
@@ -95,21 +103,34 @@ int order_touch(PyObject *order, PyObject *path)
             return -1;
         Link *link = link_of(mine, node);
         if (link != NULL && link->after != NULL) {
-            take_out(link);
-            insert_behind(mine->ends.before, link);
+            link_out(link);
+            link_behind(mine->ends.before, link);
         }
     }
     return count < 0 ? -1 : 0;
 }
 
-int recency_put_first(Recency *order, Node *node)
+static int recency_put_first(Recency *order, Node *node)
 {
     if (order_add((PyObject *)order, node) < 0)
         return -1;
     Link *link = node->links + order->slot;
-    take_out(link);
-    insert_behind(&order->ends, link);
+    link_out(link);
+    link_behind(&order->ends, link);
     return 0;
+}
+
+int is_linked(PyObject *order) { return Py_TYPE(order) == RecencyType || Py_TYPE(order) == HazardOrderType; }
+
+Node *linked_first(PyObject *order)
+{
+    return Py_TYPE(order) == RecencyType ? recency_first((Recency *)order) : hazard_first((HazardOrder *)order);
+}
+
+int linked_put_first(PyObject *order, Node *node)
+{
+    return Py_TYPE(order) == RecencyType ? recency_put_first((Recency *)order, node)
+                                         : hazard_put_first((HazardOrder *)order, node);
 }
 
 static PyObject *done(int failed) { return failed < 0 ? NULL : Py_NewRef(Py_None); }
@@ -186,7 +207,7 @@ static void recency_dealloc(Recency *self)
 {
     Node *node;
     while ((node = recency_first(self)) != NULL) {
-        take_out(self->ends.after);
+        link_out(self->ends.after);
         Py_DECREF(node);
     }
     object_free((PyObject *)self);

@@ -61,7 +61,7 @@ static Node *front_of(Columns *self, Node *node, long long pages, long long id)
     front->hits = node->hits, front->used = node->used, front->created = node->created;
     put(&front->priority, Py_XNewRef(node->priority));
     front->locks = node->locks > 0, front->host_locks = node->host_locks > 0;
-    front->backing = node->backing, front->loading = node->loading;
+    front->use = node->use, front->backing = node->backing, front->loading = node->loading;
     if (part(&front->pages, node->pages, 0, pages * ID_BYTES) < 0 ||
         part(&front->host, node->host, 0, pages * ID_BYTES) < 0 ||
         part_of_hashes(&front->hashes, node->hashes, 0, pages) < 0 ||

@@ -326,10 +326,10 @@ PyObject *columns_evict(Columns *self, PyObject *value)
     left = left > device->evictable ? device->evictable : left < 0 ? 0 : left;
     PyObject *ids = PyBytes_FromStringAndSize(NULL, left * ID_BYTES);
     char *to = ids == NULL ? NULL : PyBytes_AsString(ids);
-    if (Py_TYPE(device->order) != RecencyType)
-        PyErr_SetString(PyExc_TypeError, "a plain tree evicts by recency");
+    if (!is_linked(device->order))
+        PyErr_SetString(PyExc_TypeError, "a plain tree evicts by an order of this core");
     while (to != NULL && left > 0 && !PyErr_Occurred()) {
-        Node *node = recency_first((Recency *)device->order);
+        Node *node = linked_first(device->order);
         if (node == NULL) {
             PyErr_SetString(PyExc_RuntimeError, "no leaf is left in the order, and pages are");
             break;

@@ -155,7 +155,7 @@ static int keep_front(Columns *columns, Node *node, long long need, EvictableSet
     if (front == NULL)
         return -1;
     front->used = node->used;
-    int failed = recency_put_first((Recency *)set->order, front);
+    int failed = linked_put_first(set->order, front);
     Py_DECREF((PyObject *)front);
     return failed;
 }
@@ -176,10 +176,9 @@ static long long within(long long pages, long long most) { return pages < 0 ? 0 
 static int evict_device(Eviction *self, long long pages)
 {
     EvictableSet *device = self->device;
-    Recency *order = (Recency *)device->order;
     long long aim = device->evictable - within(pages, device->evictable);
     Node *node;
-    while (device->evictable > aim && (node = recency_first(order)) != NULL) {
+    while (device->evictable > aim && (node = linked_first(device->order)) != NULL) {
         long long need = device->evictable - aim;
         int leaf = !node->device_children, able = leaf ? may_go(self, node, need) : 0;
         if (able < 0)
@@ -204,7 +203,7 @@ static int evict_device(Eviction *self, long long pages)
     for (Py_ssize_t i = PyList_Size(self->spared); i-- > 0;) {
         node = (Node *)PyList_GetItem(self->spared, i);
         /* One above others may have gone in this very call, after its last child. */
-        if (is_some(node->pages) && recency_put_first(order, node) < 0)
+        if (is_some(node->pages) && linked_put_first(device->order, node) < 0)
             return -1;
     }
     return 0;
@@ -220,7 +219,7 @@ static int evict_host(Eviction *self, long long pages)
             return -1;
     }
     long long aim = host->evictable - within(pages, host->evictable);
-    while (host->evictable > aim && (node = recency_first((Recency *)host->order)) != NULL) {
+    while (host->evictable > aim && (node = linked_first(host->order)) != NULL) {
         if (has_children(node)) {
             order_discard(host->order, node);
         } else if (keep_front(self->columns, node, host->evictable - aim, host) < 0 ||
@@ -238,9 +237,8 @@ static int eviction_begin(Eviction *self, Columns *columns)
     self->device = as_set(columns->device), self->host = self->device == NULL ? NULL : as_set(columns->host);
     if (self->host == NULL)
         return -1;
-    if (Py_TYPE(self->device->order) != RecencyType || Py_TYPE(self->host->order) != RecencyType ||
-        Py_TYPE(columns->doubles) != RecencyType) {
-        PyErr_SetString(PyExc_TypeError, "these steps evict by recency");
+    if (!is_linked(self->device->order) || !is_linked(self->host->order) || Py_TYPE(columns->doubles) != RecencyType) {
+        PyErr_SetString(PyExc_TypeError, "these steps evict by an order of this core");
         return -1;
     }
     PyObject **lists[] = {&self->freed[DEVICE], &self->freed[HOST], &self->copies, &self->spared};

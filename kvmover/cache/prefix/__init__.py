@@ -12,7 +12,7 @@ from kvmover.cache.prefix.components import (
     restorable,
 )
 from kvmover.cache.prefix.copies import TierCopy
-from kvmover.cache.prefix.eviction_policy import EARNED, FIFO, LFU, LRU, POLICIES, PRIORITY, SLRU, EvictionPolicy
+from kvmover.cache.prefix.eviction_policy import FIFO, HAZARD, LFU, LRU, POLICIES, PRIORITY, SLRU, EvictionPolicy
 from kvmover.cache.prefix.hashes import PrefixNamespace, TokenIds, chain
 from kvmover.cache.prefix.keys import DEFAULT_NAMESPACE, NO_IDS, KeyUnits, PageIds, RadixKey
 from kvmover.cache.prefix.kv_events import (
@@ -49,9 +49,9 @@ from kvmover.errors import InvariantBroken, PrefixError, StaleHandle
 __all__ = [
     "ALL_PAGES",
     "DEFAULT_NAMESPACE",
-    "EARNED",
     "FIFO",
     "FULL",
+    "HAZARD",
     "LAST_PAGE",
     "LFU",
     "LRU",

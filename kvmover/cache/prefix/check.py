@@ -12,7 +12,7 @@ from typing import cast
 
 from kvmover.cache.prefix.columns import ID_BYTES, EvictableSet
 from kvmover.cache.prefix.copies import CopyRecord
-from kvmover.cache.prefix.eviction_policy import Order, Recency
+from kvmover.cache.prefix.eviction_policy import LRU, Order, Recency
 from kvmover.cache.prefix.forest import PYTHON_CORE, Forest
 from kvmover.cache.prefix.hashes import chain
 from kvmover.cache.prefix.keys import page_array
@@ -190,9 +190,9 @@ def _orders(forest: Forest, nodes: Sequence[Node]) -> None:
             _demand((node in forest.held_host[index].order) == alone, 10, where)
     for account in (forest.device, forest.host):
         _demand(len(account.order) <= len(nodes), 8, "an order holds nodes that are gone")
-        if forest.by_recency:
+        if forest.config.policy is LRU:
             _in_order(_listed(account.order))
-    if forest.by_recency:
+    if forest.config.policy is LRU:
         # On the host a node unused since it came there is ordered by its arrival.
         used = [node.used for node in _listed(forest.device.order)]
         _demand(used == sorted(used), 30, f"the order on the device is by use, but says {used}")

@@ -10,11 +10,21 @@ from typing import TypeAlias
 
 from kvmover.cache.prefix.eviction_policy import Order, Recency
 from kvmover.cache.prefix.hashes import PrefixNamespace
+from kvmover.cache.prefix.hazard import HazardOrder, ReuseHistory
 from kvmover.cache.prefix.keys import common_bytes
 from kvmover.cache.prefix.node import ComponentPages, Node
 from kvmover.cache.prefix.pages_in_use import PagesInUse
 
-__all__ = ("ID_BYTES", "Columns", "Descent", "EvictableSet", "PagesInUse", "TierEviction")
+__all__ = (
+    "ID_BYTES",
+    "Columns",
+    "Descent",
+    "EvictableSet",
+    "HazardOrder",
+    "PagesInUse",
+    "ReuseHistory",
+    "TierEviction",
+)
 
 ID_BYTES = 4
 
@@ -160,7 +170,7 @@ class Columns:
         front = self.node(node_id, node.parent, b"", node.start, node.start + pages)
         front.hits, front.used, front.created, front.priority = node.hits, node.used, node.created, node.priority
         front.locks, front.host_locks = int(node.locks > 0), int(node.host_locks > 0)
-        front.backing, front.loading = node.backing, node.loading
+        front.backing, front.loading, front.use = node.backing, node.loading, node.use
         ids = pages * ID_BYTES
         if node.pages is not None:
             front.pages = node.pages[:ids]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
+from kvmover.cache.prefix.hazard import HazardOrder, ReuseHistory
 from kvmover.cache.prefix.node import Node
 
 #: The smallest rank is evicted first.
@@ -210,15 +211,11 @@ class EvictionPolicy:
 
 
 LRU = EvictionPolicy("lru", Recency)
+#: Least likely to be used again first, as learnt from uses: see `hazard`. A tree's orders share one history.
+HAZARD = EvictionPolicy("hazard", lambda: HazardOrder(ReuseHistory(4)))
 LFU = EvictionPolicy.ranked("lfu", lambda node, _age: (node.hits, node.used))
 #: Two classes, LRU within each: nodes hit twice or more are evicted last.
 SLRU = EvictionPolicy.ranked("slru", lambda node, _age: (node.hits >= 2, node.used))
 FIFO = EvictionPolicy.ranked("fifo", lambda node, _age: (node.created,))
 PRIORITY = EvictionPolicy.ranked("priority", lambda node, _age: (node.priority, node.used))
-#: LRU, but a node used twice stays about twice as long, as if last used that much later; then it is evicted, unlike
-#: SLRU's second class. On the Mooncake conversation trace at page 64 the hit rate is 0.0573 (LRU 0.0553, SLRU 0.0606)
-#: at 1M tokens, 0.1525 (0.1421, 0.0994) at 3M, 0.2990 (0.2940, 0.2118) at 10M, and 0.3641 (0.3660, 0.3609) at 30M,
-#: where nearly everything fits.
-EARNED = EvictionPolicy.ranked("earned", lambda node, age: (node.used + age * (node.hits >= 2),))
-
-POLICIES = {policy.name: policy for policy in (LRU, LFU, SLRU, FIFO, PRIORITY, EARNED)}
+POLICIES = {policy.name: policy for policy in (LRU, HAZARD, LFU, SLRU, FIFO, PRIORITY)}

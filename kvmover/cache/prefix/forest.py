@@ -7,8 +7,9 @@ from typing import NamedTuple, Protocol, cast
 
 from kvmover.c_core import NATIVE
 from kvmover.cache.prefix import columns
-from kvmover.cache.prefix.eviction_policy import LRU, Order
+from kvmover.cache.prefix.eviction_policy import HAZARD, LRU, Order
 from kvmover.cache.prefix.hashes import PrefixNamespace
+from kvmover.cache.prefix.hazard import HazardOrder, ReuseHistory
 from kvmover.cache.prefix.kv_events import Journal
 from kvmover.cache.prefix.node import LockedPath, Node, page_hashes
 from kvmover.cache.prefix.pages_in_use import PagesInUse
@@ -41,13 +42,13 @@ class Forest:
         #: One tier and attention KV alone: most steps below are then skipped.
         self.plain = not self.hosted and not config.components
         self.writes_back = isinstance(config.tiers, WriteBack)
-        #: LRU: nodes are ranked by their last use alone.
-        self.by_recency = config.policy is LRU
+        #: Nodes are ranked by their uses alone, in an order that both cores have.
+        self.by_use = config.policy in (LRU, HAZARD)
         #: Hits at which a node is due for write-through; a higher count has no effect.
         self.hits_due = config.tiers.after_hits if isinstance(config.tiers, WriteThrough) else 0
         self.journal: Journal | None = None
         self.locked_paths: dict[int, LockedPath] = {}
-        core = core or chosen()
+        self._core = core = core or chosen()
         #: By tier and component index (-1: attention KV): ids of nodes, and of operations until their end.
         self.in_use = {
             (tier, index): core.PagesInUse()
@@ -79,14 +80,17 @@ class Forest:
         self._places: dict[int, PrefixEnd] = {}
         columns, components = self.columns, range(len(self.config.components))
         columns.trimmed = None
-        columns.device = self.device = columns.set_of(self._order(), 0)
-        columns.host = self.host = columns.set_of(self._order(), 1)
+        history = self._core.ReuseHistory(self.page_bytes) if self.config.policy is HAZARD else None
+        columns.device = self.device = columns.set_of(self._order(history, 0), 0)
+        columns.host = self.host = columns.set_of(self._order(history, 1), 1)
         columns.doubles = self.doubles = columns.recency(2)
         columns.held_device = self.held_device = [columns.set_of(None, 3 + 2 * i) for i in components]
         columns.held_host = self.held_host = [columns.set_of(None, 4 + 2 * i) for i in components]
 
-    def _order(self) -> Order | None:
-        return None if self.by_recency else self.config.policy.order()
+    def _order(self, history: ReuseHistory | None, slot: int) -> Order | None:
+        if history is not None:
+            return self._core.HazardOrder(history, slot)
+        return None if self.by_use else self.config.policy.order()
 
     def _root(self, namespace: PrefixNamespace | None) -> Node:
         """Returns a root: without pages, on every tier, locked for ever, so that upward walks stop there."""
@@ -321,6 +325,8 @@ class TreeCore(Protocol):
 
     Columns: type[columns.Columns]
     PagesInUse: type[PagesInUse]
+    ReuseHistory: type[ReuseHistory]
+    HazardOrder: type[HazardOrder]
 
 
 PYTHON_CORE: TreeCore = columns

@@ -203,7 +203,7 @@ def _alike(forest: Forest, above: Node, node: Node) -> bool:
         and (above.host is None) == (node.host is None)
         and (above.hashes is None) == (node.hashes is None)
         and min(above.hits, forest.hits_due) == min(node.hits, forest.hits_due)
-        and (forest.by_recency or _ranked_by(above) == _ranked_by(node))
+        and (forest.by_use or _ranked_by(above) == _ranked_by(node))
         and (not node.held or all(map(partial(_held_alike, forest), range(len(node.held)), above.held, node.held)))
     )
 

@@ -56,6 +56,8 @@ class Node(msgspec.Struct, eq=False, gc=False):
     #: Operations that will add pages on the host or the device; 0 without one.
     backing: int = 0
     loading: int = 0
+    #: The number of its last use in a ReuseHistory; 0 without one.
+    use: int = 0
     #: The namespace of a root; None in other nodes.
     namespace: PrefixNamespace | None = None
 

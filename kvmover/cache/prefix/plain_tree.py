@@ -51,7 +51,7 @@ class PlainSteps:
     def of(cls, forest: Forest) -> PlainSteps | None:
         """Returns the steps of a plain tree, None for another tree."""
         by_pages = forest.config.grain is EvictionGranularity.PAGE and not forest.config.components
-        return cls(forest) if by_pages and forest.by_recency and forest.journal is None else None
+        return cls(forest) if by_pages and forest.by_use and forest.journal is None else None
 
     def match(self, key: RadixKey, limit_tokens: int | None) -> Match:
         """See PrefixTree.match."""

@@ -34,7 +34,7 @@ SCENARIOS = (
     "keeper",
     "rolling",
 )
-POLICIES = ("lru", "lfu", "slru", "fifo", "priority", "earned")
+POLICIES = ("lru", "hazard", "lfu", "slru", "fifo", "priority")
 WRITE_POLICIES = ("write_back", "write_through", "write_through_selective")
 TRACE_FORMATS = ("mooncake", "mooncake-delta", "agentic-mooncake", "weka")
 

@@ -17,6 +17,7 @@ from engine import Engine, said
 
 from kvmover.cache.prefix import (
     FULL,
+    HAZARD,
     LFU,
     EvictionGranularity,
     KeyUnits,
@@ -42,6 +43,9 @@ SHAPES: dict[str, dict] = {
     "plain": {},
     "write through": {"tiers": WriteThrough(2)},
     "write back": {"tiers": WriteBack()},
+    "hazard": {"policy": HAZARD},
+    "hazard, write back": {"policy": HAZARD, "tiers": WriteBack()},
+    "hazard, window and state": {"policy": HAZARD, "components": (SlidingWindow(4), State()), "tiers": WriteThrough()},
     "ranked": {"policy": LFU, "tiers": WriteThrough()},
     "whole nodes": {"grain": EvictionGranularity.NODE, "tiers": WriteThrough()},
     "bigrams": {"units": KeyUnits.BIGRAM, "tiers": WriteThrough()},

@@ -22,9 +22,9 @@ from hypothesis.stateful import (
 from model import Copy, Model
 
 from kvmover.cache.prefix import (
-    EARNED,
     FIFO,
     FULL,
+    HAZARD,
     LFU,
     PRIORITY,
     ActionList,
@@ -419,7 +419,7 @@ KINDS: dict[str, tuple[int, int, dict]] = {
     "write-through by age, pairs of tokens": (8, 2, {"tiers": THROUGH, "policy": FIFO, "units": BIGRAM}),
     "write-back": (16, 1, {"tiers": BACK}),
     "write-back by priority": (8, 1, {"tiers": BACK, "policy": PRIORITY}),
-    "write-back by what was earned, whole nodes": (8, 1, {"tiers": BACK, "policy": EARNED, "grain": NODE}),
+    "write-back by hazard, whole nodes": (8, 1, {"tiers": BACK, "policy": HAZARD, "grain": NODE}),
     "write-back with windows and states": (12, 1, {"tiers": BACK, "components": (WINDOW, STATE)}),
     "windows and states": (12, 2, {"components": (SlidingWindow(5), STATE)}),
     "states and windows by hits": (12, 1, {"components": (STATE, WINDOW), "policy": LFU}),

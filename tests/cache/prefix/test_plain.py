@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from kvmover.cache.prefix import (
-    EARNED,
+    LFU,
     ROOT,
     EvictionGranularity,
     LockHandle,
@@ -188,7 +188,7 @@ def test_a_leaf_that_is_evicted_page_by_page_is_copied_once_at_most() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        {"policy": EARNED},
+        {"policy": LFU},
         {"components": (State(),)},
         {"grain": EvictionGranularity.NODE},
         {"sink": lambda event: None},

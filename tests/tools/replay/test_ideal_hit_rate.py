@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmover.cache.ledger import Loss
-from kvmover.cache.prefix import EARNED, FIFO, WriteThrough
+from kvmover.cache.prefix import FIFO, HAZARD, WriteThrough
 from kvmover.tools.replay import ReplayConfig, Report, read_trace, replay
 from kvmover.tools.replay.ideal import Ideal, new_ideal
 from tests.tools.replay.made import brute_force, common, generated
@@ -118,10 +118,10 @@ def test_at_equal_capacity_the_conversation_trace_hits_as_often_as_in_vllm(
         (ReplayConfig(64, 3_000_000, 10_000_000), 0.3193, 0),
         (ReplayConfig(64, 3_000_000, 10_000_000, 40_000_000), 0.3699, 0),
         (ReplayConfig(64, 3_000_000, 2_000_000, 40_000_000), 0.3699, 0),
-        (ReplayConfig(64, 3_000_000, policy=EARNED), 0.1525, 0),
+        (ReplayConfig(64, 3_000_000, policy=HAZARD), 0.1853, 0),
         (ReplayConfig(64, 3_000_000, policy=FIFO), 0.1420, 0),
         (ReplayConfig(64, 10_000_000, policy=FIFO), 0.2934, 0),
-        (ReplayConfig(64, 30_000_000, policy=EARNED), 0.3641, 0),
+        (ReplayConfig(64, 30_000_000, policy=HAZARD), 0.3660, 0),
         (ReplayConfig(64, 30_000_000), 0.3660, 0),
     ],
     ids=lambda value: f"{value.device_tokens}-{value.host_tokens}" if isinstance(value, ReplayConfig) else str(value),
