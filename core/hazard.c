@@ -419,12 +419,15 @@ static PyMethodDef order_methods[] = {{"add", (PyCFunction)order_py_add, METH_O,
                                       {"front", (PyCFunction)order_py_front, METH_O, NULL},
                                       {"first", (PyCFunction)order_py_first, METH_NOARGS, NULL},
                                       {NULL, NULL, 0, NULL}};
+static PyMemberDef order_members[] = {{"history", T_OBJECT, offsetof(HazardOrder, history), READONLY, NULL},
+                                      {NULL, 0, 0, 0, NULL}};
 static PyType_Slot order_slots[] = {{Py_tp_new, order_new},
                                     {Py_tp_dealloc, order_dealloc},
                                     {Py_tp_iter, order_py_iter},
                                     {Py_sq_contains, order_py_contains},
                                     {Py_sq_length, order_py_length},
                                     {Py_tp_methods, order_methods},
+                                    {Py_tp_members, order_members},
                                     {0, NULL}};
 PyType_Spec hazard_order_spec = {"kvmover._core.HazardOrder", sizeof(HazardOrder), 0, Py_TPFLAGS_DEFAULT, order_slots};
 
