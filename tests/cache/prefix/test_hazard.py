@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator
+from typing import cast
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from kvmover.cache.prefix.hazard import (
     KINDS,
     ONE,
     USES,
+    HazardOrder,
     ReuseHistory,
     begin_of,
     bucket_of,
@@ -64,7 +66,7 @@ def test_conversations_that_go_on_stay_and_others_go() -> None:
 def test_where_all_fits_the_order_is_by_recency() -> None:
     prompts = [[chat, *range(1000 * chat, 1000 * chat + 10 * turn)] for turn in range(1, 6) for chat in range(1, 21)]
     _, tree = served(HAZARD, prompts * 3)
-    history = tree._forest.device.order.history
+    history = cast("HazardOrder", tree._forest.device.order).history
     assert history.births < 256 or history.by_recency
 
 
@@ -74,7 +76,7 @@ def test_both_cores_learn_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     for core in (forest.C_CORE, None):
         monkeypatch.setattr(forest, "C_CORE", core)
         hits, tree = served(HAZARD, prompts)
-        order = tree._forest.device.order
+        order = cast("HazardOrder", tree._forest.device.order)
         past = order.history
         numbers = past.now, past.count, past.births, past.reused, past.missed, bool(past.by_recency)
         found.append((hits, numbers, past.ranks, [(node.id, node.use) for node in order]))
