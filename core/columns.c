@@ -44,8 +44,8 @@ static int columns_init(Columns *self, PyObject *Py_UNUSED(args), PyObject *Py_U
 
 static void columns_dealloc(Columns *self)
 {
-    PyObject **columns[] = {&self->nodes, &self->roots, &self->trimmed, &self->device, &self->host,
-                            &self->doubles, &self->held_device, &self->held_host, &self->per_page};
+    PyObject **columns[] = {&self->nodes,   &self->roots,       &self->trimmed,   &self->device,   &self->host,
+                            &self->doubles, &self->held_device, &self->held_host, &self->per_page, &self->journal};
     for (size_t i = 0; i < sizeof columns / sizeof *columns; i++)
         put(columns[i], NULL);
     object_free((PyObject *)self);
@@ -119,6 +119,27 @@ int columns_whole(Columns *self)
     return 0;
 }
 
+/* Tells the journal, where there is one, of a node that has come to a tier, or of its pages from `first` on that leave
+ * one. -1 with an error.
+ */
+int note_stored(Columns *self, Node *node, int tier)
+{
+    if (!is_some(self->journal))
+        return 0;
+    PyObject *told = PyObject_CallMethod(self->journal, "stored", "Oi", (PyObject *)node, tier);
+    Py_XDECREF(told);
+    return told == NULL ? -1 : 0;
+}
+
+int note_removed(Columns *self, Node *node, long long first, int tier)
+{
+    if (!is_some(self->journal))
+        return 0;
+    PyObject *told = PyObject_CallMethod(self->journal, "removed", "OLi", (PyObject *)node, first, tier);
+    Py_XDECREF(told);
+    return told == NULL ? -1 : 0;
+}
+
 static PyObject *columns_py_whole(Columns *self, PyObject *Py_UNUSED(none))
 {
     return columns_whole(self) < 0 ? NULL : Py_NewRef(Py_None);
@@ -128,7 +149,7 @@ static PyObject *columns_py_whole(Columns *self, PyObject *Py_UNUSED(none))
 #define COLUMN(name) {#name, T_OBJECT, offsetof(Columns, name), 0, NULL}
 static PyMemberDef columns_members[] = {
     COUNT(page_bytes), COUNT(clock), COUNT(next_id), COLUMN(trimmed), COLUMN(device),
-    COLUMN(host), COLUMN(doubles), COLUMN(held_device), COLUMN(held_host), COLUMN(per_page),
+    COLUMN(host), COLUMN(doubles), COLUMN(held_device), COLUMN(held_host), COLUMN(per_page), COLUMN(journal),
     {"nodes", T_OBJECT, offsetof(Columns, nodes), READONLY, NULL},
     {"roots", T_OBJECT, offsetof(Columns, roots), READONLY, NULL},
     {"hosted", T_BOOL, offsetof(Columns, hosted), 0, NULL},

@@ -19,7 +19,7 @@
 #include <string.h>
 
 /* Which of a node's links an order takes: the device's and the host's are 0 and 1, of component i 3 + 2i and 4 + 2i. */
-enum { ID_BYTES = 4, DOUBLES = 2, HELD = 3 };
+enum { ID_BYTES = 4, HASH_BYTES = 32, DOUBLES = 2, HELD = 3 };
 
 /* A node's place in one order. Both are NULL where it is in none. */
 typedef struct Link {
@@ -75,7 +75,7 @@ typedef struct {
     PyObject_HEAD
     long long page_bytes, clock, next_id;
     PyObject *nodes, *roots, *trimmed;
-    PyObject *device, *host, *doubles, *held_device, *held_host, *per_page;
+    PyObject *device, *host, *doubles, *held_device, *held_host, *per_page, *journal;
     char hosted, writes_back;
 } Columns;
 
@@ -135,6 +135,8 @@ Node *hazard_first(HazardOrder *order);
 
 /* columns.c */
 EvictableSet *as_set(PyObject *value);
+int note_stored(Columns *self, Node *node, int tier);
+int note_removed(Columns *self, Node *node, long long first, int tier);
 int columns_whole(Columns *self);
 Node *columns_make(Columns *self, long long id, PyObject *parent, PyObject *tokens, long long start, long long end);
 
@@ -170,13 +172,15 @@ PyObject *columns_settle(Columns *self, PyObject *node);
 PyObject *columns_evict_device(Columns *self, PyObject *const *args, Py_ssize_t count);
 PyObject *columns_evict_host(Columns *self, PyObject *pages);
 
-/* words.c, sha256.c, simulated.c: functions of the module. */
+/* words.c, sha256.c, packed_rows.c, simulated.c: functions of the module. */
 int words_init(void);
 int is_row_of_words(const Py_buffer *view); /* of 32 or 64 bits */
 PyObject *words(PyObject *module, PyObject *tokens);
 PyObject *multiples(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *chain(PyObject *module, PyObject *const *args, Py_ssize_t count);
 int has_sha_instructions(void);
+PyObject *pack_words(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *pack_hashes(PyObject *module, PyObject *hashes);
 
 /* gather.c, lower.c, rows.c, digest.c, xxh3.c, vectors.c: functions of the module. */
 PyObject *copy_rows(PyObject *module, PyObject *const *args, Py_ssize_t count);

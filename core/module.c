@@ -4,6 +4,8 @@
 #define FASTCALL(name, function) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, NULL}
 static PyMethodDef functions[] = {{"words", words, METH_O, NULL},
                                   FASTCALL("multiples", multiples),
+                                  FASTCALL("pack_words", pack_words),
+                                  {"pack_hashes", pack_hashes, METH_O, NULL},
                                   FASTCALL("copy_rows", copy_rows),
                                   FASTCALL("digest_rows", digest_rows),
                                   FASTCALL("cell_digests", cell_digests),

@@ -4,7 +4,7 @@
  */
 #include "core.h"
 
-enum { HASH_BYTES = 32, BLOCK_BYTES = 64, WITHOUT_GIL_BYTES = 1 << 16 };
+enum { BLOCK_BYTES = 64, WITHOUT_GIL_BYTES = 1 << 16 };
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
@@ -100,17 +100,6 @@ static int hash_pages(const unsigned char *parent, size_t parent_bytes, const un
 }
 #endif
 
-static PyObject *listed(const char *hashes, size_t pages)
-{
-    PyObject *list = PyList_New((Py_ssize_t)pages);
-    for (size_t i = 0; list != NULL && i < pages; i++) {
-        PyObject *hash = PyBytes_FromStringAndSize(hashes + i * HASH_BYTES, HASH_BYTES);
-        if (hash == NULL || PyList_SetItem(list, (Py_ssize_t)i, hash) < 0)
-            Py_CLEAR(list);
-    }
-    return list;
-}
-
 /* chain(parent, data, page_bytes): see hashes.py. */
 PyObject *chain(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
 {
@@ -123,15 +112,18 @@ PyObject *chain(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t c
         return NULL;
     }
     size_t pages = (size_t)(length / page_bytes);
-    unsigned char *hashes = malloc(pages * HASH_BYTES + 1);
+    PyObject *hashes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)pages * HASH_BYTES);
     if (hashes == NULL)
-        return PyErr_NoMemory();
+        return NULL;
+    unsigned char *to = (unsigned char *)PyBytes_AsString(hashes);
     PyThreadState *others = length < WITHOUT_GIL_BYTES ? NULL : PyEval_SaveThread();
     int failed = hash_pages((unsigned char *)parent, (size_t)parent_bytes, (unsigned char *)data, pages,
-                            (size_t)page_bytes, hashes);
+                            (size_t)page_bytes, to);
     if (others != NULL)
         PyEval_RestoreThread(others);
-    PyObject *list = failed ? PyErr_NoMemory() : listed((char *)hashes, pages);
-    free(hashes);
-    return list;
+    if (failed) {
+        Py_DECREF(hashes);
+        return PyErr_NoMemory();
+    }
+    return hashes;
 }

@@ -19,16 +19,6 @@ static int part(PyObject **to, PyObject *column, long long from, long long lengt
     return 0;
 }
 
-/* A part of a tuple of hashes, one a page. */
-static int part_of_hashes(PyObject **to, PyObject *hashes, long long from, long long to_page)
-{
-    PyObject *cut = is_some(hashes) ? PyTuple_GetSlice(hashes, (Py_ssize_t)from, (Py_ssize_t)to_page) : NULL;
-    if (cut == NULL && PyErr_Occurred())
-        return -1;
-    put(to, cut);
-    return 0;
-}
-
 static int per_page(Columns *self, Py_ssize_t i)
 {
     PyObject *each = PyTuple_GetItem(self->per_page, i);
@@ -64,7 +54,7 @@ static Node *front_of(Columns *self, Node *node, long long pages, long long id)
     front->use = node->use, front->backing = node->backing, front->loading = node->loading;
     if (part(&front->pages, node->pages, 0, pages * ID_BYTES) < 0 ||
         part(&front->host, node->host, 0, pages * ID_BYTES) < 0 ||
-        part_of_hashes(&front->hashes, node->hashes, 0, pages) < 0 ||
+        part(&front->hashes, node->hashes, 0, pages * HASH_BYTES) < 0 ||
         front_held(self, front, node, pages * ID_BYTES) < 0)
         Py_CLEAR(front);
     return front;
@@ -98,7 +88,7 @@ static int keep_end(Columns *self, Node *node, long long pages)
     const long long all = LLONG_MAX;
     if (part(&node->pages, node->pages, pages * ID_BYTES, all) < 0 ||
         part(&node->host, node->host, pages * ID_BYTES, all) < 0 ||
-        part_of_hashes(&node->hashes, node->hashes, pages, PY_SSIZE_T_MAX) < 0)
+        part(&node->hashes, node->hashes, pages * HASH_BYTES, all) < 0)
         return -1;
     for (Py_ssize_t i = 0; i < held_count(node); i++) {
         ComponentPages *held = held_of(node, i);

@@ -250,8 +250,8 @@ int trim(Columns *self, Node *node, long long pages, char *to)
         return -1;
     }
     memcpy(to, ids + keep * ID_BYTES, pages * ID_BYTES);
-    if (is_some(node->hashes)) {
-        PyObject *front = PyTuple_GetSlice(node->hashes, 0, keep);
+    if (is_some(node->hashes) && PyBytes_Size(node->hashes) >= keep * HASH_BYTES) {
+        PyObject *front = PyBytes_FromStringAndSize(PyBytes_AsString(node->hashes), keep * HASH_BYTES);
         if (front == NULL)
             return -1;
         put(&node->hashes, front);
@@ -339,6 +339,8 @@ PyObject *columns_evict(Columns *self, PyObject *value)
             order_discard(device->order, node);
             continue;
         }
+        if (note_removed(self, node, pages > left ? pages - left : 0, 0) < 0)
+            break;
         if (pages > left)
             pages = left, trim(self, node, pages, to);
         else

@@ -26,7 +26,8 @@ static int take(Eviction *self, Node *node, int tier)
 {
     Columns *columns = self->columns;
     PyObject **column = tier == DEVICE ? &node->pages : &node->host;
-    if (((PyObject *)node == columns->trimmed && columns_whole(columns) < 0) || weigh(columns, node, -1) < 0 ||
+    if (((PyObject *)node == columns->trimmed && columns_whole(columns) < 0) ||
+        note_removed(columns, node, 0, tier) < 0 || weigh(columns, node, -1) < 0 ||
         PyList_Append(self->freed[tier], *column) < 0)
         return -1;
     put(column, NULL);
@@ -142,7 +143,7 @@ static int copy_out(Eviction *self, Node *node)
     }
     self->room += pages * ID_BYTES, self->room_pages -= pages;
     put(&node->host, ids);
-    return weigh(columns, node, 1) < 0 || settle(columns, node) < 0 ? -1 : 0;
+    return weigh(columns, node, 1) < 0 || settle(columns, node) < 0 ? -1 : note_stored(columns, node, HOST);
 }
 
 /* The part of `node` that has to go: its end. The front takes its place in the order. */
@@ -190,7 +191,7 @@ static int evict_device(Eviction *self, long long pages)
             order_discard(device->order, node);
         } else if (!is_some(node->host) && !self->room_pages && need < pages_of(node)) {
             PyObject *ids = PyBytes_FromStringAndSize(NULL, need * ID_BYTES);
-            if (ids == NULL || trim(self->columns, node, need, PyBytes_AsString(ids)) < 0) {
+            if (ids == NULL || note_removed(self->columns, node, pages_of(node) - need, DEVICE) < 0 || trim(self->columns, node, need, PyBytes_AsString(ids)) < 0) {
                 Py_XDECREF(ids);
                 return -1;
             }

@@ -42,7 +42,10 @@ def load() -> dict[str, Maker]:
                 "sglang rust gathering": lambda page, capacity: SglangGathering(page, capacity, "rust"),
                 "sglang python core": lambda page, capacity: Sglang(page, capacity, "python"),
                 "sglang radix cache": lambda page, capacity: Sglang(page, capacity, "legacy"),
-                "kvmover in sglang": lambda page, capacity: SglangGathering(page, capacity, "kvmover"),
+                "sglang rust core events": lambda page, capacity: SglangEvents(page, capacity, "rust"),
+                "kvmover in sglang": lambda page, capacity: Sglang(page, capacity, "kvmover"),
+                "kvmover in sglang gathering": lambda page, capacity: SglangGathering(page, capacity, "kvmover"),
+                "kvmover in sglang events": lambda page, capacity: SglangEvents(page, capacity, "kvmover"),
             }
         else:
             found["vllm"] = Vllm
@@ -126,6 +129,9 @@ class Sglang:
     The indices that a request would have allocated are a slice of one tensor: allocation and their gathering are free.
     """
 
+    #: Whether KV events are made: what `CacheInitParams` calls `enable_kv_cache_events`.
+    events = False
+
     def __init__(self, page_tokens: int, capacity_tokens: int, core: str) -> None:
         import torch
 
@@ -150,6 +156,7 @@ class Sglang:
             req_to_token_pool=None,
             token_to_kv_pool_allocator=self.allocator,
             page_size=page_tokens,
+            enable_kv_cache_events=self.events,
             **more,
         )
         makers = {"legacy": legacy.RadixCache} | dict.fromkeys(_CORES, unified.UnifiedRadixCache)
@@ -189,7 +196,11 @@ class Sglang:
         else:
             tree.unlock(lock)
         lap("unlock")
+        self.tell(lap)
         return hit
+
+    def tell(self, lap: Lap) -> None:
+        """Nobody listens to KV events."""
 
     def gather(self, match: Any) -> None:
         """A match names a node, and not yet the indices that the request needs."""
@@ -210,6 +221,23 @@ class SglangGathering(Sglang):
 
     def gather(self, match: Any) -> None:
         self.tree.path_device_indices(match.last_device_node)
+
+
+class SglangEvents(Sglang):
+    """The same with KV events, taken after every request and encoded as one batch, as SGLang's publishers do."""
+
+    events = True
+
+    def __init__(self, page_tokens: int, capacity_tokens: int, core: str) -> None:
+        super().__init__(page_tokens, capacity_tokens, core)
+        import msgspec
+
+        self.batch = import_module("sglang.srt.disaggregation.kv_events").KVEventBatch
+        self.encoder = msgspec.msgpack.Encoder()
+
+    def tell(self, lap: Lap) -> None:
+        self.encoder.encode(self.batch(ts=0.0, events=self.tree.take_events()))
+        lap("events")
 
 
 class Vllm:

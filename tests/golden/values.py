@@ -16,6 +16,7 @@ import numpy as np
 
 from kvmover.cache.ledger.account import Account, AccountGroup, AttemptPhase, Loss
 from kvmover.cache.prefix import kv_events
+from kvmover.cache.prefix.packed_rows import packed
 from kvmover.engines.common import transfer_params as vllm
 from kvmover.engines.common.cards import Cards
 from kvmover.engines.common.first_token import FirstToken
@@ -126,11 +127,20 @@ _PACKETS: tuple[messages.Request | messages.Answer, ...] = (
 )
 
 _EVENTS: tuple[kv_events.KVEvent, ...] = (
-    kv_events.BlockStored((1, -2), None, (5, 6), 1, None, kv_events.Medium.GPU, None),
+    kv_events.BlockStored(packed((1, -2)), None, packed((5, 6)), 1, None, kv_events.Medium.GPU, None),
     kv_events.BlockStored(
-        (1,), 9, (5, 6), 2, 4, kv_events.Medium.DISK, "adapter", "salt", "session", (("adapter", "image"),)
+        packed((1,)),
+        9,
+        packed((5, 6)),
+        2,
+        4,
+        kv_events.Medium.DISK,
+        "adapter",
+        "salt",
+        "session",
+        (("adapter", "image"),),
     ),
-    kv_events.BlockRemoved((1, -2), kv_events.Medium.CPU_PINNED),
+    kv_events.BlockRemoved(packed((1, -2)), kv_events.Medium.CPU_PINNED),
     kv_events.AllBlocksCleared(),
 )
 

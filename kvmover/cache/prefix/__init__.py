@@ -26,6 +26,7 @@ from kvmover.cache.prefix.kv_events import (
     block_removed,
     coalesce,
 )
+from kvmover.cache.prefix.packed_rows import packed, unpacked
 from kvmover.cache.prefix.publisher import EventPublisher
 from kvmover.cache.prefix.results import (
     ROOT,
@@ -104,5 +105,7 @@ __all__ = [
     "block_removed",
     "chain",
     "coalesce",
+    "packed",
     "restorable",
+    "unpacked",
 ]

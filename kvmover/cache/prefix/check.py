@@ -302,4 +302,4 @@ def _hashes(forest: Forest, nodes: Sequence[Node]) -> None:
         assert root.namespace is not None
         tokens = b"".join(each.tokens for each in reversed(path))
         due = chain(root.namespace.digest, memoryview(tokens).cast("I"), page)
-        _demand(list(node.hashes) == due[node.start :], 16, f"node {node.id}")
+        _demand(node.hashes == b"".join(due[node.start :]), 16, f"node {node.id}")

@@ -6,10 +6,10 @@ This class is the definition; `core/` has the same class in C. The rest of the t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from kvmover.cache.prefix.eviction_policy import Order, Recency
-from kvmover.cache.prefix.hashes import PrefixNamespace
+from kvmover.cache.prefix.hashes import HASH_BYTES, PrefixNamespace
 from kvmover.cache.prefix.hazard import HazardOrder, ReuseHistory
 from kvmover.cache.prefix.keys import common_bytes
 from kvmover.cache.prefix.node import ComponentPages, Node
@@ -34,6 +34,18 @@ Descent: TypeAlias = tuple[list[Node], Node | None, int]
 #: The result of an eviction: freed device ids, freed host ids, and copies to the host to carry out first, each (first
 #: page, device ids, host ids).
 TierEviction: TypeAlias = tuple[bytes, bytes, list[tuple[int, bytes, bytes]]]
+
+
+class Listener(Protocol):
+    """A journal of pages that come and go. Tiers are numbers as in `results.Tier`."""
+
+    def stored(self, node: Node, tier: int) -> None:
+        """Record that all pages of a node have come to a tier."""
+        ...
+
+    def removed(self, node: Node, first: int, tier: int) -> None:
+        """Record that a node's pages from its own `first` on leave a tier. The node still has its hashes."""
+        ...
 
 
 class EvictableSet:
@@ -73,6 +85,8 @@ class Columns:
         self.host = EvictableSet(Recency())
         #: Under write-back, nodes with pages on both tiers: their host copies are evicted first.
         self.doubles: Order = Recency()
+        #: Told of what comes to a tier and leaves it in these steps; None without events.
+        self.journal: Listener | None = None
         self.held_device: list[EvictableSet] = []
         self.held_host: list[EvictableSet] = []
 
@@ -177,7 +191,7 @@ class Columns:
         if node.host is not None:
             front.host = node.host[:ids]
         if node.hashes is not None:
-            front.hashes = node.hashes[:pages]
+            front.hashes = node.hashes[: pages * HASH_BYTES]
         for per_page, mine, held in zip(self.per_page, front.held, node.held, strict=True):
             if per_page:
                 mine.pages = held.pages[:ids] if held.pages is not None else None
@@ -211,7 +225,7 @@ class Columns:
         if node.host is not None:
             node.host = node.host[ids:]
         if node.hashes is not None:
-            node.hashes = node.hashes[pages:]
+            node.hashes = node.hashes[pages * HASH_BYTES :]
         for per_page, held in zip(self.per_page, node.held, strict=True):
             if per_page:
                 held.pages = held.pages[ids:] if held.pages is not None else None
@@ -246,6 +260,8 @@ class Columns:
             if node.device_children:
                 order.discard(node)  # re-added when its last child goes
                 continue
+            if self.journal is not None:
+                self.journal.removed(node, max(0, held - left), 0)
             if held > left:
                 freed.append(self.trim(node, left))
                 break
@@ -275,7 +291,7 @@ class Columns:
         keep = node.end - node.start - pages
         assert node.pages is not None
         if node.hashes is not None:
-            node.hashes = node.hashes[:keep]
+            node.hashes = node.hashes[: keep * HASH_BYTES]
         del self.nodes[node.id]
         node.id = self.next_id
         self.next_id += 1

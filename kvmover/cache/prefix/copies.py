@@ -16,6 +16,7 @@ import msgspec
 from kvmover.cache.prefix.columns import ID_BYTES
 from kvmover.cache.prefix.components import FULL
 from kvmover.cache.prefix.forest import Forest
+from kvmover.cache.prefix.hashes import each_hash
 from kvmover.cache.prefix.keys import PageIds, RadixKey, page_array, words
 from kvmover.cache.prefix.locks import Locks
 from kvmover.cache.prefix.match import positions, walk
@@ -124,7 +125,7 @@ class CopyRecords:
         forest, path = self._forest, [each for each in reversed(node.path()) if each.end > first_page]
         if any(each.host is None for each in path):
             raise PrefixError(f"node {node.id} is not backed from page {first_page} on: nothing on the host to store")
-        hashes = [name for each in path for name in page_hashes(each, forest.config.page_words)]
+        hashes = each_hash(b"".join(page_hashes(each, forest.config.page_words) for each in path))
         first = path[0].start if path else node.end
         sources = [
             (i, each)

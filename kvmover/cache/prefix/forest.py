@@ -11,7 +11,7 @@ from kvmover.cache.prefix.eviction_policy import HAZARD, LRU, Order
 from kvmover.cache.prefix.hashes import PrefixNamespace
 from kvmover.cache.prefix.hazard import HazardOrder, ReuseHistory
 from kvmover.cache.prefix.kv_events import Journal
-from kvmover.cache.prefix.node import LockedPath, Node, page_hashes
+from kvmover.cache.prefix.node import LockedPath, Node
 from kvmover.cache.prefix.pages_in_use import PagesInUse
 from kvmover.cache.prefix.results import ROOT, Tier
 from kvmover.cache.prefix.tree_config import DeviceOnly, TreeConfig, WriteBack, WriteThrough
@@ -35,7 +35,7 @@ class Forest:
     `core` provides the columns; by default `chosen` does.
     """
 
-    def __init__(self, config: TreeConfig, core: TreeCore | None = None) -> None:
+    def __init__(self, config: TreeConfig, core: TreeCore | None = None, journal: Journal | None = None) -> None:
         self.config = config
         self.page_bytes = config.page_bytes
         self.hosted = not isinstance(config.tiers, DeviceOnly)
@@ -46,7 +46,6 @@ class Forest:
         self.by_use = config.policy in (LRU, HAZARD)
         #: Hits at which a node is due for write-through; a higher count has no effect.
         self.hits_due = config.tiers.after_hits if isinstance(config.tiers, WriteThrough) else 0
-        self.journal: Journal | None = None
         self.locked_paths: dict[int, LockedPath] = {}
         self._core = core = core or chosen()
         #: By tier and component index (-1: attention KV): ids of nodes, and of operations until their end.
@@ -59,6 +58,7 @@ class Forest:
         columns.page_bytes, columns.per_page = config.page_bytes, tuple(each.per_page for each in config.components)
         columns.hosted, columns.writes_back = self.hosted, self.writes_back
         columns.next_id = ROOT + 1
+        self.journal = columns.journal = journal
         #: The columns' own dicts.
         self.nodes, self.roots = columns.nodes, columns.roots
         self.clear()
@@ -97,6 +97,7 @@ class Forest:
         root = self.columns.node(ROOT, None, b"", 0, 0)
         root.held = ()
         root.pages, root.host, root.locks, root.host_locks, root.namespace = b"", b"", 1, 1, namespace
+        root.hashes = b"" if namespace is None else namespace.digest
         return root
 
     def root(self, namespace: PrefixNamespace) -> Node:
@@ -272,15 +273,14 @@ class Forest:
                 if not parent.locks and parent.pages is not None:
                     self.device.order.add(parent)
             if self.journal is not None:
-                self.journal.removed(page_hashes(node, self.config.page_words), tier)
+                self.journal.removed(node, 0, tier)
         return ids
 
     def trim(self, node: Node, pages: int) -> bytes:
         """Cut the last pages off an unlocked device-only node. Returns their ids. See Columns.trim."""
-        keep = node.end - node.start - pages
         assert not node.locks
         if self.journal is not None:
-            self.journal.removed(page_hashes(node, self.config.page_words)[keep:], Tier.DEVICE)
+            self.journal.removed(node, node.end - node.start - pages, Tier.DEVICE)
         return self.columns.trim(node, pages)
 
     def ids(self, node: Node, tier: Tier, index: int) -> bytes | None:

@@ -81,7 +81,7 @@ def chain(parent: bytes, tokens: TokenIds, page_tokens: int) -> list[bytes]:
     """
     words = _words(tokens)
     _check(parent, page_tokens)
-    return chain_bytes(parent, words.tobytes(), WORD_BYTES * page_tokens)
+    return each_hash(chain_bytes(parent, words.tobytes(), WORD_BYTES * page_tokens))
 
 
 def chain_bigrams(parent: bytes, tokens: TokenIds, page_tokens: int) -> list[bytes]:
@@ -92,7 +92,7 @@ def chain_bigrams(parent: bytes, tokens: TokenIds, page_tokens: int) -> list[byt
     words = _words(tokens)
     _check(parent, page_tokens)
     pairs = np.stack([words[:-1], words[1:]], axis=1).reshape(-1)
-    return chain_bytes(parent, pairs.tobytes(), 2 * WORD_BYTES * page_tokens)
+    return each_hash(chain_bytes(parent, pairs.tobytes(), 2 * WORD_BYTES * page_tokens))
 
 
 def as_int64(page_hash: bytes) -> int:
@@ -109,17 +109,23 @@ def as_int64s(page_hashes: Sequence[bytes]) -> tuple[int, ...]:
     return unpack(f">{len(page_hashes) * (HASH_BYTES // 8)}q", b"".join(page_hashes))[:: HASH_BYTES // 8]
 
 
-def chain_in_python(parent: bytes, data: bytes, page_bytes: int) -> list[bytes]:
+def each_hash(row: bytes) -> list[bytes]:
+    """Returns the hashes in a row of `chain_bytes`."""
+    return [row[at : at + HASH_BYTES] for at in range(0, len(row), HASH_BYTES)]
+
+
+def chain_in_python(parent: bytes, data: bytes, page_bytes: int) -> bytes:
     """See `chain_bytes`."""
     hashes = list[bytes]()
     for first in range(0, len(data) - page_bytes + 1, page_bytes):
         parent = sha256(parent + data[first : first + page_bytes]).digest()
         hashes.append(parent)
-    return hashes
+    return b"".join(hashes)
 
 
-#: `(parent, data, page_bytes)`: `chain` over bytes, unchecked. Runs in C if the processor has SHA instructions.
-chain_bytes: Callable[[bytes, bytes, int], list[bytes]] = getattr(NATIVE, "chain", chain_in_python)
+#: `(parent, data, page_bytes)`: `chain` over bytes, unchecked, as one row of 32 bytes a page. Runs in C if the
+#: processor has SHA instructions.
+chain_bytes: Callable[[bytes, bytes, int], bytes] = getattr(NATIVE, "chain", chain_in_python)
 
 
 def _check(parent: bytes, page_tokens: int) -> None:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from kvmover.cache.prefix.columns import ID_BYTES
 from kvmover.cache.prefix.components import FULL
 from kvmover.cache.prefix.forest import Forest
+from kvmover.cache.prefix.hashes import HASH_BYTES
 from kvmover.cache.prefix.keys import PageIds, RadixKey, common_bytes, page_array, unlike, words
 from kvmover.cache.prefix.node import Node
 from kvmover.cache.prefix.results import ROOT, FreePages, Inserted, PageArray, Tier
@@ -223,7 +224,7 @@ class Insertion:
             ids = offer.ids[(at.end - offer.first_page) * ID_BYTES :]
             node = self._end = forest.columns.grow(at, offer.key.data, offer.pages, ids)
             if names is not None:
-                node.hashes = tuple(names[node.start : node.end])
+                node.hashes = names[node.start * HASH_BYTES : node.end * HASH_BYTES]
             if forest.journal is not None:
                 forest.journal.stored(node, Tier.DEVICE)
             return
@@ -233,7 +234,7 @@ class Insertion:
             node = forest.attach(at, offer.key.data[low_bytes:high_bytes])
             node.hits, node.priority = 1, offer.priority
             if names is not None:
-                node.hashes = tuple(names[low:high])
+                node.hashes = names[low * HASH_BYTES : high * HASH_BYTES]
             ids = offer.ids[(low - offer.first_page) * ID_BYTES : (high - offer.first_page) * ID_BYTES]
             forest.give(node, Tier.DEVICE, -1, ids)
             if offer.trailing:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover.c_core import NATIVE
-from kvmover.cache.prefix.hashes import WORD_BYTES, PrefixNamespace, TokenIds, chain_bytes
+from kvmover.cache.prefix.hashes import WORD_BYTES, PrefixNamespace, TokenIds, chain_bytes, each_hash
 from kvmover.errors import PrefixError
 from kvmover.fields import member
 
@@ -45,8 +45,8 @@ class RadixKey(msgspec.Struct, frozen=True, eq=False, gc=False):
     data: bytes
     namespace: PrefixNamespace
     units: KeyUnits
-    #: Page hashes computed so far, by words a page.
-    _hashes: dict[int, list[bytes]] = {}
+    #: Page hashes computed so far, by words a page, each a row of 32 bytes a page.
+    _hashes: dict[int, bytes] = {}
 
     @classmethod
     def of(cls, tokens: TokenIds, namespace: PrefixNamespace, units: KeyUnits) -> RadixKey:
@@ -80,10 +80,10 @@ class RadixKey(msgspec.Struct, frozen=True, eq=False, gc=False):
         if known is None:
             known = chain_bytes(self.namespace.digest, self.data, page_words * WORD_BYTES)
             self._hashes[page_words] = known
-        return known
+        return each_hash(known)
 
-    def known_hashes(self, page_words: int) -> list[bytes] | None:
-        """Returns the hashes that `page_hashes` has computed; None before."""
+    def known_hashes(self, page_words: int) -> bytes | None:
+        """Returns the hashes that `page_hashes` has computed, as one row; None before."""
         return self._hashes.get(page_words)
 
 

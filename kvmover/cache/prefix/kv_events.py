@@ -14,8 +14,9 @@ from typing import TypeAlias, TypeVar
 import msgspec
 from msgspec import structs
 
-from kvmover.cache.prefix.hashes import as_int64, as_int64s
+from kvmover.cache.prefix.hashes import HASH_BYTES, as_int64, as_int64s
 from kvmover.cache.prefix.node import Node, page_hashes
+from kvmover.cache.prefix.packed_rows import joined, pack_hashes, pack_words, packed, unpacked
 from kvmover.cache.prefix.results import Action, ActionList, CopyOut, Tier
 from kvmover.cache.prefix.tree_config import TreeConfig
 from kvmover.errors import PrefixError
@@ -32,22 +33,27 @@ class Medium(StrEnum):
     EXTERNAL = "EXTERNAL"
 
 
+#: Fields that events call otherwise.
+_ROWS = {"hash_row": "block_hashes", "token_row": "token_ids"}
+
+
 class _Event(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """An immutable event, compared by value."""
 
 
-class BlockStored(_Event, frozen=True, tag="BlockStored"):
+class BlockStored(_Event, frozen=True, tag="BlockStored", rename=_ROWS):
     """The pages that can now be read from `medium`, by position, each after the one before.
 
-    "Block" is the routers' word for a page. `block_hashes` are `hashes.as_int64` of page hashes, `token_ids` the tokens
-    of all pages, `block_size` the tokens a page. `parent_block_hash` names the page before the first, None at the
-    beginning. `extra_keys` has for each page what its hash covers beside the tokens, as in vLLM 0.33: adapter, model
-    and extra keys of the namespace; None for a namespace without the latter two.
+    "Block" is the routers' word for a page. `hash_row` has `hashes.as_int64` of page hashes and `token_row` the tokens
+    of all pages, both as `packed` writes them; `block_hashes` and `token_ids` read them. `block_size` is the tokens a
+    page. `parent_block_hash` names the page before the first, None at the beginning. `extra_keys` has for each page
+    what its hash covers beside the tokens, as in vLLM 0.33: adapter, model and extra keys of the namespace; None for a
+    namespace without the latter two.
     """
 
-    block_hashes: tuple[int, ...]
+    hash_row: msgspec.Raw
     parent_block_hash: int | None
-    token_ids: tuple[int, ...]
+    token_row: msgspec.Raw
     block_size: int
     #: Superseded by `lora_name`, but required by decoders.
     lora_id: int | None
@@ -57,12 +63,38 @@ class BlockStored(_Event, frozen=True, tag="BlockStored"):
     session_id: str | None = None
     extra_keys: tuple[tuple[str, ...] | None, ...] | None = None
 
+    @property
+    def block_hashes(self) -> tuple[int, ...]:
+        """Returns the names of the pages."""
+        return unpacked(self.hash_row)
 
-class BlockRemoved(_Event, frozen=True, tag="BlockRemoved"):
-    """The pages that can no longer be read from `medium`; other media may still have them."""
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Returns the tokens of all pages."""
+        return unpacked(self.token_row)
 
-    block_hashes: tuple[int, ...]
+    def cut(self, first: int, stop: int) -> BlockStored:
+        """Returns the event of its pages [first, stop)."""
+        names, size = self.block_hashes, self.block_size
+        return structs.replace(
+            self,
+            hash_row=packed(names[first:stop]),
+            parent_block_hash=names[first - 1] if first else self.parent_block_hash,
+            token_row=packed(self.token_ids[first * size : stop * size]),
+            extra_keys=None if self.extra_keys is None else self.extra_keys[first:stop],
+        )
+
+
+class BlockRemoved(_Event, frozen=True, tag="BlockRemoved", rename=_ROWS):
+    """The pages that can no longer be read from `medium`; other media may still have them. See BlockStored."""
+
+    hash_row: msgspec.Raw
     medium: Medium | None
+
+    @property
+    def block_hashes(self) -> tuple[int, ...]:
+        """Returns the names of the pages."""
+        return unpacked(self.hash_row)
 
 
 class AllBlocksCleared(_Event, frozen=True, tag="AllBlocksCleared"):
@@ -85,8 +117,8 @@ def coalesce(events: Iterable[KVEvent]) -> list[KVEvent]:
 
     Only neighbours on one medium join: a page removed and stored again stays two events.
 
-    >>> a = BlockStored((1,), None, (5, 6), 2, None, Medium.GPU, None)
-    >>> coalesce([a, BlockStored((2,), 1, (7, 8), 2, None, Medium.GPU, None)])[0].block_hashes
+    >>> a = BlockStored(packed([1]), None, packed([5, 6]), 2, None, Medium.GPU, None)
+    >>> coalesce([a, BlockStored(packed([2]), 1, packed([7, 8]), 2, None, Medium.GPU, None)])[0].block_hashes
     (1, 2)
     """
     return [_joined(run) for run in _runs(events)]
@@ -124,13 +156,13 @@ def _joined(run: list[KVEvent]) -> KVEvent:
     first = run[0]
     if len(run) == 1 or isinstance(first, AllBlocksCleared):
         return first
-    hashes = tuple(name for event in run if not isinstance(event, AllBlocksCleared) for name in event.block_hashes)
+    hashes = joined([event.hash_row for event in run if not isinstance(event, AllBlocksCleared)])
     if isinstance(first, BlockRemoved):
         return BlockRemoved(hashes, first.medium)
     stored = [event for event in run if isinstance(event, BlockStored)]
-    tokens = tuple(token for event in stored for token in event.token_ids)
+    tokens = joined([event.token_row for event in stored])
     extra = None if first.extra_keys is None else tuple(keys for event in stored for keys in event.extra_keys or ())
-    return msgspec.structs.replace(first, block_hashes=hashes, token_ids=tokens, extra_keys=extra)
+    return structs.replace(first, hash_row=hashes, token_row=tokens, extra_keys=extra)
 
 
 class EventForm(StrEnum):
@@ -141,13 +173,14 @@ class EventForm(StrEnum):
 
 
 def as_form(events: Iterable[KVEvent], form: EventForm) -> list[object]:
-    """Returns events as they are encoded in a form.
+    """Returns events in the form in which msgspec encodes them.
 
     An array has no place for `cache_salt` and `extra_keys`, so pages with either are left out: a router would take them
     for anyone's.
 
-    >>> as_form([BlockRemoved((7,), Medium.GPU), AllBlocksCleared()], EventForm.ARRAYS)
-    [('BlockRemoved', (7,), <Medium.GPU: 'GPU'>), ('AllBlocksCleared',)]
+    >>> removed, cleared = as_form([BlockRemoved(packed([7]), Medium.GPU), AllBlocksCleared()], EventForm.ARRAYS)
+    >>> msgspec.msgpack.decode(msgspec.msgpack.encode(removed)), cleared
+    (['BlockRemoved', [7], 'GPU'], ('AllBlocksCleared',))
     """
     if form is EventForm.MAPS:
         return list(events)
@@ -175,30 +208,40 @@ MEDIA = {Tier.DEVICE: Medium.GPU, Tier.HOST: Medium.CPU_PINNED, Tier.STORAGE: Me
 def path_stored(node: Node, config: TreeConfig, tier: Tier, first_page: int, stop_page: int) -> BlockStored:
     """Returns the event of the pages [first_page, stop_page) of the path to `node`, stored on a tier."""
     tokens, hashes, page_bytes = list[bytes](), list[bytes](), config.page_bytes
-    above = max(0, first_page - 1)
-    while node.parent is not None and node.end > above:
-        first, stop = max(0, above - node.start), max(0, min(node.end, stop_page) - node.start)
-        hashes[:0] = page_hashes(node, config.page_words)[first:stop]
+    parent = None
+    while node.parent is not None and node.end > first_page:
+        first, stop = max(0, first_page - node.start), max(0, min(node.end, stop_page) - node.start)
+        row = page_hashes(node, config.page_words)
+        hashes.append(row[first * HASH_BYTES : stop * HASH_BYTES])
         tokens.append(node.tokens[first * page_bytes : stop * page_bytes])
+        if first:
+            parent = as_int64(row[(first - 1) * HASH_BYTES :])
         node = node.parent
+    if first_page and parent is None:
+        parent = as_int64(page_hashes(node, config.page_words)[-HASH_BYTES:])
     while node.parent is not None:
         node = node.parent
-    assert node.namespace is not None
-    adapter, salt = node.namespace.adapter or None, node.namespace.salt or None
-    parent = as_int64(hashes.pop(0)) if first_page else None
-    raw = memoryview(b"".join(reversed(tokens)))[(first_page - above) * page_bytes :]
-    # A bigram's second token is the next one's first: the first of each are the tokens.
-    words = tuple(raw.cast("I")[:: int(config.units)])
-    keys = (*filter(None, (node.namespace.adapter, node.namespace.model)), *node.namespace.extra)
-    extra = (keys,) * len(hashes) if node.namespace.model or node.namespace.extra else None
+    space = node.namespace
+    assert space is not None
+    hash_row, words = b"".join(reversed(hashes)), b"".join(reversed(tokens))
+    keys = (*filter(None, (space.adapter, space.model)), *space.extra)
     return BlockStored(
-        as_int64s(hashes), parent, words, config.page_tokens, None, MEDIA[tier], adapter, salt, extra_keys=extra
+        msgspec.Raw(pack_hashes(hash_row)),
+        parent,
+        # A bigram's second token is the next one's first: the first of each are the tokens.
+        msgspec.Raw(pack_words(words, int(config.units))),
+        config.page_tokens,
+        None,
+        MEDIA[tier],
+        space.adapter or None,
+        space.salt or None,
+        extra_keys=(keys,) * (len(hash_row) // HASH_BYTES) if space.model or space.extra else None,
     )
 
 
 def block_removed(hashes: Sequence[bytes], tier: Tier) -> BlockRemoved:
     """Returns the event of pages removed from a tier. Raises PrefixError if `tier` is no Tier."""
-    return BlockRemoved(as_int64s(hashes), MEDIA[member(Tier, tier, "tier", PrefixError)])
+    return BlockRemoved(packed(as_int64s(hashes)), MEDIA[member(Tier, tier, "tier", PrefixError)])
 
 
 Given = TypeVar("Given", bound=ActionList)
@@ -234,13 +277,14 @@ class Journal:
         owed, self._owed = self._owed, ()
         return given if len(owed) == len(given.actions) else structs.replace(given, actions=owed)
 
-    def stored(self, node: Node, tier: Tier) -> None:
+    def stored(self, node: Node, tier: int) -> None:
         """Record that all pages of a node have come to a tier."""
-        self._waiting.append(path_stored(node, self._config, tier, node.start, node.end))
+        self._waiting.append(path_stored(node, self._config, Tier(tier), node.start, node.end))
 
-    def removed(self, hashes: Sequence[bytes], tier: Tier) -> None:
-        """Record that pages have left a tier."""
-        self._waiting.append(block_removed(hashes, tier))
+    def removed(self, node: Node, first: int, tier: int) -> None:
+        """Record that a node's pages from its own `first` on leave a tier."""
+        names = page_hashes(node, self._config.page_words)[first * HASH_BYTES :]
+        self._waiting.append(BlockRemoved(msgspec.Raw(pack_hashes(names)), MEDIA[Tier(tier)]))
 
     def cleared(self) -> None:
         """Record that all tiers were cleared."""

@@ -238,7 +238,7 @@ def _joined(forest: Forest, run: list[Node]) -> list[Node]:
     if last.host is not None:
         last.host = b"".join(node.host or b"" for node in run)
     if last.hashes is not None:
-        last.hashes = tuple(name for node in run for name in node.hashes or ())
+        last.hashes = b"".join(node.hashes or b"" for node in run)
     for i, held in enumerate(last.held):
         if forest.config.components[i].per_page:
             if held.pages is not None:

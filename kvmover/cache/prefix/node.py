@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvmover.cache.prefix.hashes import WORD_BYTES, PrefixNamespace, chain_bytes
+from kvmover.cache.prefix.hashes import HASH_BYTES, WORD_BYTES, PrefixNamespace, chain_bytes
 from kvmover.cache.prefix.results import Tier
 
 
@@ -50,8 +50,8 @@ class Node(msgspec.Struct, eq=False, gc=False):
     used: int = 0
     created: int = 0
     priority: int = 0
-    #: The hash of each page; None until computed.
-    hashes: tuple[bytes, ...] | None = None
+    #: The hashes of all pages, a row of 32 bytes a page; None until computed. A root has its namespace's digest.
+    hashes: bytes | None = None
     held: tuple[ComponentPages, ...] = ()
     #: Operations that will add pages on the host or the device; 0 without one.
     backing: int = 0
@@ -79,21 +79,23 @@ class Node(msgspec.Struct, eq=False, gc=False):
         return path
 
 
-def page_hashes(node: Node, page_words: int) -> tuple[bytes, ...]:
-    """Returns the hash of each page of a node, of `page_words` 32-bit words, chained from the namespace.
+def page_hashes(node: Node, page_words: int) -> bytes:
+    """Returns the hashes of a node's pages, of `page_words` 32-bit words, chained from the namespace: 32 bytes a page.
 
     Hashes missing on the path are computed on demand and kept.
     """
-    missing = list[Node]()
+    missing, page_bytes = list[Node](), page_words * WORD_BYTES
     above = node
-    while above.parent is not None and above.hashes is None:
+    while above.hashes is None:
         missing.append(above)
+        assert above.parent is not None
         above = above.parent
-    last = above.hashes[-1] if above.hashes else above.namespace.digest if above.namespace is not None else b""
+    last = above.hashes[-HASH_BYTES:]
     for each in reversed(missing):
-        each.hashes = tuple(chain_bytes(last, each.tokens, page_words * WORD_BYTES))
-        last = each.hashes[-1]
-    return node.hashes or ()
+        each.hashes = chain_bytes(last, each.tokens[: (each.end - each.start) * page_bytes], page_bytes)
+        last = each.hashes[-HASH_BYTES:]
+    assert node.hashes is not None
+    return node.hashes
 
 
 class LockedSegment(msgspec.Struct, frozen=True):

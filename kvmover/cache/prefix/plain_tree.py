@@ -1,8 +1,8 @@
 """PlainSteps runs the most frequent calls of a plain tree in straight lines: match, lock, unlock, insert, evict.
 
-A tree is plain if it keeps attention KV alone, evicts by LRU and by pages, and has no sink; its steps are those of the
-Columns. Results equal those of the general implementation, the definition. A call that does not fit returns None
-(`unlock`: False) before any change, and the general implementation runs it or raises.
+A tree is plain if it keeps attention KV alone, and evicts by LRU and by pages; its steps are those of the Columns.
+Results equal those of the general implementation, the definition. A call that does not fit returns None (`unlock`:
+False) before any change, and the general implementation runs it or raises.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import numpy as np
 from kvmover.cache.prefix.columns import ID_BYTES, TierEviction
 from kvmover.cache.prefix.components import FULL
 from kvmover.cache.prefix.forest import Forest
+from kvmover.cache.prefix.hashes import HASH_BYTES
 from kvmover.cache.prefix.insert import due_backup
 from kvmover.cache.prefix.keys import PageIds, RadixKey, page_array, unlike, words
 from kvmover.cache.prefix.locks import NUMBERS
@@ -51,7 +52,7 @@ class PlainSteps:
     def of(cls, forest: Forest) -> PlainSteps | None:
         """Returns the steps of a plain tree, None for another tree."""
         by_pages = forest.config.grain is EvictionGranularity.PAGE and not forest.config.components
-        return cls(forest) if by_pages and forest.by_use and forest.journal is None else None
+        return cls(forest) if by_pages and forest.by_use else None
 
     def match(self, key: RadixKey, limit_tokens: int | None) -> Match:
         """See PrefixTree.match."""
@@ -159,7 +160,9 @@ class PlainSteps:
             path.append(node)
             names = key.known_hashes(forest.config.page_words)
             if names is not None:
-                node.hashes = tuple(names[known:pages])
+                node.hashes = names[known * HASH_BYTES : pages * HASH_BYTES]
+            if forest.journal is not None:
+                forest.journal.stored(node, _DEVICE)
         columns.touch(path[::-1])
         actions = (FreePages(FULL, _DEVICE, page_array(double)),) if double else ()
         backups = due_backup(forest, path[::-1]) if forest.hits_due else ()

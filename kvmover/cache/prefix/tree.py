@@ -16,7 +16,7 @@ from kvmover.cache.prefix.copies import CopyRecords, FetchRecord, TierCopy, land
 from kvmover.cache.prefix.evict import Eviction
 from kvmover.cache.prefix.eviction_policy import LRU, EvictionPolicy
 from kvmover.cache.prefix.forest import Forest
-from kvmover.cache.prefix.hashes import PrefixNamespace, TokenIds
+from kvmover.cache.prefix.hashes import PrefixNamespace, TokenIds, each_hash
 from kvmover.cache.prefix.insert import Insertion, Offer
 from kvmover.cache.prefix.keys import DEFAULT_NAMESPACE, NO_IDS, KeyUnits, PageIds, RadixKey, page_array, words
 from kvmover.cache.prefix.kv_events import BlockStored, Given, Journal, KVEvent, Sink, path_stored
@@ -87,9 +87,7 @@ class PrefixTree:
         own = tuple(each for each in components if not isinstance(each, Sidecar))
         sidecars = tuple(each for each in components if isinstance(each, Sidecar))
         self.config = TreeConfig(page_tokens, own, sidecars, policy, grain, tiers or DeviceOnly(), units)
-        self._forest = Forest(self.config)
-        if sink is not None:
-            self._forest.journal = Journal(self.config, sink)
+        self._forest = Forest(self.config, journal=None if sink is None else Journal(self.config, sink))
         #: A faster implementation of the same calls; None unless the tree is plain.
         self._plain = PlainSteps.of(self._forest)
         self._locks = Locks(self._forest)
@@ -165,7 +163,7 @@ class PrefixTree:
     def page_hashes(self, node_id: int) -> list[bytes]:
         """Returns the chained SHA-256 of each page from the root to the node's end; computed once."""
         path = self._forest.view(node_id).path()
-        return [name for node in reversed(path) for name in page_hashes(node, self.config.page_words)]
+        return each_hash(b"".join(page_hashes(node, self.config.page_words) for node in reversed(path)))
 
     def path_stored(self, node_id: int, tier: Tier, first_page: int, pages: int) -> BlockStored:
         """Returns the event of `pages` pages of the path to a node, from `first_page` on, stored on a tier.
@@ -259,7 +257,7 @@ class PrefixTree:
         if self._plain is not None and not held:
             kept = self._plain.insert(key, ids, first_page, counted_tokens)
             if kept is not None:
-                return kept
+                return self._told(kept)
         offer = Offer.of(
             self._forest,
             key,
@@ -331,7 +329,7 @@ class PrefixTree:
         if self._plain is not None and len(pages) == 1 and FULL in pages:
             given_up = self._plain.evict(_count(pages[FULL]), room)
             if given_up is not None:
-                return given_up
+                return self._told(given_up)
         counts = {self.config.index(name): _count(count) for name, count in pages.items()}
         return self._outcome(Eviction(self._forest, room).pools(counts))
 
@@ -351,7 +349,7 @@ class PrefixTree:
         if self._plain is not None and component == FULL:
             given_up = self._plain.evict_host(_count(pages))
             if given_up is not None:
-                return given_up
+                return self._told(given_up)
         index, count, eviction = self.config.index(component), _count(pages), Eviction(self._forest)
         return self._outcome(eviction.host(count) if index < 0 else eviction.held_host(index, count))
 
@@ -509,7 +507,12 @@ class PrefixTree:
             if isinstance(action, FreePages):
                 index = self.config.index(action.component)
                 forest.in_use[action.tier, index].release(action.page_ids.tobytes())
-        return given if forest.journal is None else forest.journal.told(given)
+        return self._told(given)
+
+    def _told(self, given: Given) -> Given:
+        """Deliver events. Returns the result."""
+        journal = self._forest.journal
+        return given if journal is None else journal.told(given)
 
     def _needs_host(self) -> None:
         if not self._forest.hosted:

@@ -7,14 +7,12 @@ them again on the host.
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
-from msgspec import structs
 
 from kvmover.cache.peers import PeerTier
 from kvmover.cache.prefix import (
@@ -249,22 +247,10 @@ def _ints(row: PageArray) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Announced:
-    """Consecutive pages that one event announced. `event` is without tokens, which are 4 bytes each in `tokens`."""
+    """Consecutive pages that one event announced."""
 
     hashes: tuple[bytes, ...]
     event: BlockStored
-    tokens: array[int]
-
-    def cut(self, first: int, stop: int) -> BlockStored:
-        """Returns the event of the pages [first, stop)."""
-        event, size = self.event, self.event.block_size
-        names = event.block_hashes
-        return structs.replace(
-            event,
-            block_hashes=names[first:stop],
-            parent_block_hash=names[first - 1] if first else event.parent_block_hash,
-            token_ids=tuple(self.tokens[first * size : stop * size]),
-        )
 
 
 class StorageEvents:
@@ -280,8 +266,7 @@ class StorageEvents:
 
     def stored(self, hashes: Sequence[bytes], event: BlockStored) -> None:
         """Emit the event of consecutive pages with these hashes."""
-        kept = structs.replace(event, token_ids=())
-        announced = _Announced(tuple(hashes), kept, array("I", event.token_ids))
+        announced = _Announced(tuple(hashes), event)
         self._pages.update(dict.fromkeys(hashes, announced))
         self._sink(event)
 
@@ -292,7 +277,7 @@ class StorageEvents:
             for is_here, run in groupby(range(len(here)), here.__getitem__):
                 if is_here:
                     pages = list(run)
-                    yield announced.cut(pages[0], pages[-1] + 1)
+                    yield announced.event.cut(pages[0], pages[-1] + 1)
 
     def again(self) -> None:
         """Emit the events of announced pages that storage still has: a reset has made routers forget every medium."""

@@ -13,6 +13,7 @@ from engine import Engine, locked
 from kvmover.cache.prefix import InvariantBroken, PrefixTree, SlidingWindow, State, Tier, WriteThrough
 from kvmover.cache.prefix.check import INVARIANTS
 from kvmover.cache.prefix.forest import Forest
+from kvmover.cache.prefix.hashes import HASH_BYTES, each_hash
 from kvmover.cache.prefix.node import Node
 
 
@@ -77,8 +78,8 @@ def shift_parent(forest: Forest) -> None:
 
 
 def swap_hashes(forest: Forest) -> None:
-    node = find(forest, lambda node: len(node.hashes or ()) > 1)
-    node.hashes = tuple(reversed(node.hashes or ()))
+    node = find(forest, lambda node: len(node.hashes or b"") > HASH_BYTES)
+    node.hashes = b"".join(reversed(each_hash(node.hashes or b"")))
 
 
 def lose_page(forest: Forest) -> None:

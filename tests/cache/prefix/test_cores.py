@@ -21,6 +21,7 @@ from kvmover.cache.prefix import (
     LFU,
     EvictionGranularity,
     KeyUnits,
+    KVEvent,
     PrefixError,
     PrefixTree,
     SlidingWindow,
@@ -52,6 +53,8 @@ SHAPES: dict[str, dict] = {
     "window": {"components": (SlidingWindow(3),)},
     "window and state": {"components": (SlidingWindow(4), State()), "tiers": WriteThrough()},
 }
+#: The same, and what a sink hears of it.
+SHAPES |= {f"{name}, heard": {**SHAPES[name], "sink": None} for name in ("plain", "write through", "write back")}
 built = pytest.mark.skipif(forest.C_CORE is None, reason="the C core was not built")
 
 
@@ -63,7 +66,15 @@ def used_core() -> None:
 def engine(of: forest.TreeCore | None, shape: dict) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forest, "C_CORE", None if of is forest.PYTHON_CORE else of)
-        return Engine(PrefixTree(2, **shape), PAGES)
+        events: list[KVEvent] = []
+        mine = Engine(PrefixTree(2, **({**shape, "sink": events.append} if "sink" in shape else shape)), PAGES)
+        mine.__dict__["heard"] = events
+        return mine
+
+
+def heard(mine: Engine) -> list[KVEvent]:
+    """What its sink was told."""
+    return mine.__dict__["heard"]
 
 
 Turn = Callable[[Engine], object]
@@ -205,12 +216,13 @@ def test_any_history_leaves_both_cores_in_the_same_state(shape: str) -> None:
                     told.append(type(error))
             assert repr(told[0]) == repr(told[1])
             assert state(pair[0].tree) == state(pair[1].tree)
+            assert heard(pair[0]) == heard(pair[1])
         for mine in pair:
             mine.tree.check()
 
 
 @pytest.mark.parametrize("core", [forest.PYTHON_CORE, pytest.param(forest.C_CORE, marks=built)], ids=["python", "c"])
-@pytest.mark.parametrize("shape", ["plain", "write through", "write back"])
+@pytest.mark.parametrize("shape", [name for name in SHAPES if name.startswith(("plain", "write"))])
 def test_any_history_goes_the_straight_way_as_the_general_one(shape: str, core: forest.TreeCore) -> None:
     """Both trees are plain, and the second has been told to go the general way."""
     for seed in range(12 * MORE):
@@ -227,6 +239,7 @@ def test_any_history_goes_the_straight_way_as_the_general_one(shape: str, core: 
                     told.append((type(error), str(error)))
             assert repr(told[0]) == repr(told[1])
             assert counted(pair[0].tree, shape) == counted(pair[1].tree, shape)
+            assert heard(pair[0]) == heard(pair[1])
         for mine in pair:
             mine.tree.check()
 
@@ -234,7 +247,7 @@ def test_any_history_goes_the_straight_way_as_the_general_one(shape: str, core: 
 def counted(tree: PrefixTree, shape: str) -> list[object]:
     """The state of a tree, but for the hits of nodes where nothing asks for them."""
     nodes, *rest = state(tree)
-    if shape == "plain":
+    if shape.startswith("plain"):
         at = Node.__struct_fields__.index("hits") - 2  # without parent and children
         nodes = [(*node[:at], *node[at + 1 :]) for node in cast("list[tuple]", nodes)]
     return [nodes, *rest]

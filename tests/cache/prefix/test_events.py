@@ -26,6 +26,7 @@ from kvmover.cache.prefix.kv_events import (
     Medium,
     coalesce,
 )
+from kvmover.cache.prefix.packed_rows import packed
 from kvmover.cache.prefix.publisher import EventPublisher
 from kvmover.errors import TransportError
 
@@ -101,12 +102,16 @@ def stored(
 ) -> BlockStored:
     """Pages of two tokens, which are made from the page's hash."""
     tokens = tuple(token for name in hashes for token in (10 * abs(name) % 2**32, 10 * abs(name) % 2**32 + 1))
-    return BlockStored(hashes, parent, tokens, 2, None, medium, None, salt)
+    return BlockStored(packed(hashes), parent, packed(tokens), 2, None, medium, None, salt)
+
+
+def removed(*hashes: int, medium: Medium = Medium.GPU) -> BlockRemoved:
+    return BlockRemoved(packed(hashes), medium)
 
 
 HISTORY: tuple[KVEvent, ...] = (
     stored(-5, 2**63 - 1, salt="tenant"),
-    BlockRemoved((-5,), Medium.CPU_PINNED),
+    removed(-5, medium=Medium.CPU_PINNED),
     AllBlocksCleared(),
 )
 
@@ -152,8 +157,12 @@ def test_a_chain_that_was_stored_page_by_page_becomes_one_event() -> None:
 
 
 def test_removals_from_one_medium_join_and_others_do_not() -> None:
-    events = [BlockRemoved((1,), Medium.GPU), BlockRemoved((2, 3), Medium.GPU), BlockRemoved((1,), Medium.DISK)]
-    assert coalesce(events) == [BlockRemoved((1, 2, 3), Medium.GPU), BlockRemoved((1,), Medium.DISK)]
+    events = [
+        removed(1),
+        removed(2, 3),
+        removed(1, medium=Medium.DISK),
+    ]
+    assert coalesce(events) == [removed(1, 2, 3), removed(1, medium=Medium.DISK)]
 
 
 @pytest.mark.parametrize(
@@ -187,7 +196,7 @@ def test_pages_with_keys_join_with_a_key_each_and_are_read_as_vllm_does() -> Non
 
 
 def test_a_page_removed_and_stored_again_stays_two_events() -> None:
-    events: list[KVEvent] = [BlockRemoved((1,), Medium.GPU), stored(1), BlockRemoved((1,), Medium.GPU)]
+    events: list[KVEvent] = [removed(1), stored(1), removed(1)]
     assert coalesce(events) == events
     assert coalesce([AllBlocksCleared(), AllBlocksCleared()]) == [AllBlocksCleared()] * 2
 
@@ -199,7 +208,7 @@ EVENTS = st.one_of(
         st.one_of(st.none(), st.integers(0, 5)),
         st.sampled_from([Medium.GPU, Medium.DISK]),
     ),
-    st.builds(lambda name, medium: BlockRemoved((name,), medium), st.integers(0, 5), st.sampled_from(list(Medium))),
+    st.builds(lambda name, medium: removed(name, medium=medium), st.integers(0, 5), st.sampled_from(list(Medium))),
     st.just(AllBlocksCleared()),
 )
 

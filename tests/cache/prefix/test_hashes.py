@@ -6,11 +6,13 @@ import struct
 from array import array
 from hashlib import sha256
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvmover.cache.prefix import packed_rows
 from kvmover.cache.prefix.hashes import PrefixNamespace, as_int64, as_int64s, chain, chain_bigrams
 from kvmover.errors import KvmoverError
 
@@ -136,3 +138,26 @@ def test_a_page_of_no_tokens_and_a_parent_that_is_no_hash_are_refused() -> None:
         chain(b"", [1], 0)
     with pytest.raises(KvmoverError, match="32 bytes or none, got 31"):
         chain_bigrams(bytes(31), [1], 1)
+
+
+@given(st.lists(st.integers(0, 2**32 - 1) | st.sampled_from([0, 127, 128, 255, 256, 65535, 65536]), max_size=40))
+def test_words_are_packed_as_msgspec_does(words: list[int]) -> None:
+    row = array("I", words).tobytes()
+    for step in (1, 2):
+        assert packed_rows.pack_words(row, step) == packed_rows.pack_words_in_python(row, step)
+    assert packed_rows.unpacked(packed_rows.packed(words)) == tuple(words)
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.sampled_from([0, -1, -32, -33, -128, -129, 2**31, -(2**31)])))
+def test_names_are_packed_as_msgspec_does(names: list[int]) -> None:
+    row = b"".join(name.to_bytes(8, "big", signed=True) + bytes(24) for name in names)
+    assert packed_rows.pack_hashes(row) == packed_rows.pack_hashes_in_python(row) == msgspec.msgpack.encode(names)
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 65_535, 65_536])
+def test_long_rows_are_joined_without_being_read(count: int) -> None:
+    some = packed_rows.packed(range(count))
+    assert packed_rows.joined([some, packed_rows.packed([7]), some]) == packed_rows.packed(
+        [*range(count), 7, *range(count)]
+    )
+    assert packed_rows.pack_words(array("I", range(count)).tobytes(), 1) == bytes(memoryview(some))

@@ -18,6 +18,7 @@ from kvmover.cache.prefix import (
 )
 from kvmover.cache.prefix.hashes import as_int64, chain, chain_bigrams
 from kvmover.cache.prefix.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Medium
+from kvmover.cache.prefix.packed_rows import packed
 
 
 def watched(page_tokens: int = 2, **more) -> tuple[Engine, list[KVEvent]]:
@@ -33,12 +34,14 @@ def test_new_pages_are_stored_after_their_parent_and_a_split_says_nothing() -> N
     mine, events = watched()
     mine.insert([1, 2, 3, 4, 5, 6])
     assert events == [
-        BlockStored(names([1, 2, 3, 4, 5, 6]), None, (1, 2, 3, 4, 5, 6), 2, None, Medium.GPU, None, None),
+        BlockStored(packed(names([*range(1, 7)])), None, packed(range(1, 7)), 2, None, Medium.GPU, None, None),
     ]
     mine.tree.match([1, 2, 9, 9])
     assert len(events) == 1
     mine.insert([1, 2, 7, 8])
-    assert events[1] == BlockStored(names([1, 2, 7, 8])[1:], names([1, 2])[0], (7, 8), 2, None, Medium.GPU, None, None)
+    assert events[1] == BlockStored(
+        packed(names([1, 2, 7, 8])[1:]), names([1, 2])[0], packed((7, 8)), 2, None, Medium.GPU, None, None
+    )
     mine.evict(100)
     removed = [name for event in events[2:] if isinstance(event, BlockRemoved) for name in event.block_hashes]
     assert sorted(removed) == sorted({*names([1, 2, 3, 4, 5, 6]), *names([1, 2, 7, 8])})
@@ -48,7 +51,7 @@ def test_pages_cut_off_the_end_of_a_leaf_are_removed_by_name() -> None:
     mine, events = watched()
     mine.insert([1, 2, 3, 4, 5, 6])
     mine.evict(2)
-    assert events[1:] == [BlockRemoved(names([1, 2, 3, 4, 5, 6])[1:], Medium.GPU)]
+    assert events[1:] == [BlockRemoved(packed(names([1, 2, 3, 4, 5, 6])[1:]), Medium.GPU)]
 
 
 def test_a_page_that_moves_between_tiers_is_removed_and_stored_by_medium_in_order() -> None:

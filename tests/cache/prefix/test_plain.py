@@ -191,7 +191,6 @@ def test_a_leaf_that_is_evicted_page_by_page_is_copied_once_at_most() -> None:
         {"policy": LFU},
         {"components": (State(),)},
         {"grain": EvictionGranularity.NODE},
-        {"sink": lambda event: None},
     ],
     ids=lambda shape: next(iter(shape)),
 )
