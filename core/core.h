@@ -172,13 +172,16 @@ PyObject *columns_settle(Columns *self, PyObject *node);
 PyObject *columns_evict_device(Columns *self, PyObject *const *args, Py_ssize_t count);
 PyObject *columns_evict_host(Columns *self, PyObject *pages);
 
-/* words.c, sha256.c, packed_rows.c, simulated.c: functions of the module. */
+/* words.c, sha256.c, packed_rows.c, id_runs.c, page_table.c, simulated.c: functions of the module. */
 int words_init(void);
 int is_row_of_words(const Py_buffer *view); /* of 32 or 64 bits */
 PyObject *words(PyObject *module, PyObject *tokens);
 PyObject *multiples(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *chain(PyObject *module, PyObject *const *args, Py_ssize_t count);
 int has_sha_instructions(void);
+PyObject *keep_pages(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *page_tokens_of(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *id_runs(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *pack_words(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *pack_hashes(PyObject *module, PyObject *hashes);
 

@@ -122,19 +122,25 @@ class Forest:
                 self.touch(node.path())
         return node
 
-    def view(self, node_id: int) -> Node:
-        """Returns the node as `node` does, for reading: an end inside a node gives an unsplit copy of its front.
+    def covering(self, node_id: int) -> PrefixEnd:
+        """Returns the node that has the last page of `node_id`, and how many pages from the root end there.
 
         Raises StaleHandle for an unknown id.
         """
         self.columns.whole()
         node = self.nodes.get(node_id)
-        if node is None:
-            node, page = self._place(node_id)
-            if page < node.end:
-                front = self.front(node, page - node.start, node_id)
-                front.tokens = node.tokens[: (page - node.start) * self.page_bytes]
-                return front
+        return self._place(node_id) if node is None else PrefixEnd(node, node.end)
+
+    def view(self, node_id: int) -> Node:
+        """Returns the node as `node` does, for reading: an end inside a node gives an unsplit copy of its front.
+
+        Raises StaleHandle for an unknown id.
+        """
+        node, page = self.covering(node_id)
+        if page < node.end:
+            front = self.front(node, page - node.start, node_id)
+            front.tokens = node.tokens[: (page - node.start) * self.page_bytes]
+            return front
         return node
 
     def place(self, node: Node, page: int) -> int:

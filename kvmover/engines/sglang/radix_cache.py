@@ -130,6 +130,15 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         node = match.device_node
         if self._states is not None and params.cow_mamba and match.tokens:
             self._states.start(params.req, dict(match.held)[STATE], partial(self._room_for_state, node))
+        if not match.loads and not match.branches:
+            return engine_radix.MatchResult(
+                match.tokens,
+                node,
+                match.host_node,
+                match.best_node,
+                match.best_tokens - match.tokens,
+                full_kv_hit_length=match.full_tokens,
+            )
         loads = {load.component: len(load.positions) for load in match.loads}
         return engine_radix.MatchResult(
             match.tokens,
@@ -186,19 +195,20 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         key = self._keys.of(params.key)
         end = key.tokens // self.page_size * self.page_size
         kept = min(params.prev_prefix_len // self.page_size * self.page_size, end)
-        live = min(end, max(kept, params.get_evicted_seqlen(SWA)))
-        state = NO_IDS
+        live, state = kept, NO_IDS
+        if self._windows is not None:
+            live = min(end, max(kept, params.get_evicted_seqlen(SWA)))
         if self._states is not None and params.mamba_value is not None:
             state = self._states.keep(params.mamba_value)
         inserted = self._insert(
             key, params.value[kept:end], kept, live, params.inserted_len, params.priority or 0, state
         )
-        double = inserted.page_ids(STATE)
+        had_state = False
         if self._states is not None:
+            double = inserted.page_ids(STATE)
+            had_state = len(double) > 0
             self._states.forget(double)
-        return engine_radix.InsertResult(
-            inserted.known_tokens, end, last_device_node=inserted.node, mamba_exist=len(double) > 0
-        )
+        return engine_radix.InsertResult(inserted.known_tokens, end, inserted.node, had_state)
 
     def maybe_hand_to_session(self, req: Any) -> None:
         """Record the admission of a request that got its pages."""
@@ -244,11 +254,11 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
             wanted[WINDOW] = -(-params.swa_num_tokens // self.page_size)
         if self._states is not None:
             wanted[STATE] = params.mamba_num
-        given = self._evict(wanted)
-        counts = {name: len(given.page_ids(name)) for name in wanted}
-        tokens, window_tokens = (counts.get(name, 0) * self.page_size for name in (ATTENTION, WINDOW))
+        steps = self._evict(wanted)
+        counts = {name: sum(len(step.page_ids(name)) for step in steps) for name in wanted}
+        tokens = counts[ATTENTION] * self.page_size
         self.update_eviction_metrics(tokens, began)
-        return engine_radix.EvictResult(tokens, window_tokens, counts.get(STATE, 0))
+        return engine_radix.EvictResult(tokens, counts.get(WINDOW, 0) * self.page_size, counts.get(STATE, 0))
 
     def lock(self, node: int, skip_lock_components: Sequence[Any] = ()) -> Any:
         """Lock a node as `inc_lock_ref` does, for one holder."""
@@ -426,16 +436,13 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
 
         Page ids are new each time, so pages that the tree had come back; a state that it had is the caller's.
         """
-        pages = self._indices.keep(indices)
-        windows = NO_IDS if self._windows is None else self._windows.keep(indices[live - kept :])
-        held = {name: ids for name, ids in ((WINDOW, windows), (STATE, state)) if len(ids)}
+        pages, windows, held = self._indices.keep(indices), NO_IDS, dict[str, PageArray]()
+        if self._windows is not None and len(windows := self._windows.keep(indices[live - kept :])):
+            held[WINDOW] = windows
+        if len(state):
+            held[STATE] = state
         inserted = self._tree.insert(
-            key,
-            pages,
-            first_page=kept // self.page_size,
-            counted_tokens=counted,
-            held=held or None,
-            priority=priority,
+            key, pages, first_page=kept // self.page_size, counted_tokens=counted, held=held, priority=priority
         )
         if self._windows is not None and inserted.known_tokens > live:
             self._adopt(self._windows, inserted, windows, live)
@@ -449,13 +456,15 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         """Carry out the tree's answer to `pages`."""
         self._give_back(inserted)
 
-    def _evict(self, wanted: Mapping[str, int]) -> ActionList:
-        """Evict so many pages of each component. Returns the actions carried out."""
-        given = self._tree.evict_pools(wanted)
-        self._give_back(given)
-        if self._states is not None:
-            self._states.give_back(given.page_ids(STATE))
-        return given
+    def _evict(self, wanted: Mapping[str, int]) -> Sequence[ActionList]:
+        """Evict so many pages of each component. Returns the actions carried out, step by step."""
+        steps = list[ActionList]()
+        for given in self._tree.evict_in_steps(wanted):
+            self._give_back(given)
+            if self._states is not None:
+                self._states.give_back(given.page_ids(STATE))
+            steps.append(given)
+        return steps
 
     def _adopt(self, of: WindowPages, inserted: Inserted, windows: PageArray, live: int) -> None:
         """Point window ids that the tree took, for pages it had without windows, at these pages' indices."""
@@ -467,6 +476,8 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
 
     def _give_back(self, given: ActionList) -> None:
         """Free pages at SGLang's allocator, windows first, because the pages freed next lead to them."""
+        if not given.actions:
+            return
         pages, allocator = given.page_ids(), self.token_to_kv_pool_allocator
         if self._windows is not None:
             self._windows.give_back(given.page_ids(WINDOW))

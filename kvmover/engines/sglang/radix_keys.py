@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, cast
 
-from kvmover.cache.prefix import PrefixError, PrefixNamespace, PrefixTree, RadixKey
+from kvmover.cache.prefix import DEFAULT_NAMESPACE, PrefixError, PrefixNamespace, PrefixTree, RadixKey
 from kvmover.engines.sglang.sglang_contract import lora_name
 
 
@@ -27,7 +27,9 @@ class RadixKeys:
         self, tokens: Any, extra_key: str | None, cache_salt: str | None, limit: int | None = None
     ) -> RadixKey:
         """Returns the key of the first `limit` tokens; empty, so that it is not cached, if a token exceeds 32 bits."""
-        namespace = _namespace(extra_key, cache_salt, lora_name(self._lora_names, extra_key))
+        namespace = DEFAULT_NAMESPACE
+        if cache_salt or extra_key is not None:
+            namespace = _namespace(extra_key, cache_salt, lora_name(self._lora_names, extra_key))
         if limit is not None and limit < len(tokens):
             tokens = cast("list[int]", tokens)[:limit] if isinstance(tokens, list) else memoryview(tokens)[:limit]
         try:

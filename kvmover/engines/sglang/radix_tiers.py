@@ -7,7 +7,7 @@ pass at once: each layer waits for its own KV. Every step polls, and operations 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -313,8 +313,8 @@ class TieredRadixCache(KvmoverRadixCache):
         ours = tuple(action for action in inserted.actions if not _is_state(action))
         self._controller.kept(structs.replace(inserted, actions=ours), pages)
 
-    def _evict(self, wanted: Mapping[str, int]) -> ActionList:
-        return self._controller.evict_pools(wanted)
+    def _evict(self, wanted: Mapping[str, int]) -> Sequence[ActionList]:
+        return (self._controller.evict_pools(wanted),)
 
     def _device_pages(self) -> dict[str, DevicePages]:
         """Returns SGLang's pages of each component."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvmover.cache.prefix import PrefixError
+from kvmover.engines.sglang import page_table
 from kvmover.engines.sglang.device_indices import DeviceIndices
 
 
@@ -16,8 +17,13 @@ def tokens_of(pages: list[int], page_tokens: int) -> torch.Tensor:
     return torch.tensor([page * page_tokens + token for page in pages for token in range(page_tokens)])
 
 
-@pytest.mark.parametrize("page_tokens", [1, 4])
-def test_a_history_of_pages_is_read_back_as_it_was_written(page_tokens: int) -> None:
+@pytest.mark.parametrize("table", ["in host memory", "of a tensor"])
+@pytest.mark.parametrize("page_tokens", [1, 3, 4])
+def test_a_history_of_pages_is_read_back_as_it_was_written(
+    page_tokens: int, table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if table == "of a tensor":
+        monkeypatch.setattr(page_table, "NATIVE", None)
     indices = DeviceIndices(page_tokens, torch.device("cpu"), torch.from_numpy)
     chance, known = random.Random(page_tokens), dict[int, int]()
     for step in range(400):
@@ -60,3 +66,13 @@ def test_more_than_is_kept_cannot_be_forgotten() -> None:
     indices.forget(kept)
     with pytest.raises(PrefixError, match="2 pages to forget, of 0 that are kept"):
         indices.forget(kept)
+
+
+@pytest.mark.skipif(page_table.NATIVE is None, reason="the C core was not built")
+def test_an_id_outside_the_table_and_a_row_that_is_too_short_are_refused() -> None:
+    table = page_table.page_table(4, torch.device("cpu"), torch.from_numpy, 8)
+    for ids in ([8], [-1]):
+        with pytest.raises(ValueError, match=f"page {ids[0]} is not in a table of 8"):
+            table.write(np.array(ids, np.int32), [], torch.arange(4))
+    with pytest.raises(ValueError, match="7 items are not 2 pages"):
+        table.write(np.array([1, 2], np.int32), [], torch.arange(7))

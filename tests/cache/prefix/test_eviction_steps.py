@@ -1,0 +1,56 @@
+"""An eviction in steps takes the same pages as in one call, and no step many of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvmover.c_core import NATIVE
+from kvmover.cache.prefix import FULL, EvictionGranularity, PrefixTree, SlidingWindow, forest
+from kvmover.cache.prefix.id_runs import id_runs, id_runs_in_python
+
+
+def leaves(count: int, pages: int, **shape: Any) -> PrefixTree:
+    """Prompts that share no page."""
+    tree = PrefixTree(1, **shape)
+    for leaf in range(count):
+        first = leaf * pages
+        tree.insert([1 + leaf, *range(10**6 + first, 10**6 + first + pages - 1)], range(first, first + pages))
+    return tree
+
+
+@pytest.mark.parametrize(("count", "pages"), [(600, 1), (3, 400)])
+@pytest.mark.parametrize("shape", [{}, {"grain": EvictionGranularity.NODE}], ids=["pages", "nodes"])
+def test_steps_evict_what_one_call_does(count: int, pages: int, shape: dict) -> None:
+    whole, stepped = leaves(count, pages, **shape), leaves(count, pages, **shape)
+    steps = [step.page_ids() for step in stepped.evict_in_steps({FULL: 550})]
+    assert sorted(np.concatenate(steps).tolist()) == sorted(whole.evict(550).page_ids().tolist())
+    assert stepped.sizes() == whole.sizes()
+    stepped.check()
+    if not shape and NATIVE is not None and forest.C_CORE is not None:
+        assert [len(step) for step in steps] == [256, 256, 38]
+
+
+def test_locked_pages_end_the_steps_and_windows_that_went_along_count() -> None:
+    tree = leaves(300, 1, components=(SlidingWindow(1),))
+    for leaf in range(300):
+        tree.insert([1 + leaf], [], first_page=1, held={"swa": [leaf]})
+    handles = [tree.lock(tree.match([1 + leaf]).device_node) for leaf in range(10)]
+    freed = list(tree.evict_in_steps({FULL: 1000, "swa": 1000}))
+    assert sum(len(step.page_ids()) for step in freed) == sum(len(step.page_ids("swa")) for step in freed) == 290
+    assert max(len(step.page_ids()) for step in freed) == 32
+    for handle in handles:
+        tree.unlock(handle)
+    assert [len(step.page_ids("swa")) for step in tree.evict_in_steps({FULL: 4, "swa": 6})] == [4, 2]
+    tree.check()
+
+
+@pytest.mark.parametrize("ids", [[], [5], [5, 6, 7], [5, 6, 7, 3, 4, 9], [1, 3, 5, 7, 9], [3, 2, 1]])
+def test_runs_of_ids_are_slices_if_they_are_few(ids: list[int]) -> None:
+    row = np.array(ids, np.int32)
+    for most in (1, 2, 3, 4, 8):
+        runs = id_runs(row, most)
+        assert runs == id_runs_in_python(row, most)
+        assert not runs or [page for run in runs for page in range(run.start, run.stop)] == ids
