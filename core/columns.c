@@ -162,6 +162,8 @@ static PyMethodDef columns_methods[] = {METHOD("node", columns_node, METH_VARARG
                                         METHOD("descend", columns_descend, METH_FASTCALL),
                                         METHOD("gather", columns_gather, METH_FASTCALL),
                                         METHOD("touch", columns_touch, METH_O),
+                                        METHOD("find", columns_find, METH_FASTCALL),
+                                        METHOD("insert", columns_insert, METH_FASTCALL),
                                         METHOD("lock", columns_lock, METH_O),
                                         METHOD("unlock", columns_unlock, METH_O),
                                         METHOD("front", columns_front, METH_FASTCALL),

@@ -157,6 +157,8 @@ Py_ssize_t held_count(Node *node);
 PyObject *columns_descend(Columns *self, PyObject *const *args, Py_ssize_t count);
 PyObject *columns_gather(Columns *self, PyObject *const *args, Py_ssize_t count);
 PyObject *columns_touch(Columns *self, PyObject *path);
+PyObject *columns_find(Columns *self, PyObject *const *args, Py_ssize_t count);
+PyObject *columns_insert(Columns *self, PyObject *const *args, Py_ssize_t count);
 PyObject *columns_lock(Columns *self, PyObject *node);
 PyObject *columns_unlock(Columns *self, PyObject *node);
 PyObject *columns_front(Columns *self, PyObject *const *args, Py_ssize_t count);

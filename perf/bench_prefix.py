@@ -18,7 +18,7 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from kvmover.cache.prefix import POLICIES
+from kvmover.cache.prefix import FULL, POLICIES, PrefixTree, SlidingWindow
 from kvmover.cache.prefix.hashes import chain
 from kvmover.tools.replay import ReplayConfig, ReplayRequest, Server, read_trace, replay
 from perf.command_line import options
@@ -42,7 +42,7 @@ from perf.prefix_ours import (
     without_c,
 )
 from perf.prefix_peers import load
-from perf.record import Spread, write
+from perf.record import Spread, replace, write
 
 ROUNDS = 3
 RUST = "sglang rust core"
@@ -55,15 +55,26 @@ OURS: dict[str, Maker] = {
 }
 CAPACITIES = {"unlimited": UNLIMITED, "10M": 10_000_000, "3M": 3_000_000}
 #: vLLM keeps an object and a hash a page: with pages of one token a pass takes minutes.
-SLOW_AT_PAGE_1 = {"vllm", "kvmover events"}
+SLOW_AT_PAGE_1 = {"vllm"}
 #: These are told once: at page 64.
 ONLY_AT_PAGE_64 = {
     "kvmover int64",
     "kvmover list",
     "kvmover in python",
     "kvmover events",
+    "kvmover in sglang",
+    "kvmover in sglang gathering",
+    "kvmover in sglang events",
     "sglang rust core list",
+    "sglang rust core events",
     "sglang rust gathering",
+}
+#: The Rust core under the same terms, where that isn't the row `RUST`: of lists, with indices gathered, with KV events.
+ALIKE = {
+    "kvmover list": "sglang rust core list",
+    "kvmover events": "sglang rust core events",
+    "kvmover in sglang gathering": "sglang rust gathering",
+    "kvmover in sglang events": "sglang rust core events",
 }
 #: Tokens of device, host and storage.
 REPLAYED = ((3_000_000, 0, 0), (3_000_000, 10_000_000, 0), (3_000_000, 10_000_000, 40_000_000))
@@ -86,19 +97,23 @@ class Pass:
 def main() -> None:
     asked = options(__doc__)
     asked.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all")
-    parts: list[str] = asked.parse_args().parts or [*PARTS]
+    asked.add_argument("--page", type=int, action="append", help="tokens a page of the trace's passes; 64, 16 and 1")
+    asked.add_argument("--capacity", choices=CAPACITIES, action="append", help="of the trace's passes; all")
+    asked.add_argument("--first", type=int, help="so many requests of the trace; all")
+    given = asked.parse_args()
+    parts: list[str] = given.parts or [*PARTS]
     if unknown := set(parts) - {*PARTS}:
         asked.error(f"{', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
     path = Path(os.environ.get("KVMOVER_TRACES", "traces")) / "mooncake_conversation_trace.jsonl"
     if not path.exists():
         sys.exit(f"there is no {path}: KVMOVER_TRACES names the folder of the trace")
-    requests = list(read_trace(path))
+    requests = list(read_trace(path))[: given.first]
     makers = OURS | load()
     if "trace" in parts:
-        rows = list(_trace(requests, makers))
-        print("wrote", write("prefix_trace", rows))
+        rows = list(_trace(requests, makers, given.page or (64, 16, 1), given.capacity or [*CAPACITIES]))
+        print("wrote", replace("prefix_trace", rows, ("contender", "page_tokens", "capacity")))
     if "shapes" in parts:
-        rows = [*_depths(makers), *_evictions(makers), *_pieces()]
+        rows = [*_depths(makers), *_evictions(makers), *_pieces(), *_steps()]
         print("wrote", write("prefix_shapes", rows))
     if "policies" in parts:
         rows = list(_policies(requests))
@@ -108,9 +123,12 @@ def main() -> None:
         print("wrote", write("prefix_replay", rows))
 
 
-def _trace(requests: list[ReplayRequest], makers: dict[str, Maker]) -> Iterator[dict[str, object]]:
-    for page_tokens in (64, 16, 1):
-        for label, capacity in CAPACITIES.items():
+def _trace(
+    requests: list[ReplayRequest], makers: dict[str, Maker], pages: Sequence[int], labels: Sequence[str]
+) -> Iterator[dict[str, object]]:
+    for page_tokens in pages:
+        for label in labels:
+            capacity = CAPACITIES[label]
             chosen = {
                 name: maker
                 for name, maker in makers.items()
@@ -133,26 +151,30 @@ def _row(
     name: str, page_tokens: int, label: str, whole: dict[str, Spread], passes: list[Pass], requests: int
 ) -> dict[str, object]:
     spread, split = whole[name], passes[-1]
-    against = whole[RUST].median / spread.median if RUST in whole else float("nan")
+    against, alike = (
+        whole[core].median / spread.median if core in whole else float("nan") for core in (RUST, ALIKE.get(name, RUST))
+    )
     row = {
         "contender": name,
         "version": _version(name),
         "page_tokens": page_tokens,
         "capacity": label,
+        "requests": requests,
         "requests_per_s": round(requests / spread.median),
         "low": round(requests / spread.high),
         "high": round(requests / spread.low),
         "of_rust_core": round(against, 3),
+        "of_rust_core_alike": round(alike, 3),
         "hit_rate": round(split.hit_rate, 5),
         "p50_us": round(passes[0].request_us.median, 1),
         "p90_us": round(passes[0].request_us.high, 1),
         "bytes_a_token": round(passes[0].bytes_a_token, 2) if label == "unlimited" else "",
     }
-    for operation in ("hash", "match", "lock", "evict", "insert", "unlock", "ledger"):
+    for operation in ("hash", "match", "lock", "evict", "insert", "unlock", "events", "ledger"):
         row[f"{operation}_us"] = round(split.operations_s.get(operation, 0.0) / requests * 1e6, 2)
     print(
         f"page {page_tokens:>2} {label:>9} {name:<20} {row['requests_per_s']:>7,} requests/s,"
-        f" {against:>5.2f} of the Rust core, hit rate {row['hit_rate']:.5f}, "
+        f" {against:>5.2f} of the Rust core, {alike:>5.2f} of it alike, hit rate {row['hit_rate']:.5f}, "
         + " ".join(f"{key[:-3]} {row[key]}" for key in row if str(key).endswith("_us") and row[key]),
         flush=True,
     )
@@ -304,6 +326,35 @@ def _shape(what: str, size: str, operation: str, name: str, spread: Spread, agai
         "p90_us": round(spread.high, 2),
         "of_rust_core": round(against, 3),
     }
+
+
+def _steps() -> Iterator[dict[str, object]]:
+    """Leaves of one page that go in steps: all steps, and the longest of them."""
+    for window_tokens, leaves in ((0, 500_000), (4, 50_000)):
+        size = f"{leaves:,} leaves" + (f", a window of {window_tokens}" if window_tokens else "")
+        whole, steps = list[float](), list[float]()
+        for _ in range(ROUNDS):
+            times = apart(_step_times, window_tokens, leaves)
+            whole.append(sum(times))
+            steps.append(max(times))
+        for operation, samples in (("all steps", whole), ("the longest step", steps)):
+            spread = Spread.of(samples)
+            print(f"evict {size} in steps: {operation} {spread.median:.0f} us, most {max(samples):.0f}")
+            yield _shape("evict leaves of a page in steps", size, operation, "kvmover", spread, float("nan"))
+
+
+def _step_times(window_tokens: int, leaves: int) -> list[float]:
+    clock, times = time.thread_time_ns, list[float]()
+    tree = PrefixTree(1, components=[SlidingWindow(window_tokens)] if window_tokens else ())
+    for leaf in range(leaves):
+        tree.insert([leaf], [leaf], held={"swa": [leaf]} if window_tokens else None)
+    gc.collect()
+    gc.freeze()
+    began = clock()
+    for _ in tree.evict_in_steps({FULL: leaves}):
+        times.append((clock() - began) / 1e3)
+        began = clock()
+    return times
 
 
 def _pieces() -> Iterator[dict[str, object]]:

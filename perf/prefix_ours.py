@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from kvmover.cache.ledger import Credit, FaultPolicy, Ledger
-from kvmover.cache.prefix import PrefixTree, forest, keys
+from kvmover.cache.prefix import KVEvent, KVEventBatch, PrefixTree, coalesce, forest, keys
 from kvmover.tools.replay import ideal, simulated_tiers
 
 #: Called after every operation with its name, and with "start" before the first: the benchmark's clock.
@@ -109,11 +110,16 @@ def without_c() -> None:
 
 
 class KvmoverEvents(Kvmover):
-    """The same with KV events made of every page, so with every token hashed; they go nowhere."""
+    """The same with KV events of every page, so with every token hashed, encoded as one batch after every request."""
 
     def __init__(self, page_tokens: int, capacity_tokens: int) -> None:
-        super().__init__(page_tokens, capacity_tokens, sink=_nowhere)
+        self.told = list[KVEvent]()
+        super().__init__(page_tokens, capacity_tokens, sink=self.told.append)
+        self.encoder = msgspec.msgpack.Encoder()
 
-
-def _nowhere(_: Any) -> None:
-    """Events nobody wants."""
+    def serve(self, prompt: np.ndarray, lap: Lap) -> int:
+        hit = super().serve(prompt, lap)
+        self.encoder.encode(KVEventBatch(0.0, tuple(coalesce(self.told))))
+        self.told.clear()
+        lap("events")
+        return hit

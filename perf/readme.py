@@ -436,9 +436,15 @@ def _prefix() -> list[str]:
         "kvmover": "kvmover",
         "kvmover int64": "kvmover, of tokens in 64 bits",
         "kvmover list": "kvmover, of tokens in a list",
+        "kvmover events": "kvmover, with KV events",
+        "kvmover in sglang": "kvmover at SGLang's own interface",
+        "kvmover in sglang gathering": "kvmover at SGLang's own interface, indices gathered",
+        "kvmover in sglang events": "kvmover at SGLang's own interface, with KV events",
         "kvmover in python": "kvmover without its C core",
         "sglang rust core": "SGLang, Rust core",
         "sglang rust core list": "SGLang, Rust core, of tokens in a list",
+        "sglang rust gathering": "SGLang, Rust core, indices gathered",
+        "sglang rust core events": "SGLang, Rust core, with KV events",
         "sglang radix cache": "SGLang, RadixCache",
         "vllm": "vLLM, KVCacheManager, with its hashing",
     }
@@ -447,8 +453,8 @@ def _prefix() -> list[str]:
         if not found:
             continue
         cells = [
-            f"{int(row['requests_per_s']):,} ({row['of_rust_core']}), {float(row['hit_rate']):.4f}"
-            for row in (found[capacity] for capacity in capacities)
+            f"{int(row['requests_per_s']):,} ({row['of_rust_core']}), {float(row['hit_rate']):.4f}" if row else ""
+            for row in map(found.get, capacities)
         ]
         version = next(iter(found.values()))["version"]
         lines.append(f"| {name} {version} | {' | '.join(cells)} |")

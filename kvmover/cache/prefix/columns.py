@@ -36,7 +36,7 @@ Descent: TypeAlias = tuple[list[Node], Node | None, int]
 TierEviction: TypeAlias = tuple[bytes, bytes, list[tuple[int, bytes, bytes]]]
 
 
-class Listener(Protocol):
+class PageListener(Protocol):
     """A journal of pages that come and go. Tiers are numbers as in `results.Tier`."""
 
     def stored(self, node: Node, tier: int) -> None:
@@ -86,7 +86,7 @@ class Columns:
         #: Under write-back, nodes with pages on both tiers: their host copies are evicted first.
         self.doubles: Order = Recency()
         #: Told of what comes to a tier and leaves it in these steps; None without events.
-        self.journal: Listener | None = None
+        self.journal: PageListener | None = None
         self.held_device: list[EvictableSet] = []
         self.held_host: list[EvictableSet] = []
 
@@ -248,6 +248,33 @@ class Columns:
         return node
 
     # Plain trees: attention KV alone, on one tier, by LRU
+
+    def find(self, root: Node, data: bytes, stop: int) -> tuple[list[Node], Node | None, int, bytes]:
+        """Mark the path of `descend` as used. Returns it, the node it ends in midway, its pages, and their ids."""
+        path, inside, inner = self.descend(root, data, stop)
+        if path:
+            self.touch(path[::-1])
+        end = inside.start + inner if inside is not None else path[-1].end if path else 0
+        return path, inside, end, self.gather(path if inside is None else [*path, inside], end)
+
+    def insert(self, root: Node, data: bytes, ids: bytes, first_page: int, in_use: PagesInUse) -> Node | None:
+        """Insert `data`'s pages, of which the tree has just the first `first_page`. Returns the path's end.
+
+        Returns None, before any change, if the tree has fewer or more of them, or `ids` do not fit or are in use.
+        """
+        pages = len(data) // self.page_bytes
+        if not pages or not 0 <= first_page <= pages or len(ids) != (pages - first_page) * ID_BYTES:
+            return None
+        path, inside, inner = self.descend(root, data, pages * self.page_bytes)
+        known = inside.start + inner if inside is not None else path[-1].end if path else 0
+        if known != first_page or in_use.claim(ids) >= 0:
+            return None
+        if inside is not None:
+            path.append(self.split(inside, inner, 0))
+        if known < pages:
+            path.append(self.grow(path[-1] if path else root, data, pages, ids))
+        self.touch(path[::-1])
+        return path[-1]
 
     def evict(self, pages: int) -> bytes:
         """Evict `pages` pages, or all evictable, from the ends of leaves. Returns their ids."""

@@ -63,9 +63,23 @@ class PlainSteps:
         pages = len(key.data) // forest.page_bytes
         if limit_tokens is not None:
             pages = max(0, min(pages, limit_tokens // self._page_tokens))
-        path, inside, inner = columns.descend(root, key.data, pages * forest.page_bytes)
+        if forest.hosted:
+            return self._on_tiers(root, key, pages * forest.page_bytes)
+        path, inside, end, ids = columns.find(root, key.data, pages * forest.page_bytes)
+        if not end:
+            return MISS
+        if len(path) >= SHORTEST_RUN:
+            path = join(forest, path)
+        node_id = path[-1].id if inside is None else forest.place(inside, end)
+        tokens = end * self._page_tokens
+        return Match(tokens, page_array(ids), node_id, tokens, node_id, tokens, node_id)
+
+    def _on_tiers(self, root: Node, key: RadixKey, stop: int) -> Match:
+        """Returns the Match of the first `stop` bytes of a key. The front of its path is on the device."""
+        forest = self._forest
+        path, inside, inner = self._columns.descend(root, key.data, stop)
         if path:
-            columns.touch(path[::-1])
+            self._columns.touch(path[::-1])
             if len(path) >= SHORTEST_RUN:
                 path = join(forest, path)
         if inside is not None:
@@ -76,13 +90,6 @@ class PlainSteps:
             end, node_id = path[-1].end, path[-1].id
         else:
             return MISS
-        if forest.hosted:
-            return self._on_tiers(path, end, node_id)
-        tokens = end * self._page_tokens
-        return Match(tokens, page_array(columns.gather(path, end)), node_id, tokens, node_id, tokens, node_id)
-
-    def _on_tiers(self, path: list[Node], end: int, node_id: int) -> Match:
-        """Returns the Match of a path that ends at page `end` with id `node_id`. Its front is on the device."""
         tokens, ids_of = end * self._page_tokens, self._columns.gather
         host_node = node_id if self._writes_back else self._backed(path, end, node_id)
         device = next((at for at, node in enumerate(path) if node.pages is None), None)
@@ -134,6 +141,11 @@ class PlainSteps:
         forest, columns, data = self._forest, self._columns, key.data
         page_bytes = forest.page_bytes
         pages = len(data) // page_bytes
+        root = None if forest.hosted else columns.roots.get(key.namespace)
+        if root is not None and (node := columns.insert(root, data, ids, first_page, self._device_ids)) is not None:
+            if first_page < pages:
+                self._grown(key, node)
+            return Inserted((), node.id, pages * self._page_tokens, first_page * self._page_tokens)
         if not pages or not 0 <= first_page <= pages or len(ids) != (pages - first_page) * ID_BYTES:
             return None
         path, inside, inner = descend(forest, key, pages * page_bytes)
@@ -158,15 +170,20 @@ class PlainSteps:
             parent = path[-1] if path else forest.root(key.namespace)
             node = columns.grow(parent, data, pages, fresh)
             path.append(node)
-            names = key.known_hashes(forest.config.page_words)
-            if names is not None:
-                node.hashes = names[known * HASH_BYTES : pages * HASH_BYTES]
-            if forest.journal is not None:
-                forest.journal.stored(node, _DEVICE)
+            self._grown(key, node)
         columns.touch(path[::-1])
         actions = (FreePages(FULL, _DEVICE, page_array(double)),) if double else ()
         backups = due_backup(forest, path[::-1]) if forest.hits_due else ()
         return Inserted(actions, path[-1].id, pages * self._page_tokens, known * self._page_tokens, backups)
+
+    def _grown(self, key: RadixKey, node: Node) -> None:
+        """Give a new leaf the key's hashes, if it has them, and record that it was stored."""
+        forest = self._forest
+        names = key.known_hashes(forest.config.page_words)
+        if names is not None:
+            node.hashes = names[node.start * HASH_BYTES : node.end * HASH_BYTES]
+        if forest.journal is not None:
+            forest.journal.stored(node, _DEVICE)
 
     def evict(self, pages: int, room: PageIds) -> ActionList | None:
         """See PrefixTree.evict. Returns None if the core lacks the step, or the call may have to raise."""
