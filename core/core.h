@@ -174,7 +174,7 @@ PyObject *columns_settle(Columns *self, PyObject *node);
 PyObject *columns_evict_device(Columns *self, PyObject *const *args, Py_ssize_t count);
 PyObject *columns_evict_host(Columns *self, PyObject *pages);
 
-/* words.c, sha256.c, packed_rows.c, id_runs.c, page_table.c, simulated.c: functions of the module. */
+/* words.c, sha256.c, packed_rows.c, id_runs.c, index_table.c, simulated.c: functions of the module. */
 int words_init(void);
 int is_row_of_words(const Py_buffer *view); /* of 32 or 64 bits */
 PyObject *words(PyObject *module, PyObject *tokens);

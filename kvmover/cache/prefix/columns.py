@@ -36,7 +36,7 @@ Descent: TypeAlias = tuple[list[Node], Node | None, int]
 TierEviction: TypeAlias = tuple[bytes, bytes, list[tuple[int, bytes, bytes]]]
 
 
-class PageListener(Protocol):
+class TierListener(Protocol):
     """A journal of pages that come and go. Tiers are numbers as in `results.Tier`."""
 
     def stored(self, node: Node, tier: int) -> None:
@@ -86,7 +86,7 @@ class Columns:
         #: Under write-back, nodes with pages on both tiers: their host copies are evicted first.
         self.doubles: Order = Recency()
         #: Told of what comes to a tier and leaves it in these steps; None without events.
-        self.journal: PageListener | None = None
+        self.journal: TierListener | None = None
         self.held_device: list[EvictableSet] = []
         self.held_host: list[EvictableSet] = []
 

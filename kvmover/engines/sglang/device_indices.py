@@ -15,7 +15,7 @@ import torch
 
 from kvmover.cache.prefix import NO_IDS, PageArray, PrefixError
 from kvmover.cache.prefix.id_runs import id_runs
-from kvmover.engines.sglang.page_table import ToDevice, page_table
+from kvmover.engines.sglang.index_table import ToDevice, index_table
 
 #: Default size of a table, pages.
 _FIRST_PAGES = 512
@@ -43,7 +43,7 @@ class DeviceIndices:
         """
         size = 2 * max(pages, 1)
         self._page_tokens = page_tokens
-        self._table = page_table(page_tokens, device, to_device, size)
+        self._table = index_table(page_tokens, device, to_device, size)
         self._ids = _counted(size)
         #: In-use flag per id: a bytearray to search, and an array over the same memory.
         self._in_use, self._flags = _unused(size)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvmover.cache.prefix import PrefixError
-from kvmover.engines.sglang import page_table
+from kvmover.engines.sglang import index_table
 from kvmover.engines.sglang.device_indices import DeviceIndices
 
 
@@ -23,7 +23,7 @@ def test_a_history_of_pages_is_read_back_as_it_was_written(
     page_tokens: int, table: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if table == "of a tensor":
-        monkeypatch.setattr(page_table, "NATIVE", None)
+        monkeypatch.setattr(index_table, "NATIVE", None)
     indices = DeviceIndices(page_tokens, torch.device("cpu"), torch.from_numpy)
     chance, known = random.Random(page_tokens), dict[int, int]()
     for step in range(400):
@@ -68,9 +68,9 @@ def test_more_than_is_kept_cannot_be_forgotten() -> None:
         indices.forget(kept)
 
 
-@pytest.mark.skipif(page_table.NATIVE is None, reason="the C core was not built")
+@pytest.mark.skipif(index_table.NATIVE is None, reason="the C core was not built")
 def test_an_id_outside_the_table_and_a_row_that_is_too_short_are_refused() -> None:
-    table = page_table.page_table(4, torch.device("cpu"), torch.from_numpy, 8)
+    table = index_table.index_table(4, torch.device("cpu"), torch.from_numpy, 8)
     for ids in ([8], [-1]):
         with pytest.raises(ValueError, match=f"page {ids[0]} is not in a table of 8"):
             table.write(np.array(ids, np.int32), [], torch.arange(4))

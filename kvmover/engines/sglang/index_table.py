@@ -1,4 +1,4 @@
-"""A page table holds the page number of each id where SGLang's indices are, on the device or in host memory."""
+"""An index table holds the page number of each id where SGLang's indices are, on the device or in host memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvmover.cache.prefix import PageArray
 ToDevice: TypeAlias = Callable[[npt.NDArray[np.int64]], torch.Tensor]
 
 
-class PageTable(Protocol):
+class IndexTable(Protocol):
     """A table of page numbers, token index // `page_tokens`, by page id. `runs`: the ids as slices, if few enough."""
 
     def write(self, ids: PageArray, runs: list[slice], indices: torch.Tensor) -> None:
@@ -45,7 +45,7 @@ class TensorTable:
         self._within = torch.arange(page_tokens, dtype=torch.int64, device=device)
 
     def write(self, ids: PageArray, runs: list[slice], indices: torch.Tensor) -> None:
-        """See PageTable."""
+        """See IndexTable."""
         size = self._page_tokens
         pages = indices[: len(ids) * size : size]
         if len(runs) != 1:
@@ -56,7 +56,7 @@ class TensorTable:
             torch.floor_divide(pages, size, out=self._pages[runs[0]])
 
     def pages(self, ids: PageArray, runs: list[slice]) -> torch.Tensor:
-        """See PageTable."""
+        """See IndexTable."""
         if len(runs) == 1:
             return self._pages[runs[0]].clone()
         if runs:
@@ -64,14 +64,14 @@ class TensorTable:
         return self._pages.index_select(0, self._placed(ids))
 
     def tokens(self, ids: PageArray, runs: list[slice]) -> torch.Tensor:
-        """See PageTable."""
+        """See IndexTable."""
         if self._page_tokens == 1:
             return self.pages(ids, runs)
         pages = self._pages[runs[0]] if len(runs) == 1 else self.pages(ids, runs)
         return torch.add(self._within, pages.unsqueeze(1), alpha=self._page_tokens).view(-1)
 
     def double(self) -> None:
-        """See PageTable."""
+        """See IndexTable."""
         self._pages = torch.cat([self._pages, torch.zeros_like(self._pages)])
 
     def _placed(self, ids: PageArray) -> torch.Tensor:
@@ -86,25 +86,25 @@ class HostTable:
         self._pages = np.zeros(ids, np.int64)
 
     def write(self, ids: PageArray, runs: list[slice], indices: torch.Tensor) -> None:
-        """See PageTable."""
+        """See IndexTable."""
         self._core.keep_pages(self._pages, ids, indices.numpy(), self._page_tokens)
 
     def pages(self, ids: PageArray, runs: list[slice]) -> torch.Tensor:
-        """See PageTable."""
+        """See IndexTable."""
         return torch.from_numpy(self._pages[ids] if len(runs) != 1 else self._pages[runs[0]].copy())
 
     def tokens(self, ids: PageArray, runs: list[slice]) -> torch.Tensor:
-        """See PageTable."""
+        """See IndexTable."""
         row = np.empty(len(ids) * self._page_tokens, np.int64)
         self._core.page_tokens_of(self._pages, ids, row, self._page_tokens)
         return torch.from_numpy(row)
 
     def double(self) -> None:
-        """See PageTable."""
+        """See IndexTable."""
         self._pages = np.concatenate([self._pages, np.zeros_like(self._pages)])
 
 
-def page_table(page_tokens: int, device: torch.device, to_device: ToDevice, ids: int) -> PageTable:
+def index_table(page_tokens: int, device: torch.device, to_device: ToDevice, ids: int) -> IndexTable:
     """Returns a table of `ids` ids: in host memory if `device` is the CPU and the C core was built."""
     if device.type == "cpu" and NATIVE is not None:
         return HostTable(cast(Any, NATIVE), page_tokens, ids)

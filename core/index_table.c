@@ -1,4 +1,4 @@
-/* A table in host memory from page id to page number: see page_table.py. */
+/* A table in host memory from page id to page number: see index_table.py. */
 #include "core.h"
 
 /* A row of int64, or of int32 ids; -1 with an error. */
