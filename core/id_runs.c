@@ -1,4 +1,4 @@
-/* Runs of consecutive ids as slices: see id_runs.py. */
+/* Runs of consecutive ids as slices: see runs_of_ids.py. */
 #include "core.h"
 
 /* slice(first, stop) */

@@ -43,6 +43,7 @@ from kvmover.cache.prefix.results import (
     Sizes,
     Tier,
 )
+from kvmover.cache.prefix.runs_of_ids import id_runs
 from kvmover.cache.prefix.tree import PrefixTree
 from kvmover.cache.prefix.tree_config import DeviceOnly, EvictionGranularity, Tiers, WriteBack, WriteThrough
 from kvmover.errors import InvariantBroken, PrefixError, StaleHandle
@@ -105,6 +106,7 @@ __all__ = [
     "block_removed",
     "chain",
     "coalesce",
+    "id_runs",
     "packed",
     "restorable",
     "unpacked",

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvmover.cache.prefix import NO_IDS, PageArray, PrefixError
-from kvmover.cache.prefix.id_runs import id_runs
+from kvmover.cache.prefix import NO_IDS, PageArray, PrefixError, id_runs
 from kvmover.engines.sglang.index_table import ToDevice, index_table
 
 #: Default size of a table, pages.

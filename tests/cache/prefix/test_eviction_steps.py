@@ -9,7 +9,7 @@ import pytest
 
 from kvmover.c_core import NATIVE
 from kvmover.cache.prefix import FULL, EvictionGranularity, PrefixTree, SlidingWindow, forest
-from kvmover.cache.prefix.id_runs import id_runs, id_runs_in_python
+from kvmover.cache.prefix.runs_of_ids import id_runs, id_runs_in_python
 
 
 def leaves(count: int, pages: int, **shape: Any) -> PrefixTree:
