@@ -113,6 +113,7 @@ TEXTS = {
     "kvmover.cache.prefix.FIFO": "Eviction: first in, first out.",
     "kvmover.cache.prefix.HAZARD": "Eviction: least likely to be used again first, as learnt from past uses.",
     "kvmover.cache.prefix.FULL": "The name of the component that every page has: attention KV.",
+    "kvmover.cache.prefix.id_runs": "`(ids, most)`: int32 ids as slices of consecutive ids; none if more than `most`.",
     "kvmover.cache.prefix.KVEvent": "A BlockStored, a BlockRemoved or an AllBlocksCleared.",
     "kvmover.cache.prefix.LFU": "Eviction: least often used first.",
     "kvmover.cache.prefix.LRU": "Eviction: least recently used first.",
