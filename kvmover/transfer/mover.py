@@ -395,7 +395,8 @@ class Mover:
             self._when_due[what](whose)
         self._destination.poll()
         self._source.poll()
-        self._core.tell_losses()
+        if self._core.losses:
+            self._core.tell_losses()
         self._writes.poll()
         while self._core.later:
             self._core.later.popleft()()

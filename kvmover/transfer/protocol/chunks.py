@@ -88,7 +88,8 @@ class _Placed(msgspec.Struct, frozen=True, eq=False):
 class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
     """The legs between two ranks, one a component (None: the component sends no tokens), with their units and chunks.
 
-    `forms`: the form in which each component travels; None: as both sides store it.
+    Chunks are derived when they are first asked for: a lane is often cut anew before. `forms`: the form in which each
+    component travels; None: as both sides store it.
 
     `_cuts`, `_placed`: caches of pool cuts and unit offsets, by side (True: the source) and component.
     """
@@ -97,7 +98,7 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
     dst: tuple[Held, ...]
     legs: tuple[Leg | None, ...]
     units: tuple[tuple[Units, ...], ...]
-    chunks: tuple[ChunkPlan, ...]
+    cut: Cut
     forms: tuple[Forms | None, ...]
     _cuts: dict[tuple[bool, int, int, int], PoolCut] = msgspec.field(
         default_factory=dict[tuple[bool, int, int, int], PoolCut]
@@ -108,8 +109,7 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
     def between(cls, plans: Sequence[Plan | None], src: End, dst: End, cut: Cut) -> Lane:
         """Returns the lane of two ranks. Pure and equal on both sides: page ids are not part of it.
 
-        `plans`: one a component; None: no tokens of it are wanted. Raises PlanError for more than MAX_CHUNKS chunks, so
-        that a peer can't make this side derive more.
+        `plans`: one a component; None: no tokens of it are wanted.
         """
         held_src, held_dst, legs = list[Held](), list[Held](), list[Leg | None]()
         for plan, source, target in zip(plans, src.pools, dst.pools, strict=True):
@@ -124,14 +124,22 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
         forms = tuple(
             forms_of(s, d, leg.layers) if leg else None for leg, s, d in zip(legs, held_src, held_dst, strict=True)
         )
-        chunks = _chunks(legs, _carried(src.pools, forms), units, cut)
-        return cls(tuple(held_src), tuple(held_dst), tuple(legs), units, chunks, forms)
+        return cls(tuple(held_src), tuple(held_dst), tuple(legs), units, cut, forms)
 
     def recut(self, cut: Cut) -> Lane:
-        """Returns the same lane cut into other chunks. Raises PlanError for more than MAX_CHUNKS of them."""
-        carried = _carried([held.spec for held in self.src], self.forms)
-        chunks = _chunks(self.legs, carried, self.units, cut)
-        return Lane(self.src, self.dst, self.legs, self.units, chunks, self.forms)
+        """Returns the same lane cut into other chunks."""
+        return Lane(self.src, self.dst, self.legs, self.units, cut, self.forms)
+
+    @cached_property
+    def chunks(self) -> tuple[ChunkPlan, ...]:
+        """The chunks, in order. Raises PlanError for more than MAX_CHUNKS, so that a peer can't make this side derive
+        more.
+        """
+        return _chunks(self.legs, self._carried(), self.units, self.cut)
+
+    def _carried(self) -> list[Component]:
+        """Returns each component in the form in which it travels."""
+        return [own.wire if own else held.spec.component for own, held in zip(self.forms, self.src, strict=True)]
 
     @property
     def converts(self) -> bool:
@@ -156,7 +164,12 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
     @cached_property
     def nbytes(self) -> int:
         """Payload bytes of all chunks."""
-        return sum(chunk.nbytes for chunk in self.chunks)
+        tokens = [sum(len(units) * units.tokens for units in groups) for groups in self.units]
+        return sum(
+            count * _token_bytes(leg, component)
+            for count, leg, component in zip(tokens, self.legs, self._carried(), strict=True)
+            if leg
+        )
 
     @cached_property
     def direct_runs(self) -> int:
@@ -420,9 +433,9 @@ def recoded_box(src: BoxSide, dst: BoxSide, piece: Piece, recode: Recode) -> Box
     return Box(src, dst, piece.leg.heads.count, piece.units.tokens, recode.reads.row_bytes, recode)
 
 
-def _carried(pools: Sequence[PoolSpec], forms: Sequence[Forms | None]) -> list[Component]:
-    """Returns each component in the form in which it travels."""
-    return [found.wire if found else spec.component for spec, found in zip(pools, forms, strict=True)]
+def _token_bytes(leg: Leg, component: Component) -> int:
+    """Returns the bytes of one token of a leg, in the form in which it travels."""
+    return leg.layers.count * component.kv * leg.heads.count * component.row_bytes
 
 
 def _chunks(
@@ -468,7 +481,7 @@ def _filled(
     pieces: list[Piece] = []
     used = payload = 0
     for (number, leg, groups), component in zip(parts, carried, strict=True):
-        token_bytes = leg.layers.count * component.kv * leg.heads.count * component.row_bytes
+        token_bytes = _token_bytes(leg, component)
         for group, units in enumerate(groups):
             unit_bytes = units.tokens * token_bytes
             done = 0
