@@ -118,12 +118,17 @@ int order_contains(PyObject *order, Node *node);
 int order_touch(PyObject *order, PyObject *path);
 void link_behind(Link *before, Link *link);
 void link_out(Link *link);
+Link *link_of(Node *node, Py_ssize_t slot);
+Node *node_of(Link *link, Py_ssize_t slot);
+int list_ring(PyObject *nodes, Link *ends, Py_ssize_t slot);
 Node *recency_first(Recency *order);
 
-/* Of an order that is a Recency or a HazardOrder: one whose links lie in the nodes. */
+/* Of an order that is a Recency or a HazardOrder: one whose links lie in the nodes. Python calls the methods of both. */
 int is_linked(PyObject *order);
 Node *linked_first(PyObject *order);
 int linked_put_first(PyObject *order, Node *node);
+int linked_contains(PyObject *order, PyObject *node);
+extern PyMethodDef linked_methods[];
 
 /* hazard.c */
 int hazard_add(HazardOrder *order, Node *node);

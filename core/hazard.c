@@ -195,16 +195,6 @@ static int be_born(ReuseHistory *self, Node *node)
     return 0;
 }
 
-static Link *hazard_link(HazardOrder *order, Node *node)
-{
-    return order->slot < Py_SIZE((PyObject *)node) ? node->links + order->slot : NULL;
-}
-
-static Node *linked_node(HazardOrder *order, Link *link)
-{
-    return (Node *)((char *)(link - order->slot) - offsetof(Node, links));
-}
-
 static long long clock_of(ReuseHistory *self, Node *node)
 {
     Use *use = use_at(self, node->use);
@@ -216,16 +206,16 @@ static void enter_ring(HazardOrder *order, Node *node)
 {
     ReuseHistory *history = order->history;
     Use *use = use_at(history, node->use);
-    Link *link = hazard_link(order, node), *ends = order->rings + (use == NULL ? 0 : use->kind);
-    int first = ends->after != ends && clock_of(history, linked_node(order, ends->after)) >= clock_of(history, node) &&
-                clock_of(history, linked_node(order, ends->before)) > clock_of(history, node);
+    Link *link = link_of(node, order->slot), *ends = order->rings + (use == NULL ? 0 : use->kind);
+    int first = ends->after != ends && clock_of(history, node_of(ends->after, order->slot)) >= clock_of(history, node) &&
+                clock_of(history, node_of(ends->before, order->slot)) > clock_of(history, node);
     link_behind(first ? ends : ends->before, link);
 }
 
 int hazard_add(HazardOrder *order, Node *node)
 {
     ReuseHistory *history = order->history;
-    Link *link = hazard_link(order, node);
+    Link *link = link_of(node, order->slot);
     if (link == NULL)
         return PyErr_Format(PyExc_ValueError, "node %lld was not made for order %zd", node->id, order->slot), -1;
     if (link->after != NULL)
@@ -244,7 +234,7 @@ int hazard_add(HazardOrder *order, Node *node)
         if (use == NULL || use->again || history->now - use->clock >= SAME_USE)
             break;
         use->kind = mine->kind;
-        Link *theirs = hazard_link(order, above);
+        Link *theirs = link_of(above, order->slot);
         if (theirs != NULL && theirs->after != NULL)
             link_out(theirs), enter_ring(order, above);
     }
@@ -253,7 +243,7 @@ int hazard_add(HazardOrder *order, Node *node)
 
 void hazard_discard(HazardOrder *order, Node *node)
 {
-    Link *link = hazard_link(order, node);
+    Link *link = link_of(node, order->slot);
     if (link != NULL && link->after != NULL) {
         link_out(link);
         order->count--;
@@ -263,7 +253,7 @@ void hazard_discard(HazardOrder *order, Node *node)
 
 int hazard_contains(HazardOrder *order, Node *node)
 {
-    Link *link = hazard_link(order, node);
+    Link *link = link_of(node, order->slot);
     return link != NULL && link->after != NULL;
 }
 
@@ -277,7 +267,7 @@ int hazard_touch(HazardOrder *order, PyObject *path)
         order->history->now = node->used > order->history->now ? node->used : order->history->now;
         note(order->history, node);
         if (hazard_contains(order, node))
-            link_out(hazard_link(order, node)), enter_ring(order, node);
+            link_out(link_of(node, order->slot)), enter_ring(order, node);
     }
     return count < 0 ? -1 : 0;
 }
@@ -286,7 +276,7 @@ int hazard_put_first(HazardOrder *order, Node *node)
 {
     if (!hazard_contains(order, node))
         return hazard_add(order, node);
-    Link *link = hazard_link(order, node);
+    Link *link = link_of(node, order->slot);
     link_out(link);
     enter_ring(order, node);
     return 0;
@@ -308,7 +298,7 @@ Node *hazard_first(HazardOrder *order)
         Link *ends = order->rings + kind, *link = ends->after;
         if (link == ends)
             continue;
-        Node *node = linked_node(order, link);
+        Node *node = node_of(link, order->slot);
         long long clock = clock_of(history, node);
         long long rank = history->by_recency ? node->used : clock ? history->rank[kind][bucket_of(history->now - clock)] : 0;
         if (found == NULL || rank < least || (rank == least && clock < when))
@@ -316,11 +306,11 @@ Node *hazard_first(HazardOrder *order)
         if (history->by_recency)
             continue;
         link = ends->before;
-        for (int i = 0; i < CLIMB && link != ends && has_below(order, linked_node(order, link)); i++)
+        for (int i = 0; i < CLIMB && link != ends && has_below(order, node_of(link, order->slot)); i++)
             link = link->before;
-        if (link == ends || has_below(order, linked_node(order, link)))
+        if (link == ends || has_below(order, node_of(link, order->slot)))
             continue;
-        node = linked_node(order, link), clock = clock_of(history, node);
+        node = node_of(link, order->slot), clock = clock_of(history, node);
         rank = clock ? history->rank[kind][bucket_of(history->now - clock)] : 0;
         if (rank < least)
             found = node, least = rank, when = clock;
@@ -328,59 +318,16 @@ Node *hazard_first(HazardOrder *order)
     return found;
 }
 
-static PyObject *done(int failed) { return failed < 0 ? NULL : Py_NewRef(Py_None); }
-
-static PyObject *order_py_add(HazardOrder *self, PyObject *value)
-{
-    Node *node = as_node(value);
-    return node == NULL ? NULL : done(hazard_add(self, node));
-}
-
-static PyObject *order_py_discard(HazardOrder *self, PyObject *value)
-{
-    Node *node = as_node(value);
-    if (node != NULL)
-        hazard_discard(self, node);
-    return done(node == NULL ? -1 : 0);
-}
-
-static PyObject *order_py_touch(HazardOrder *self, PyObject *path)
-{
-    PyObject *nodes = PySequence_List(path);
-    int failed = nodes == NULL ? -1 : hazard_touch(self, nodes);
-    Py_XDECREF(nodes);
-    return done(failed);
-}
-
-static PyObject *order_py_front(HazardOrder *self, PyObject *value)
-{
-    Node *node = as_node(value);
-    return node == NULL ? NULL : done(hazard_put_first(self, node));
-}
-
-static PyObject *order_py_first(HazardOrder *self, PyObject *Py_UNUSED(none))
-{
-    Node *node = hazard_first(self);
-    return Py_NewRef(node == NULL ? Py_None : (PyObject *)node);
-}
-
 /* Kind after kind, over the nodes of this moment. */
 static PyObject *order_py_iter(HazardOrder *self)
 {
     PyObject *nodes = PyList_New(0);
-    for (int kind = 0; kind < USE_KINDS; kind++)
-        for (Link *ends = self->rings + kind, *link = ends->after; nodes != NULL && link != ends; link = link->after)
-            if (PyList_Append(nodes, (PyObject *)linked_node(self, link)) < 0)
-                Py_CLEAR(nodes);
-    PyObject *each = nodes == NULL ? NULL : PyObject_GetIter(nodes);
+    int failed = nodes == NULL ? -1 : 0;
+    for (int kind = 0; kind < USE_KINDS && failed == 0; kind++)
+        failed = list_ring(nodes, self->rings + kind, self->slot);
+    PyObject *each = failed < 0 ? NULL : PyObject_GetIter(nodes);
     Py_XDECREF(nodes);
     return each;
-}
-
-static int order_py_contains(HazardOrder *self, PyObject *value)
-{
-    Node *node = as_node(value);
-    return node == NULL ? -1 : hazard_contains(self, node);
 }
 
 static Py_ssize_t order_py_length(HazardOrder *self) { return self->count < 0 ? 0 : self->count; }
@@ -405,7 +352,7 @@ static void order_dealloc(HazardOrder *self)
 {
     for (int kind = 0; kind < USE_KINDS; kind++)
         for (Link *ends = self->rings + kind; ends->after != NULL && ends->after != ends;) {
-            Node *node = linked_node(self, ends->after);
+            Node *node = node_of(ends->after, self->slot);
             link_out(ends->after);
             Py_DECREF((PyObject *)node);
         }
@@ -413,20 +360,14 @@ static void order_dealloc(HazardOrder *self)
     object_free((PyObject *)self);
 }
 
-static PyMethodDef order_methods[] = {{"add", (PyCFunction)order_py_add, METH_O, NULL},
-                                      {"discard", (PyCFunction)order_py_discard, METH_O, NULL},
-                                      {"touch", (PyCFunction)order_py_touch, METH_O, NULL},
-                                      {"front", (PyCFunction)order_py_front, METH_O, NULL},
-                                      {"first", (PyCFunction)order_py_first, METH_NOARGS, NULL},
-                                      {NULL, NULL, 0, NULL}};
 static PyMemberDef order_members[] = {{"history", T_OBJECT, offsetof(HazardOrder, history), READONLY, NULL},
                                       {NULL, 0, 0, 0, NULL}};
 static PyType_Slot order_slots[] = {{Py_tp_new, order_new},
                                     {Py_tp_dealloc, order_dealloc},
                                     {Py_tp_iter, order_py_iter},
-                                    {Py_sq_contains, order_py_contains},
+                                    {Py_sq_contains, linked_contains},
                                     {Py_sq_length, order_py_length},
-                                    {Py_tp_methods, order_methods},
+                                    {Py_tp_methods, linked_methods},
                                     {Py_tp_members, order_members},
                                     {0, NULL}};
 PyType_Spec hazard_order_spec = {"kvmover._core.HazardOrder", sizeof(HazardOrder), 0, Py_TPFLAGS_DEFAULT, order_slots};

@@ -4,15 +4,9 @@
 PyTypeObject *RecencyType;
 
 /* NULL without an error for a node that was made for fewer orders, and so is in none that is not its own. */
-static Link *link_of(Recency *order, Node *node)
-{
-    return order->slot < Py_SIZE((PyObject *)node) ? node->links + order->slot : NULL;
-}
+Link *link_of(Node *node, Py_ssize_t slot) { return slot < Py_SIZE((PyObject *)node) ? node->links + slot : NULL; }
 
-static Node *node_of(Recency *order, Link *link)
-{
-    return (Node *)((char *)(link - order->slot) - offsetof(Node, links));
-}
+Node *node_of(Link *link, Py_ssize_t slot) { return (Node *)((char *)(link - slot) - offsetof(Node, links)); }
 
 void link_behind(Link *before, Link *link)
 {
@@ -30,7 +24,7 @@ void link_out(Link *link)
 
 Node *recency_first(Recency *order)
 {
-    return order->ends.after != &order->ends ? node_of(order, order->ends.after) : NULL;
+    return order->ends.after != &order->ends ? node_of(order->ends.after, order->slot) : NULL;
 }
 
 int order_add(PyObject *order, Node *node)
@@ -43,7 +37,7 @@ int order_add(PyObject *order, Node *node)
         return none == NULL ? -1 : 0;
     }
     Recency *mine = (Recency *)order;
-    Link *link = link_of(mine, node);
+    Link *link = link_of(node, mine->slot);
     if (link == NULL) {
         PyErr_Format(PyExc_ValueError, "node %lld was not made for order %zd", node->id, mine->slot);
         return -1;
@@ -66,7 +60,7 @@ int order_discard(PyObject *order, Node *node)
         return none == NULL ? -1 : 0;
     }
     Recency *mine = (Recency *)order;
-    Link *link = link_of(mine, node);
+    Link *link = link_of(node, mine->slot);
     if (link != NULL && link->after != NULL) {
         link_out(link);
         mine->count--;
@@ -81,7 +75,7 @@ int order_contains(PyObject *order, Node *node)
         return hazard_contains((HazardOrder *)order, node);
     if (Py_TYPE(order) != RecencyType)
         return PySequence_Contains(order, (PyObject *)node);
-    Link *link = link_of((Recency *)order, node);
+    Link *link = link_of(node, ((Recency *)order)->slot);
     return link != NULL && link->after != NULL;
 }
 
@@ -101,7 +95,7 @@ int order_touch(PyObject *order, PyObject *path)
         Node *node = as_node(PyList_GetItem(path, i));
         if (node == NULL)
             return -1;
-        Link *link = link_of(mine, node);
+        Link *link = link_of(node, mine->slot);
         if (link != NULL && link->after != NULL) {
             link_out(link);
             link_behind(mine->ends.before, link);
@@ -135,19 +129,19 @@ int linked_put_first(PyObject *order, Node *node)
 
 static PyObject *done(int failed) { return failed < 0 ? NULL : Py_NewRef(Py_None); }
 
-static PyObject *recency_add(PyObject *self, PyObject *value)
+static PyObject *linked_add(PyObject *self, PyObject *value)
 {
     Node *node = as_node(value);
     return node == NULL ? NULL : done(order_add(self, node));
 }
 
-static PyObject *recency_discard(PyObject *self, PyObject *value)
+static PyObject *linked_discard(PyObject *self, PyObject *value)
 {
     Node *node = as_node(value);
     return node == NULL ? NULL : done(order_discard(self, node));
 }
 
-static PyObject *recency_touch(PyObject *self, PyObject *path)
+static PyObject *linked_touch(PyObject *self, PyObject *path)
 {
     PyObject *nodes = PySequence_List(path);
     if (nodes == NULL)
@@ -157,34 +151,47 @@ static PyObject *recency_touch(PyObject *self, PyObject *path)
     return done(failed);
 }
 
-static PyObject *recency_front(Recency *self, PyObject *value)
+static PyObject *linked_front(PyObject *self, PyObject *value)
 {
     Node *node = as_node(value);
-    return node == NULL ? NULL : done(recency_put_first(self, node));
+    return node == NULL ? NULL : done(linked_put_first(self, node));
 }
 
-static PyObject *recency_get_first(Recency *self, PyObject *Py_UNUSED(none))
+static PyObject *linked_get_first(PyObject *self, PyObject *Py_UNUSED(none))
 {
-    Node *node = recency_first(self);
+    Node *node = linked_first(self);
     return Py_NewRef(node == NULL ? Py_None : (PyObject *)node);
+}
+
+int linked_contains(PyObject *self, PyObject *value)
+{
+    Node *node = as_node(value);
+    return node == NULL ? -1 : order_contains(self, node);
+}
+
+PyMethodDef linked_methods[] = {{"add", linked_add, METH_O, NULL},
+                                {"discard", linked_discard, METH_O, NULL},
+                                {"touch", linked_touch, METH_O, NULL},
+                                {"front", linked_front, METH_O, NULL},
+                                {"first", linked_get_first, METH_NOARGS, NULL},
+                                {NULL, NULL, 0, NULL}};
+
+/* Appends the nodes of a ring. */
+int list_ring(PyObject *nodes, Link *ends, Py_ssize_t slot)
+{
+    for (Link *link = ends->after; link != ends; link = link->after)
+        if (PyList_Append(nodes, (PyObject *)node_of(link, slot)) < 0)
+            return -1;
+    return 0;
 }
 
 /* Over the nodes of this moment. */
 static PyObject *recency_iter(Recency *self)
 {
     PyObject *nodes = PyList_New(0);
-    for (Link *link = self->ends.after; nodes != NULL && link != &self->ends; link = link->after)
-        if (PyList_Append(nodes, (PyObject *)node_of(self, link)) < 0)
-            Py_CLEAR(nodes);
-    PyObject *each = nodes == NULL ? NULL : PyObject_GetIter(nodes);
+    PyObject *each = nodes == NULL || list_ring(nodes, &self->ends, self->slot) < 0 ? NULL : PyObject_GetIter(nodes);
     Py_XDECREF(nodes);
     return each;
-}
-
-static int recency_contains(PyObject *self, PyObject *value)
-{
-    Node *node = as_node(value);
-    return node == NULL ? -1 : order_contains(self, node);
 }
 
 /* Another order of the same slot may have taken nodes out of this ring: the count is then wrong, and the ring is not. */
@@ -213,15 +220,9 @@ static void recency_dealloc(Recency *self)
     object_free((PyObject *)self);
 }
 
-static PyMethodDef recency_methods[] = {{"add", recency_add, METH_O, NULL},
-                                        {"discard", recency_discard, METH_O, NULL},
-                                        {"touch", recency_touch, METH_O, NULL},
-                                        {"front", (PyCFunction)recency_front, METH_O, NULL},
-                                        {"first", (PyCFunction)recency_get_first, METH_NOARGS, NULL},
-                                        {NULL, NULL, 0, NULL}};
 static PyType_Slot recency_slots[] = {{Py_tp_new, recency_new},         {Py_tp_dealloc, recency_dealloc},
-                                      {Py_tp_iter, recency_iter},       {Py_sq_contains, recency_contains},
-                                      {Py_sq_length, recency_length},   {Py_tp_methods, recency_methods},
+                                      {Py_tp_iter, recency_iter},       {Py_sq_contains, linked_contains},
+                                      {Py_sq_length, recency_length},   {Py_tp_methods, linked_methods},
                                       {0, NULL}};
 PyType_Spec recency_spec = {"kvmover._core.Recency", sizeof(Recency), 0, Py_TPFLAGS_DEFAULT,
                             recency_slots};

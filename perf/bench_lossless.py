@@ -164,18 +164,11 @@ def kv_of_a_text(tokens: int) -> Iterator[tuple[str, Numbers]]:
     prompt = Tongue.of_package().tokens(text)[:tokens]
     cache = ContiguousCache()
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        Transformer.alone(replace(SMOLLM2, checkpoint=str(unpack(Path(folder))))).prefill(prompt, cache)
-    half = SMOLLM2.head_dim // 2
-    angles = torch.arange(len(prompt))[:, None, None] / SMOLLM2.rope_base ** (torch.arange(half) / half)
-    cos, sin = angles.cos(), angles.sin()
+        model = Transformer.alone(replace(SMOLLM2, checkpoint=str(unpack(Path(folder)))))
+        model.prefill(prompt, cache)
     for layer in range(SMOLLM2.layers):
         keys, values = cache.read(layer, len(prompt))
-        left, right, cos, sin = (
-            keys[..., :half],
-            keys[..., half:],
-            *map(torch.from_numpy, (np.cos(angles), np.sin(angles))),
-        )
-        rotated = torch.cat([left * cos - right * sin, left * sin + right * cos], -1)
+        rotated = model.rotated(keys, 0)
         for name, rows in (("keys", rotated), ("values", values)):
             rounded = rows.to(torch.bfloat16).contiguous().view(torch.int16)
             yield f"{name} of layer {layer}", rounded.numpy().view(np.uint16)

@@ -108,6 +108,18 @@ def mark_hash(data: bytes, page: int) -> int:
     return value
 
 
+def _lived(ended: list[int], still: list[int]) -> list[tuple[int, int]]:
+    """Returns for each bucket the pages used again in it, in parts of `ONE`, and those that reached it.
+
+    Pages of that age that were not used again yet count half.
+    """
+    found, lived = list[tuple[int, int]](), 0
+    for hit, waiting in zip(reversed(ended), reversed(still), strict=True):
+        lived += hit + waiting
+        found.append((hit << 20, lived - (waiting >> 1)))
+    return found[::-1]
+
+
 class ReuseHistory:
     """The last uses of nodes, resident or not, and the ranks learnt from them. The orders of a tree share one."""
 
@@ -222,18 +234,11 @@ class ReuseHistory:
             rows[KINDS][bucket] += use.pages
             pages += use.pages
         prior = PRIOR_USES * (pages // max(1, len(self._uses))) + 1
-        for kind in reversed(range(KINDS + 1)):
-            held, lived = [0] * BUCKETS, 0
-            for at in reversed(range(BUCKETS)):
-                lived += ended[kind][at] + still[kind][at]
-                held[at] = lived - (still[kind][at] >> 1)
-            hits = [each << 20 for each in ended[kind]]
-            if kind == KINDS:
-                alike = [hit // of if of else 0 for hit, of in zip(hits, held, strict=True)]
-                continue
-            rows = zip(hits, held, alike, strict=True)
+        alike = [hit // held if held else 0 for hit, held in _lived(ended[KINDS], still[KINDS])]
+        for kind in range(KINDS):
+            rows = zip(_lived(ended[kind], still[kind]), alike, strict=True)
             self.ranks[kind] = ranks_of(
-                [min((hit + prior * all_) // (of + prior), _MOST_CHANCE) for hit, of, all_ in rows]
+                [min((hit + prior * all_) // (held + prior), _MOST_CHANCE) for (hit, held), all_ in rows]
             )
         if self.by_recency and 11 * self.missed > 2 * (self.reused + self.missed):
             self.by_recency = 0

@@ -130,15 +130,6 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         node = match.device_node
         if self._states is not None and params.cow_mamba and match.tokens:
             self._states.start(params.req, dict(match.held)[STATE], partial(self._room_for_state, node))
-        if not match.loads and not match.branches:
-            return engine_radix.MatchResult(
-                match.tokens,
-                node,
-                match.host_node,
-                match.best_node,
-                match.best_tokens - match.tokens,
-                full_kv_hit_length=match.full_tokens,
-            )
         loads = {load.component: len(load.positions) for load in match.loads}
         return engine_radix.MatchResult(
             match.tokens,

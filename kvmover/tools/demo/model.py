@@ -326,9 +326,9 @@ class Transformer:
         rows = (hidden @ weights["rows"]).view(count, config.kv, -1, config.head_dim)
         cache.write(layer, range(start, start + count), rows.transpose(0, 1))
         planes = cache.read(layer, start + count).to(hidden.dtype)  # rows of fp8 are read in float64
-        keys = self._rotated(planes[0], 0)[:, self._kv_head_of_query].permute(1, 2, 0)  # [head, dim, token]
+        keys = self.rotated(planes[0], 0)[:, self._kv_head_of_query].permute(1, 2, 0)  # [head, dim, token]
         values = planes[-1][:, self._kv_head_of_query, : config.value_dim].transpose(0, 1)  # [head, token, dim]
-        queries = self._rotated((hidden @ weights["query"]).view(count, -1, config.head_dim), start).transpose(0, 1)
+        queries = self.rotated((hidden @ weights["query"]).view(count, -1, config.head_dim), start).transpose(0, 1)
         queries = queries * (config.sharpness / config.head_dim**0.5)
         mixed: list[Tensor] = []
         for first in range(0, count, _QUERY_CHUNK):
@@ -337,7 +337,7 @@ class Transformer:
             mixed.append(scores.masked_fill_(later, -torch.inf).softmax(-1) @ values[:, : scores.shape[2]])
         return torch.cat(mixed, dim=1).transpose(0, 1).flatten(1) @ weights["out"]
 
-    def _rotated(self, rows: Tensor, start: int) -> Tensor:
+    def rotated(self, rows: Tensor, start: int) -> Tensor:
         """Rotate `rows` [token, head, dim] by their positions, from `start` (rotary embedding)."""
         angles = torch.arange(start, start + len(rows), dtype=torch.float64)[:, None, None] * self._frequency
         (left, right), cos, sin = rows.chunk(2, dim=-1), angles.cos().to(rows.dtype), angles.sin().to(rows.dtype)

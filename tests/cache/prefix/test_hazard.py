@@ -13,6 +13,7 @@ from kvmover.cache.prefix import HAZARD, LRU, EvictionPolicy, PrefixTree, forest
 from kvmover.cache.prefix.hazard import (
     BUCKETS,
     KINDS,
+    LEARN_EVERY,
     ONE,
     USES,
     HazardOrder,
@@ -64,10 +65,11 @@ def test_conversations_that_go_on_stay_and_others_go() -> None:
 
 
 def test_where_all_fits_the_order_is_by_recency() -> None:
-    prompts = [[chat, *range(1000 * chat, 1000 * chat + 10 * turn)] for turn in range(1, 6) for chat in range(1, 21)]
+    prompts = [[chat, *range(1000 * chat, 1000 * chat + turn)] for turn in range(1, 16) for chat in range(1, 21)]
     _, tree = served(HAZARD, prompts * 3)
     history = cast("HazardOrder", tree._forest.device.order).history
-    assert history.births < 256 or history.by_recency
+    assert history.births >= LEARN_EVERY, "it has learnt"
+    assert history.by_recency
 
 
 @pytest.mark.skipif(forest.C_CORE is None, reason="the C core was not built")
