@@ -157,7 +157,7 @@ def shares_of(ranges: Sequence[tuple[int, int]]) -> list[SharedRange | None]:
 
 
 def _share(address: int, nbytes: int) -> SharedRange | None:
-    for token, held in _ALLOCATED.items():
+    for token, held in _ALLOCATED.copy().items():  # a collection of garbage may free allocations at any step
         if held.address <= address and address + nbytes <= held.address + held.nbytes:
             return SharedRange(os.getpid(), held.fd, token, address - held.address)
     return None

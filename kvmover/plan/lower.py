@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from kvmover.c_core import NATIVE
 from kvmover.errors import PlanError
 from kvmover.layout.codec import Codec
 from kvmover.layout.component import Component
@@ -144,11 +143,6 @@ class PoolCut(msgspec.Struct, frozen=True, eq=False):
 
     def units(self, held: Held, tokens_at: Offsets, pages: npt.NDArray[np.int64]) -> Offsets:
         """Returns the byte offset of each unit [unit], by its first token. Raises PlanError as `page_ids` does."""
-        if NATIVE is not None:
-            found, table = np.empty(len(tokens_at), np.int64), np.ascontiguousarray(pages, np.int64)
-            each = self.page_bytes, self.token_bytes, self.head_offset
-            if NATIVE.unit_offsets(found, tokens_at, table, self.page_tokens, held.spec.pages, *each):
-                return found
         units = page_ids(held, tokens_at, pages) * self.page_bytes
         if self.head_offset:
             units += self.head_offset

@@ -16,9 +16,10 @@ from store_rank import GQA, MLA, PAGE, SPACE, Rank, pages_of
 
 from kvmover.layout import Component
 from kvmover.store import PagePart, PageStore, Policy
-from kvmover.store.files import PlainFiles
+from kvmover.store.files import FileRun, PlainFiles
+from kvmover.store.record import tables
 from kvmover.store.segment import Segment
-from kvmover.store.segment_objects import SegmentObjects
+from kvmover.store.segment_objects import SegmentObjects, _Written
 
 PAGES = 24
 POLICY = Policy(segment_bytes=96 << 10)
@@ -100,9 +101,9 @@ def headers_first() -> None:
 
     def write(self, batch, todo) -> None:
         with self.catalog.lend({draft.place.segment for draft in todo}) as files:
-            tables: list[list[bytes]] = []
-            runs = self._runs(batch, todo, files, tables)
-            self._announce(batch, todo, tables[0], [""] * len(todo))
+            runs = [FileRun(files[d.place.segment], d.place.offset, d.address, batch.size) for d in todo]
+            digests = tables(self.files.views(runs), batch.part.box.cells)
+            self._announce(batch, [_Written(draft, each, "") for draft, each in zip(todo, digests, strict=True)])
             self.files.write(runs)
 
     SegmentObjects._write = write

@@ -6,7 +6,7 @@ import os
 import random
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -42,13 +42,18 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many cells were compared with their digests, at each look."""
     looks: list[int] = []
     from kvmover.store import fetch
-    from kvmover.store.record import holds
+    from kvmover.store.record import table, tables
 
-    def counted(payload: memoryview, count: int, digests: bytes, first: int) -> bool:
-        looks.append(count)
-        return holds(payload, count, digests, first)
+    def counted(payload: memoryview, cells: int) -> bytes:
+        looks.append(cells)
+        return table(payload, cells)
 
-    monkeypatch.setattr(fetch, "holds", counted)
+    def all_counted(payloads: Sequence[memoryview], cells: int) -> list[bytes]:
+        looks.append(cells * len(payloads))
+        return tables(payloads, cells)
+
+    monkeypatch.setattr(fetch, "table", counted)
+    monkeypatch.setattr(fetch, "tables", all_counted)
     return looks
 
 

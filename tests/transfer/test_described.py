@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from kvmover.c_core import NATIVE
 from kvmover.errors import PlanError
 from kvmover.layout import Component, Fleet, PoolSpec
-from kvmover.plan import Held, Plan, lower
-from kvmover.plan.lower import pool_cut
+from kvmover.plan import Held, Plan
+from kvmover.plan.lower import PoolCut, pool_cut
 from kvmover.transfer.memory.descriptors import DescribedSide, Numbers, describe_in_python
+from kvmover.transfer.protocol import chunks
 from tests.proofs import searched
 
 numbers = st.integers(-(1 << 40), 1 << 40)
@@ -54,12 +55,12 @@ def test_c_describes_the_sides_of_a_box_as_python_does(given_: tuple[int, int, i
         assert np.array_equal(mine[0], other[0])
 
 
-def units_by(core: object, held: Held, cut: lower.PoolCut, at: Numbers, pages: Numbers) -> object:
+def units_by(core: object, held: Held, cut: PoolCut, at: Numbers, pages: Numbers) -> object:
     """The offsets, or the words of the error."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lower, "NATIVE", core)
+        patch.setattr(chunks, "NATIVE", core)
         try:
-            return cut.units(held, at, pages).tolist()
+            return chunks.unit_offsets(cut, held, at, pages).tolist()
         except PlanError as error:
             return str(error)
 

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvmover.c_core import NATIVE
 from kvmover.errors import PlanError
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Fleet
@@ -304,7 +305,9 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
         for component, (leg, table) in enumerate(zip(self.legs, pages, strict=True)):
             if leg is not None:
                 cut = self._cut(held, component, leg)
-                every = (cut.units(held[component], self._at(units, held), table) for units in self.units[component])
+                every = (
+                    unit_offsets(cut, held[component], self._at(units, held), table) for units in self.units[component]
+                )
                 self._placed[held is self.src, component] = _Placed(table, tuple(every))
 
     def _cut(self, held: Sequence[Held], component: int, leg: Leg) -> PoolCut:
@@ -367,8 +370,20 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
         """Returns the side of a box for a piece in the pool of `held`: from the cache if `table` was checked whole."""
         cut, placed = self._cut(held, piece.component, piece.leg), self._placed.get((held is self.src, piece.component))
         if placed is None or placed.table is not table:
-            return cut.place(cut.units(held[piece.component], self._at(piece.units, held), table))
+            return cut.place(unit_offsets(cut, held[piece.component], self._at(piece.units, held), table))
         return cut.place(placed.units[piece.group][piece.first_unit : piece.first_unit + len(piece.units)])
+
+
+def unit_offsets(
+    cut: PoolCut, held: Held, tokens_at: npt.NDArray[np.int64], pages: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Returns what `PoolCut.units` does, in C where it was built. Raises PlanError as `page_ids` does."""
+    if NATIVE is not None:
+        found, table = np.empty(len(tokens_at), np.int64), np.ascontiguousarray(pages, np.int64)
+        each = cut.page_bytes, cut.token_bytes, cut.head_offset
+        if NATIVE.unit_offsets(found, tokens_at, table, cut.page_tokens, held.spec.pages, *each):
+            return found
+    return cut.units(held, tokens_at, pages)
 
 
 class Marks(msgspec.Struct, frozen=True, eq=False):
