@@ -128,17 +128,23 @@ def _live() -> list[str]:
         lines.append(f"| {_ENGINES[engine]} | {len(mine)} | {' | '.join(map(str, sums))} |")
     lines += [
         "",
-        "Prompts one by one, then some at once, each way in turn in one run; milliseconds, CPU seconds of all servers"
-        " of a way:",
+        "The engines' own connectors beside kvmover: prompts arrive by chance, each way serves them in turn."
+        " *Alone*: the servers of the other ways are paused meanwhile; *together*: they wait for requests."
+        " Milliseconds, with the medians of the rounds in brackets; CPU seconds of all servers of a way:",
         "",
-        "| | | prompt tokens | TTFT p50, p99 | request p50, p99 | requests/s | CPU s a request |",
-        "|---|---|---|---|---|---|---|",
+        "| | the machine | prompts/s | way | prompt tokens | TTFT p50 | p90 | p99 | answers/s | CPU s a request |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in read("live_peers"):
-        times = [f"{row[f'{what}_p50_ms']}, {row[f'{what}_p99_ms']}" for what in ("ttft", "request")]
+    order = {name: number for number, name in enumerate(("vllm", "sglang"))}
+    rows = sorted(
+        read("live_peers"), key=lambda row: (order[row["engine"]], row["machine"], float(row["arrivals_per_s"]))
+    )
+    for row in rows:
+        about = f"{_ENGINES[row['engine']]} | {row['machine']} | {row['arrivals_per_s']} | {row['way']}"
+        first = f"{row['ttft_p50_ms']} ({row['ttft_p50_of_rounds_ms']})"
+        rest = [first, *(row[name] for name in ("ttft_p90_ms", "ttft_p99_ms"))]
         rates = f"{row['requests_per_s']} | {row['server_cpu_s_a_request']}"
-        prompts = row["prompt_tokens"]
-        lines.append(f"| {_ENGINES[row['engine']]} | {row['way']} | {prompts} | {' | '.join(times)} | {rates} |")
+        lines.append(f"| {about} | {row['prompt_tokens']} | {' | '.join(rest)} | {rates} |")
     return lines
 
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 import pytest
 
 from perf.before import tree_of
-from tests.live.answers import prompts_of
-from tests.live.beside import Way, measure
+from tests.live.beside import Load, Machine, Way, measure
 from tests.live.conftest import ModelMaker, Servers
 from tests.live.server import Server
 from tests.live.sglang_client import ask_streamed, split_streamed, tokens_of, warm
@@ -40,7 +39,4 @@ def test_times_of_long_prompts_in_chunks(plain: Server, servers: Servers, model:
                 tokens_of,
             ),
         }
-        for way in ways.values():  # both halves meet
-            way.answer(range(50))
-        prompts = prompts_of(20, seed=72, least_tokens=1900, most_tokens=1900)
-        measure("sglang", ways, prompts, prompts_of(8, seed=73, least_tokens=1900, most_tokens=1900))
+        measure("sglang", Machine.TOGETHER, ways, [Load(10, per_s=1)], (1900, 1900))

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from tests.live.answers import prompts_of
-from tests.live.beside import Way, measure
+from tests.live.beside import Load, Machine, Way, measure
 from tests.live.conftest import ModelMaker, Servers
 from tests.live.server import Server
 from tests.live.sglang_client import ask_streamed, split_streamed, tokens_of, warm
 from tests.live.sglang_servers import DECODE, PREFILL, sglang
 
+TOKENS, LOADS = 8, (Load(20, per_s=2), Load(20, per_s=5), Load(20, per_s=12))
 
-@pytest.mark.alone
-def test_times_beside_the_nixl_backend(plain: Server, servers: Servers, model: ModelMaker) -> None:
-    weights, tokens = model("llama", "sglang"), 8
+
+@pytest.fixture(scope="module")
+def ways(plain: Server, servers: Servers, model: ModelMaker) -> dict[str, Way]:
+    weights = model("llama", "sglang")
     first, second, their_first, their_second = servers.start(
         sglang("sglang-peers-kvmover-prefill", weights, mode=PREFILL),
         sglang("sglang-peers-kvmover-decode", weights, mode=DECODE),
@@ -22,16 +23,18 @@ def test_times_beside_the_nixl_backend(plain: Server, servers: Servers, model: M
         sglang("sglang-peers-nixl-decode", weights, mode=DECODE, backend="nixl"),
     )
     warm(plain.ready())
-    ways = {
-        "plain": Way([plain], lambda prompt: ask_streamed(plain, prompt, tokens), tokens_of),
-        "kvmover": Way([first, second], lambda prompt: split_streamed(first, second, prompt, tokens), tokens_of),
-        "nixl": Way(
-            [their_first, their_second],
-            lambda prompt: split_streamed(their_first, their_second, prompt, tokens),
-            tokens_of,
-        ),
+
+    def split_over(prefill: Server, decode: Server) -> Way:
+        return Way([prefill, decode], lambda prompt: split_streamed(prefill, decode, prompt, TOKENS), tokens_of)
+
+    return {
+        "plain": Way([plain], lambda prompt: ask_streamed(plain, prompt, TOKENS), tokens_of),
+        "kvmover": split_over(first, second),
+        "nixl": split_over(their_first, their_second),
     }
-    for way in ways.values():  # both halves meet
-        way.answer(range(50))
-    prompts = prompts_of(30, seed=70, least_tokens=300, most_tokens=300)
-    measure("sglang", ways, prompts, prompts_of(20, seed=71, least_tokens=100, most_tokens=600))
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("machine", Machine)
+def test_times_beside_the_nixl_backend(ways: dict[str, Way], machine: Machine) -> None:
+    measure("sglang", machine, ways, LOADS, (50, 900))

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from tests.live.answers import prompts_of
-from tests.live.beside import Way, measure
+from tests.live.beside import Load, Machine, Way, measure
 from tests.live.conftest import ModelMaker, Servers
 from tests.live.server import Server, free_port
 from tests.live.vllm_client import ask_streamed, split_streamed, tokens_of, warm
 from tests.live.vllm_servers import kvmover, nixl_connector, vllm
 
+TOKENS, LOADS = 8, (Load(20, per_s=2), Load(20, per_s=5), Load(20, per_s=12))
 
-@pytest.mark.alone
-def test_times_beside_nixl_connector(plain: Server, servers: Servers, model: ModelMaker) -> None:
-    weights, tokens = model("qwen3", "vllm"), 8
+
+@pytest.fixture(scope="module")
+def ways(plain: Server, servers: Servers, model: ModelMaker) -> dict[str, Way]:
+    weights = model("qwen3", "vllm")
     ports = [{"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())} for _ in range(2)]
     first, second, their_first, their_second = servers.start(
         vllm("vllm-peers-kvmover-1", weights, kv=kvmover()),
@@ -23,16 +24,18 @@ def test_times_beside_nixl_connector(plain: Server, servers: Servers, model: Mod
         vllm("vllm-peers-nixl-2", weights, kv=nixl_connector(), environment=ports[1]),
     )
     warm(plain.ready(), first, second, their_first, their_second)
-    ways = {
-        "plain": Way([plain], lambda prompt: ask_streamed(plain, prompt, tokens), tokens_of),
-        "kvmover": Way([first, second], lambda prompt: split_streamed(first, second, prompt, tokens), tokens_of),
-        "NixlConnector": Way(
-            [their_first, their_second],
-            lambda prompt: split_streamed(their_first, their_second, prompt, tokens),
-            tokens_of,
-        ),
+
+    def split_over(prefill: Server, decode: Server) -> Way:
+        return Way([prefill, decode], lambda prompt: split_streamed(prefill, decode, prompt, TOKENS), tokens_of)
+
+    return {
+        "plain": Way([plain], lambda prompt: ask_streamed(plain, prompt, TOKENS), tokens_of),
+        "kvmover": split_over(first, second),
+        "NixlConnector": split_over(their_first, their_second),
     }
-    for way in ways.values():  # both halves meet
-        way.answer(range(50))
-    prompts = prompts_of(30, seed=70, least_tokens=300, most_tokens=300)
-    measure("vllm", ways, prompts, prompts_of(20, seed=71, least_tokens=100, most_tokens=600))
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("machine", Machine)
+def test_times_beside_nixl_connector(ways: dict[str, Way], machine: Machine) -> None:
+    measure("vllm", machine, ways, LOADS, (50, 900))
