@@ -44,7 +44,8 @@ class Costs:
 
     The formulas are in DESIGN.md, section 6, "Costs". `descriptor_us`: software's time to post one; a NIC's message
     rate is far higher: 1.08 us for 4 KiB, 1.8 us for 16 KiB descriptors on 400 Gb/s (uccl#677, vllm#53825).
-    `pool_chunk_bytes`: largest chunk from pool to pool, which takes no arena; 0: `chunk_bytes`.
+    `pool_chunk_bytes`: largest chunk from pool to pool, which takes no arena; 0: `chunk_bytes`. `latency_us`: the way
+    there and back, which every route pays once: the request for the KV, then the last bytes; 10,000 us between regions.
     """
 
     descriptor_us: float
@@ -55,20 +56,22 @@ class Costs:
     chunk_bytes: int
     posting: Posting = Posting.AHEAD
     pool_chunk_bytes: int = 0
+    latency_us: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("descriptor_us", "wire_rate", "gather_rate", "scatter_rate", "chunk_us", "chunk_bytes"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise PlanError(f"costs with {name} = {value}; it must be positive")
-        if not 0 <= self.pool_chunk_bytes < math.inf:
-            raise PlanError(f"costs with pool_chunk_bytes = {self.pool_chunk_bytes}; it must not be negative")
+        for name in ("pool_chunk_bytes", "latency_us"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise PlanError(f"costs with {name} = {getattr(self, name)}; it must not be negative")
         settle(self, "costs", PlanError, posting=Posting)
 
     def direct_us(self, nbytes: int, runs: int) -> float:
         """Returns the time of `nbytes` in `runs` descriptors: 1 MiB in 2048 runs by RDMA is max(21, 2048) us."""
         wire_us, post_us = nbytes / self.wire_rate, runs * self.descriptor_us
-        return wire_us + post_us if self.posting is Posting.INLINE else max(wire_us, post_us)
+        return self.latency_us + (wire_us + post_us if self.posting is Posting.INLINE else max(wire_us, post_us))
 
     def packed_us(self, nbytes: int, chunks: int) -> float:
         """Returns the time of the packed route: gather, wire and scatter overlap but for the first gather and the last
@@ -82,15 +85,15 @@ class Costs:
         first_us, last_us, notes_us = first / self.gather_rate, first / self.scatter_rate, chunks * self.chunk_us
         if self.posting is Posting.INLINE:
             waits_us = first_us + first / self.wire_rate - last_us
-            return max(gather_us + wire_us + notes_us, waits_us + scatter_us) + last_us
-        return first_us + max(wire_us, gather_us, scatter_us, notes_us) + last_us
+            return self.latency_us + max(gather_us + wire_us + notes_us, waits_us + scatter_us) + last_us
+        return self.latency_us + first_us + max(wire_us, gather_us, scatter_us, notes_us) + last_us
 
     def mapped_us(self, nbytes: int) -> float:
         """Returns the time of one copy with strides at both ends, at the slower of the gather and scatter rates.
 
         The wire's rate is its floor: between processes of one host the wire is a copy by the same cores.
         """
-        return nbytes / max(min(self.gather_rate, self.scatter_rate), self.wire_rate)
+        return self.latency_us + nbytes / max(min(self.gather_rate, self.scatter_rate), self.wire_rate)
 
     def cut_bytes(self, route: Route) -> int:
         """Returns the largest chunk, in bytes, that goes by `route`. Raises PlanError for an unknown route."""

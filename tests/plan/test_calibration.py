@@ -22,9 +22,9 @@ from kvmover.plan.calibration import FEWEST, Bursts, link_to, load, save
 
 #: A link, and how long runs must be for the wire to take longer than posting them.
 LINKS = st.builds(
-    lambda descriptor_us, balance, operation_us, posting: (
+    lambda descriptor_us, balance, latency_us, posting: (
         replace(RDMA, descriptor_us=descriptor_us, wire_rate=2**balance / descriptor_us, posting=posting),
-        operation_us,
+        latency_us,
     ),
     st.floats(0.1, 20),
     st.floats(12, 16),
@@ -33,8 +33,8 @@ LINKS = st.builds(
 )
 
 
-def took_us(link: Costs, operation_us: float, nbytes: int, runs: int) -> float:
-    return operation_us + link.direct_us(nbytes, runs)
+def took_us(link: Costs, latency_us: float, nbytes: int, runs: int) -> float:
+    return latency_us + link.direct_us(nbytes, runs)
 
 
 def writes(random: Random, count: int) -> Iterator[tuple[int, int]]:
@@ -56,11 +56,11 @@ def noisy(random: Random, us: float) -> float:
 def test_alpha_and_beta_are_found_within_6_percent_under_noise_and_outliers(
     link: tuple[Costs, float], seed: int
 ) -> None:
-    truth, operation_us = link
+    truth, latency_us = link
     random = Random(seed)
     seen = Measurements()
     for nbytes, runs in writes(random, 2000):
-        seen.wrote(Sample(nbytes, runs, noisy(random, took_us(truth, operation_us, nbytes, runs))))
+        seen.wrote(Sample(nbytes, runs, noisy(random, took_us(truth, latency_us, nbytes, runs))))
     found = seen.calibrate("decode-3", "UCX", replace(RDMA, posting=truth.posting)).costs(RDMA)
     assert found.descriptor_us == pytest.approx(truth.descriptor_us, rel=0.06)
     assert found.wire_rate == pytest.approx(truth.wire_rate, rel=0.06)
@@ -76,7 +76,7 @@ def test_samples_without_noise_are_found_exactly(posting: Posting) -> None:
     found = seen.calibrate("here", "UCX", replace(HOST, posting=posting))
     assert found.descriptor_us == pytest.approx(1.5, rel=1e-3)
     assert found.wire_rate == pytest.approx(16e3, rel=1e-3)
-    assert found.operation_us == pytest.approx(8, rel=0.02)
+    assert found.latency_us == pytest.approx(8, rel=0.02)
 
 
 def test_memory_does_not_grow_and_the_past_is_forgotten() -> None:
@@ -232,7 +232,7 @@ def test_a_calibration_survives_its_file_and_changes_only_what_was_measured(tmp_
     assert load(path) == links
     assert [entry.name for entry in tmp_path.iterdir()] == ["links.json"]
     assert MEASURED.costs(RDMA) == replace(
-        RDMA, descriptor_us=7.1, wire_rate=3900.0, chunk_us=180.0, posting=Posting.INLINE
+        RDMA, descriptor_us=7.1, wire_rate=3900.0, chunk_us=180.0, latency_us=8.0, posting=Posting.INLINE
     )
     assert links[1].costs(RDMA) == RDMA
 
@@ -240,7 +240,7 @@ def test_a_calibration_survives_its_file_and_changes_only_what_was_measured(tmp_
 def test_the_reason_says_which_numbers_were_measured_on_what_and_which_are_assumed() -> None:
     assert MEASURED.why(RDMA) == (
         "decode-3 over UCX, 412 writes and 64 chunks: 7.1 us a descriptor, 3.9 GB/s on the wire,"
-        " gather 160 GB/s (assumed), scatter 160 GB/s (assumed), 180 us a chunk"
+        " gather 160 GB/s (assumed), scatter 160 GB/s (assumed), 180 us a chunk, 8 us there and back"
     )
 
 
@@ -324,6 +324,7 @@ class TestOnTheCommandLine:
             "chunk_bytes": 8 << 20,
             "posting": "inline",
             "pool_chunk_bytes": 0,
+            "latency_us": 8.0,
         }
         assert (data["calibration"]["writes"], data["calibration"]["gather_rate"]) == (412, None)
 
@@ -357,7 +358,7 @@ def test_writes_that_share_the_wire_are_one_sample() -> None:
     """Four that were posted at once, and whose ends are told in the order of their posts, or another."""
     writes = [(0.0, 17e3 * number, 2 << 20) for number in range(1, 5)]
     for order in (writes, writes[::-1]):
-        assert joined(*order) == [Sample(8 << 20, 4, 68e3, 4)]
+        assert joined(*order) == [Sample(8 << 20, 4, 68e3)]
 
 
 def test_writes_one_after_the_other_are_samples_of_their_own() -> None:
@@ -389,3 +390,21 @@ def test_a_rate_is_found_behind_writes_that_share_the_wire() -> None:
                 seen.wrote(sample)
     found = seen.calibrate("host", "UCX", HOST)
     assert found.wire_rate == pytest.approx(125, rel=0.05)
+
+
+def test_a_rate_and_a_delay_are_told_apart_although_all_requests_are_alike() -> None:
+    """10 ms there and back on 1 Gb/s: probes, then requests of 16 chunks of 2 MiB that are under way together."""
+    seen, bursts, rate, delay_us, now_us = Measurements(), Bursts(), 125.0, 10e3, 0.0
+    for probe in probes(8 << 20):
+        nbytes = probe.runs * probe.run_bytes
+        seen.wrote(Sample(nbytes, probe.runs, delay_us + nbytes / rate + probe.runs * 1.5))
+    for _ in range(30):
+        now_us += 1e6
+        for chunk in range(16):
+            ended_us = delay_us + (chunk + 1) * (2 << 20) / rate
+            if (sample := bursts.wrote(now_us + chunk, Sample(2 << 20, 1, ended_us - chunk))) is not None:
+                seen.wrote(sample)
+    costs = seen.calibrate("host", "UCX", HOST).costs(HOST)
+    assert costs.wire_rate == pytest.approx(rate, rel=0.05)
+    assert costs.latency_us == pytest.approx(delay_us, rel=0.1)
+    assert costs.direct_us(32 << 20, 1) == pytest.approx(delay_us + (32 << 20) / rate, rel=0.05)
