@@ -99,9 +99,7 @@ def _live() -> Iterator[tuple[str, str, str, str]]:
             first("live_peers", engine=engine, way=who, machine="alone", arrivals_per_s="5")["ttft_p50_ms"]
             for who in ("kvmover", way.split()[0])
         )
-        asked = (
-            f"{name}, live, from prefill to decode without a GPU: first token at 5 prompts a second of 50 to 900"
-        )
+        asked = f"{name}, live, from prefill to decode without a GPU: first token at 5 prompts a second of 50 to 900"
         yield asked, "ms", mine, f"{name}'s {way}: {theirs}"
 
 

@@ -13,7 +13,8 @@ import select
 import struct
 import subprocess
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing.connection import Connection
@@ -28,8 +29,8 @@ class NotAllowed(Exception):
     """The reason why this machine gives no network namespaces."""
 
 
-#: Addresses of the two ends.
-_ADDRESSES = ("10.55.77.1/24", "10.55.77.2/24")
+#: Addresses of the near and the far end.
+ADDRESSES = ("10.55.77.1", "10.55.77.2")
 
 
 @dataclass(slots=True)
@@ -70,8 +71,8 @@ class Cable:
             raise NotAllowed(f"{error} {getattr(error, 'stderr', '')}") from error
 
     def _up(self) -> None:
-        for name, address in zip((self.near, self.far), _ADDRESSES, strict=True):
-            _ip("-n", name, "addr", "add", address, "dev", name)
+        for name, address in zip((self.near, self.far), ADDRESSES, strict=True):
+            _ip("-n", name, "addr", "add", f"{address}/24", "dev", name)
             _ip("-n", name, "link", "set", name, "up")
             _ip("-n", name, "link", "set", "lo", "up")
         for name in (self.near, self.far):
@@ -195,6 +196,19 @@ def _await_carrier(name: str) -> None:
         if time.monotonic() > deadline:
             raise OSError(f"the interface {name} does not come up")
         time.sleep(0.01)
+
+
+@contextmanager
+def sockets_of(network: str) -> Iterator[None]:
+    """Give the sockets that this thread makes meanwhile to a namespace, wherever they are used later."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/proc/thread-self/ns/net").open() as own, Path(f"/run/netns/{network}").open() as other:
+        if libc.setns(other.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {network}")
+        try:
+            yield
+        finally:
+            libc.setns(own.fileno(), _CLONE_NEWNET)
 
 
 def enter(network: str) -> None:

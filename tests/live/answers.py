@@ -7,10 +7,13 @@ import random
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
+
+from perf.network_cable import sockets_of
 
 #: Log probabilities of float32 models differ by this much where requests are batched otherwise.
 GAP = 1e-3
@@ -53,19 +56,30 @@ class Reply:
     error: str = ""
 
 
+def connection_to(url: str, timeout_s: float) -> HTTPConnection:
+    """Returns a connection to a server of this machine: its host is 127.0.0.1, or the network namespace it is in.
+
+    Raises OSError where no server listens there.
+    """
+    parts = urlsplit(url)
+    connection = HTTPConnection("127.0.0.1", parts.port, timeout=timeout_s)
+    if parts.hostname != "127.0.0.1":
+        with sockets_of(parts.hostname or ""):
+            connection.connect()
+    return connection
+
+
 def post(url: str, payload: Mapping[str, Any], timeout_s: float = 120.0) -> Reply:
     """A connection of its own a request, closed by this client when `timeout_s` have passed without an answer."""
     parts = urlsplit(url)
     began = time.monotonic()
-    connection = HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
     try:
-        connection.request("POST", parts.path, json.dumps(payload), {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        text = answer.read().decode(errors="replace")
+        with closing(connection_to(url, timeout_s)) as connection:
+            connection.request("POST", parts.path, json.dumps(payload), {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            text = answer.read().decode(errors="replace")
     except (OSError, HTTPException) as error:
         return Reply(0, time.monotonic() - began, error=f"{type(error).__name__} {error}".strip())
-    finally:
-        connection.close()
     took = time.monotonic() - began
     if answer.status != 200:
         return Reply(answer.status, took, error=text[:600])
@@ -87,7 +101,7 @@ def events(url: str, payload: Mapping[str, Any]) -> Generator[Mapping[str, Any]]
     Raises OSError for any other answer, and where the connection breaks.
     """
     parts = urlsplit(url)
-    connection = HTTPConnection(parts.hostname or "", parts.port, timeout=120)
+    connection = connection_to(url, timeout_s=120)
     try:
         body = json.dumps({**payload, "stream": True})
         connection.request("POST", parts.path, body, {"Content-Type": "application/json"})

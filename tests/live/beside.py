@@ -25,11 +25,12 @@ _BACK_S = 30.0
 
 class Machine(StrEnum):
     """The rest of the machine while a way serves: ALONE: the servers of all other ways are paused; TOGETHER: they
-    run, and wait for requests.
+    run, and wait for requests; WIRE: they are paused, and 1 Gb/s joins the two halves of a way.
     """
 
     ALONE = "alone"
     TOGETHER = "together"
+    WIRE = "alone, 1 Gb/s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ def measure(
         seeds = {load: zlib.crc32(f"{machine} {number} {load}".encode()) for load in loads}
         wanted = dict[Load, list[Sequence[int]]]()
         for name, way in ways.items():
-            with _others_paused(way, ways.values() if machine is Machine.ALONE else ()):
+            with _others_paused(way, () if machine is Machine.TOGETHER else ways.values()):
                 for load, seed in seeds.items():
                     prompts = prompts_of(load.prompts, seed, least_tokens=tokens[0], most_tokens=tokens[1])
                     answers = _serve(way, prompts, load.per_s, seed, served[name, load])

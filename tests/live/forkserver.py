@@ -36,9 +36,18 @@ class Forkserver:
                 text=True,
             )
 
-    def start(self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
-        """The pid of a server whose environment is this one and has `environment` besides."""
-        command = {"module": module, "arguments": [*arguments], "environment": {**environment}, "log": str(log)}
+    def start(
+        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path, network: str = ""
+    ) -> int:
+        """The pid of a server whose environment is this one and has `environment` besides. `network`: its namespace,
+        "" for this one."""
+        command = {
+            "module": module,
+            "arguments": [*arguments],
+            "environment": {**environment},
+            "log": str(log),
+            "network": network,
+        }
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(command) + "\n")
@@ -82,6 +91,10 @@ def _serve(command: Mapping[str, Any]) -> None:
         os.close(opened)
     os.dup2(1, 2)
     os.environ.update(command["environment"])
+    if command["network"]:
+        from perf.network_cable import enter
+
+        enter(command["network"])
     sys.argv = [command["module"], *command["arguments"]]
     runpy.run_module(command["module"], run_name="__main__", alter_sys=True)
     sys.exit(0)

@@ -12,9 +12,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPException
 from pathlib import Path
 
+from tests.live.answers import connection_to
 from tests.live.forkserver import Forkserver
 
 ROOT = Path(__file__).parent.parent.parent
@@ -68,7 +69,7 @@ class Footprint:
 class Command:
     """How a server is started. `name` is its log's; `bootstrap_port`: where SGLang's decode ranks find a prefill.
 
-    `health`: the path that answers with 200 once it serves.
+    `health`: the path that answers with 200 once it serves. `network`: the namespace it runs in, "" for this one.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Command:
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     bootstrap_port: int = 0
     health: str = "/health"
+    network: str = ""
 
 
 def taking_images(command: Command) -> Command:
@@ -120,7 +122,9 @@ class Server:
     def start(cls, command: Command) -> Server:
         """Returns at once; `ready` waits."""
         ground = _forkserver(command.ground)
-        pid = ground.start(command.module, command.arguments, command.environment, cls._log_of(command))
+        pid = ground.start(
+            command.module, command.arguments, command.environment, cls._log_of(command), command.network
+        )
         return cls(command, pid, os.pidfd_open(pid))
 
     def ended(self, within_s: float = 0.0) -> bool:
@@ -145,7 +149,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.command.network or '127.0.0.1'}:{self.port}"
 
     def ready(self) -> Server:
         """Wait until it answers. Raises ServerDied."""
@@ -170,7 +174,7 @@ class Server:
     def get(self, path: str, port: int | None = None) -> tuple[int, str]:
         """From the server's own port or another of its. Raises OSError where nobody answers for a minute: servers of
         two files share two cores."""
-        connection = HTTPConnection("127.0.0.1", port or self.port, timeout=60)
+        connection = connection_to(f"http://{self.command.network or '127.0.0.1'}:{port or self.port}", timeout_s=60)
         try:
             connection.request("GET", path)
             answer = connection.getresponse()

@@ -35,6 +35,6 @@ def ways(plain: Server, servers: Servers, model: ModelMaker) -> dict[str, Way]:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("machine", Machine)
+@pytest.mark.parametrize("machine", [Machine.ALONE, Machine.TOGETHER])
 def test_times_beside_the_nixl_backend(ways: dict[str, Way], machine: Machine) -> None:
     measure("sglang", machine, ways, LOADS, (50, 900))

@@ -7,8 +7,9 @@ import pytest
 from tests.live.beside import Load, Machine, Way, measure
 from tests.live.conftest import ModelMaker, Servers
 from tests.live.server import Server, free_port
-from tests.live.vllm_client import ask_streamed, split_streamed, tokens_of, warm
+from tests.live.vllm_client import warm
 from tests.live.vllm_servers import kvmover, nixl_connector, vllm
+from tests.live.vllm_ways import one_server, two_halves
 
 TOKENS, LOADS = 8, (Load(20, per_s=2), Load(20, per_s=5), Load(20, per_s=12))
 
@@ -24,18 +25,14 @@ def ways(plain: Server, servers: Servers, model: ModelMaker) -> dict[str, Way]:
         vllm("vllm-peers-nixl-2", weights, kv=nixl_connector(), environment=ports[1]),
     )
     warm(plain.ready(), first, second, their_first, their_second)
-
-    def split_over(prefill: Server, decode: Server) -> Way:
-        return Way([prefill, decode], lambda prompt: split_streamed(prefill, decode, prompt, TOKENS), tokens_of)
-
     return {
-        "plain": Way([plain], lambda prompt: ask_streamed(plain, prompt, TOKENS), tokens_of),
-        "kvmover": split_over(first, second),
-        "NixlConnector": split_over(their_first, their_second),
+        "plain": one_server(plain, TOKENS),
+        "kvmover": two_halves(first, second, TOKENS),
+        "NixlConnector": two_halves(their_first, their_second, TOKENS),
     }
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("machine", Machine)
+@pytest.mark.parametrize("machine", [Machine.ALONE, Machine.TOGETHER])
 def test_times_beside_nixl_connector(ways: dict[str, Way], machine: Machine) -> None:
     measure("vllm", machine, ways, LOADS, (50, 900))
