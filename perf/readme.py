@@ -31,6 +31,7 @@ def numbers() -> str:
         _transfer,
         _wire,
         _lossless,
+        _trace,
         _equal,
         _growth,
         _migrate,
@@ -296,6 +297,47 @@ def _lossless() -> list[str]:
             for row in rows
         ),
     )
+
+
+def _trace() -> list[str]:
+    if not (RESULTS / "simulated_trace.csv").exists():
+        return []
+    rows = read("simulated_trace")
+    live = [row for row in rows if row["predicted_ms"]]
+    words = [f"{row['what']} {row['predicted_ms']} of {float(row['measured_ms']):.1f} ms" for row in live]
+    movers, counted = (row for row in rows if row["what"].startswith("small fleet"))
+    return [
+        *_table(
+            "**Requests to 1,024 ranks on virtual time**, some of which die; at the last rate they are too many"
+            f" ({rows[0]['commit']}):",
+            (
+                "requests",
+                "a second",
+                "deaths",
+                "asked again",
+                "messages a rank and second",
+                "p50, p99 ms",
+                "full first at",
+            ),
+            (
+                (
+                    f"{int(row['requests']):,}",
+                    f"{int(row['requests_a_s']):,}",
+                    row["deaths"],
+                    row["asked_again"],
+                    f"{int(row['messages_a_rank_s']):,}",
+                    f"{row['p50_ms']}, {row['p99_ms']}",
+                    f"{(full := row['breaks_first'])}, at {int(row[full.lower() + '_full_at_requests_a_s']):,} a second",
+                )
+                for row in rows
+                if row["what"] == "trace"
+            ),
+        ),
+        "",
+        f"Bytes and messages (but Granted) of a small fleet are those of whole movers, rank by rank; its p99 is"
+        f" {counted['p99_ms']} ms where movers have {movers['p99_ms']}. One request on a wire, simulated and measured:"
+        f" {'; '.join(words)}.",
+    ]
 
 
 def _open() -> list[str]:

@@ -64,9 +64,14 @@ class Compiler:
         return found["results"]
 
 
-#: A plain run has the newest compile a few cases: each takes most of a second, most of it to disassemble.
+#: A plain run has the newest compile a few cases: each takes most of a second, most of it to disassemble. `make prove`
+#: has each Triton compile a few for each GPU and all for one, `make night` all for each.
 FEW = Compiler("newest", 90, "few")
-COMPILERS = family([FEW, *(Compiler(*each, "all") for each in product(("oldest", "newest"), (80, 90, 100)))], few=[FEW])
+_FEW, _ALL = (
+    [Compiler(*each, cases) for each in product(("oldest", "newest"), (80, 90, 100))] for cases in ("few", "all")
+)
+_PROVED = {Compiler("newest", 90, "all"), Compiler("oldest", 100, "all")}
+COMPILERS = family([*_FEW, *_ALL], few=[FEW], proved=[*_FEW, *_PROVED])
 
 
 @dataclass

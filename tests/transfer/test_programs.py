@@ -189,7 +189,11 @@ def known_of(shape: Shape) -> dict[Way, Programs]:
 
 @pytest.mark.parametrize(
     ("name", "requests"),
-    family([(name, n) for n in (20, 1000) for name in FLAGSHIPS], few=[(name, 20) for name in FLAGSHIPS]),
+    family(
+        [(name, n) for n in (20, 200, 1000) for name in FLAGSHIPS],
+        few=[(name, 20) for name in FLAGSHIPS],
+        proved=[(name, 200) for name in FLAGSHIPS],
+    ),
 )
 def test_the_kernels_of_a_peer_serve_every_request(name: str, requests: int) -> None:
     shape = FLAGSHIPS[name]
