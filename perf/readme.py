@@ -327,7 +327,7 @@ def _trace() -> list[str]:
                     row["asked_again"],
                     f"{int(row['messages_a_rank_s']):,}",
                     f"{row['p50_ms']}, {row['p99_ms']}",
-                    f"{(full := row['breaks_first'])}, at {int(row[full.lower() + '_full_at_requests_a_s']):,} a second",
+                    f"{(full := row['breaks_first'])} at {int(row[full.lower() + '_full_at_requests_a_s']):,} a second",
                 )
                 for row in rows
                 if row["what"] == "trace"

@@ -59,8 +59,8 @@ CONFIG = MoverConfig(
     route=Route.PACKED,
     costs=replace(RDMA, chunk_bytes=RDMA.chunk_bytes // SCALE),
     sandbox_bytes=0,
-    ping_s=29.0,
-    silence_s=60.0,
+    ping_s=100.0,
+    silence_s=200.0,
     resend_s=25.0,
     deadline_s=30.0,
 )
@@ -142,7 +142,7 @@ class Stage:
         self.wire.run(self.wire.now + 1.0)
         for source, target in product(range(self.engines), repeat=2):  # what is said once in a life
             self.ask(f"first {source} {target}", Request(0.0, min(PROMPTS), source, target))
-            self.wire.run(self.wire.now + PREFILL_S + 1.0)
+        self.wire.run(self.wire.now + PREFILL_S + 1.0)
         self.took.clear()
 
     def _engine(self, name: str, fleet: Fleet) -> None:
