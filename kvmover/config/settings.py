@@ -439,6 +439,7 @@ TEXTS: Mapping[str, str] = {
     "mover.costs.chunk_bytes": "Target size of a chunk, in bytes. The arena must hold one, better several.",
     "mover.costs.posting": "ahead: descriptors are posted while others travel (NIC); inline: posting copies (CPU).",
     "mover.costs.pool_chunk_bytes": "The same of a chunk that takes no arena (direct, mapped); 0: as the others.",
+    "mover.costs.latency_us": "Time of the way there and back, which each route pays once, in microseconds.",
     "progress.share": "The polling thread sleeps for this fraction of the time since the last event.",
     "progress.shortest_s": "Shortest sleep between polls, seconds.",
     "progress.open_s": "Longest sleep between polls while a transfer is open, seconds.",
