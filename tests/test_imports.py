@@ -54,7 +54,7 @@ MAY_IMPORT = {
     "regions": {"kernels", "layout", "plan"} | PURE,
     "transport": PURE,
     "transfer": MOVING - {"transfer"},
-    "store": {"layout", "transport"} | PURE,
+    "store": {"cache.prefix", "layout", "transport"} | PURE,
     "bounce": {"layout", "regions", "store"} | PURE,
     "cache.tiers": SERVING - {"cache.hints", "cache.tiers"},
     "migrate": {"cache.tiers", "transfer"} | PURE,
@@ -71,7 +71,7 @@ MAY_IMPORT = {
 #: What each part must import of the others, or what is said of it in README.md and DESIGN.md is not so.
 MUST_REACH = {
     "transfer": {"kernels", "plan", "transport"},
-    "store": {"transport"},
+    "store": {"cache.prefix", "transport"},
     "bounce": {"regions", "store"},
     "regions": {"kernels", "plan"},
     "plan": {"layout"},

@@ -18,6 +18,7 @@ from weakref import WeakSet
 import numpy as np
 import numpy.typing as npt
 
+from kvmover.cache.prefix import PageOrder
 from kvmover.store.number_columns import NumberColumns, PageTable
 from kvmover.store.objects import Watcher
 from kvmover.store.part import PartKey
@@ -113,7 +114,9 @@ _FEW = 64
 class Index:
     """An index of pages by hash, least recently used first, and of objects by segment and record."""
 
-    def __init__(self) -> None:
+    def __init__(self, order: PageOrder | None = None) -> None:
+        """`order`: in which pages are evicted, if not the least recently used first."""
+        self._order = order
         #: An object: its header's offset, in `RECORDS_AT`; its segment; its payload's offset, in blocks; its kind, its
         #: page, and the page's next one.
         self._objects = NumberColumns(record="I", offset="I", segment="i", kind="i", page="i", next="i", stamp="I")
@@ -160,6 +163,11 @@ class Index:
         rows = self._table.find_many(pages)
         numbers = np.where(rows >= 0, self._pages.column("parts")[rows], 0)
         return [self._parts[number] for number in numbers.tolist()]
+
+    def asked(self, pages: Sequence[bytes]) -> None:
+        """Note a prompt whose pages were looked up, in its order."""
+        if self._order is not None:
+            self._order.expect(pages)
 
     def stamps_of(self, pages: Sequence[bytes]) -> list[int]:
         """Returns the last-use time (s) of each page known here; 0 if absent."""
@@ -223,8 +231,20 @@ class Index:
     def coldest(self, most: int, nbytes: int, kept: Collection[int], before: float | None = None) -> Rows:
         """Returns rows of the pages to evict next: at most `most`, until they hold `nbytes` together.
 
-        Stops at the first page in `kept`, and at the first last used at or after second `before`.
+        Stops at the first page in `kept`, and at the first last used at or after second `before`, which are asked for
+        by use alone. By another order, pages that it does not know go first: used by nobody since this process opened.
         """
+        found = self._least_used(most, nbytes, kept, before)
+        if self._order is None or before is not None:
+            return found
+        order = self._order
+        unknown = [row for row in found.tolist() if self._table.key(row) not in order]
+        if unknown:
+            return np.array(unknown, np.int32)
+        held = frozenset(self.hashes(np.array(list(kept), np.int32)))
+        return self.pages_at(order.victims(len(found), held.__contains__))
+
+    def _least_used(self, most: int, nbytes: int, kept: Collection[int], before: float | None) -> Rows:
         kept = frozenset(kept)
         of, objects, held = self._pages, self._objects, [padded(nbytes) for _, nbytes in self._kinds]
         found: list[int] = []
@@ -429,6 +449,9 @@ class Index:
                 self._unlink(page)
         else:
             self._unlink_many(pages)
+        if self._order is not None:
+            for page in self.hashes(pages):
+                self._order.discard(page)
         self._table.remove_many(pages)
 
     def _unchain(self, page: int, gone: set[int]) -> None:
@@ -521,8 +544,10 @@ class Index:
     def use(self, pages: Sequence[bytes], stamp: int) -> list[int]:
         """Move pages used at second `stamp` to the most recently used end, in this order; skip absent pages.
 
-        Returns the rows of the present pages.
+        Returns the rows of the present pages. A `stamp` of 0 moves them and is no use.
         """
+        if self._order is not None and stamp:
+            self._order.use([page for page in pages if page in self])
         before, after, stamps = self._pages.before, self._pages.after, self._pages.stamp
         rows = self.pages_at(pages).tolist()
         for row in rows:

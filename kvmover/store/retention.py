@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvmover.cache.prefix import LRU, POLICIES, PageOrder
 from kvmover.store.boot import HostBoot
 from kvmover.store.deletion import DeletionOrder
 from kvmover.store.eviction import EvictionCandidate, carried, victim
@@ -216,7 +217,8 @@ class Retention:
         self.folder = folder
         self.policy = policy
         self.files = files
-        self.catalog = Catalog(folder, namespace, files, machine)
+        order = None if policy.eviction == LRU.name else PageOrder(POLICIES[policy.eviction])
+        self.catalog = Catalog(folder, namespace, files, machine, order)
         self.counters = Counters(lagged=self.catalog.lagged, deleted=self.catalog.door.deleted)
         self.lock = self.catalog.lock
         self.writing = GuardLock(self.lock)

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
+from kvmover.cache.prefix import PageOrder
 from kvmover.store.absence import ByteRange, why_empty
 from kvmover.store.boot import NO_BOOT, HostBoot
 from kvmover.store.deletion import DeletionDoor, Grounds, Permit
@@ -266,10 +267,13 @@ class Catalog:
     A method marked `under_lock` needs the lock held, one marked `off_lock` needs it free.
     """
 
-    def __init__(self, folder: Path, namespace: bytes, files: Files, machine: HostBoot) -> None:
+    def __init__(
+        self, folder: Path, namespace: bytes, files: Files, machine: HostBoot, order: PageOrder | None = None
+    ) -> None:
+        """`order`: see Index."""
         self.folder, self.namespace, self.files, self.machine = folder, namespace, files, machine
         self.lock = GuardLock()
-        self.index = Index()
+        self.index = Index(order)
         #: Every deletion that other processes see passes here.
         self.door = DeletionDoor(machine.now())
         self.segments: dict[str, Segment] = {}

@@ -101,6 +101,7 @@ class SegmentObjects(Retention, JudgedObjects[StoredObject]):
         with self.lock:
             self.expire()
             there, stale = self.catalog.index.parts_of(pages), self.stale(pages)
+            self.catalog.index.asked(pages)
         if not stale:
             return there
         return [() if page in stale else parts for page, parts in zip(pages, there, strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from kvmover.errors import StoreError
 from kvmover.store.bucket.namespaces import bucket_namespaces, bucket_of_namespace, open_bucket
 from kvmover.store.keeper.keeper_objects import keeper_namespaces, keeper_of_namespace, open_keeper
 from kvmover.store.location import KEEPER, POOL
@@ -12,7 +13,7 @@ from kvmover.store.manifest import Found
 from kvmover.store.mooncake.pool_objects import open_pool, pool_namespaces, pool_of_namespace
 from kvmover.store.namespace import Namespace
 from kvmover.store.objects import Objects
-from kvmover.store.store_policy import Policy
+from kvmover.store.store_policy import EVICTIONS, Policy
 
 
 class _Service(NamedTuple):
@@ -29,7 +30,12 @@ _OTHERS = {
 
 
 def open_service(location: str, namespace: Namespace, policy: Policy) -> Objects[Any]:
-    """Open the pages of `namespace` at a location. Raises StoreError."""
+    """Open the pages of `namespace` at a location. Raises StoreError, also for an eviction that it does not have."""
+    if policy.eviction != EVICTIONS[0]:
+        raise StoreError(
+            f"{location} evicts whole segments or slabs by their last use: eviction = {policy.eviction!r} is of"
+            " directories"
+        )
     return _at(location).open(location, namespace, policy)
 
 

@@ -27,6 +27,7 @@ from kvmover.cache.prefix.kv_events import (
     coalesce,
 )
 from kvmover.cache.prefix.packed_rows import packed, unpacked
+from kvmover.cache.prefix.page_order import PageOrder
 from kvmover.cache.prefix.publisher import EventPublisher
 from kvmover.cache.prefix.results import (
     ROOT,
@@ -86,6 +87,7 @@ __all__ = [
     "Medium",
     "PageArray",
     "PageIds",
+    "PageOrder",
     "PrefixError",
     "PrefixNamespace",
     "PrefixTree",

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, cast
 
 from kvmover.c_core import NATIVE
 from kvmover.cache.prefix import columns
-from kvmover.cache.prefix.eviction_policy import HAZARD, LRU, Order
+from kvmover.cache.prefix.eviction_policy import HAZARD, LRU, EvictionPolicy, Order
 from kvmover.cache.prefix.hashes import PrefixNamespace
 from kvmover.cache.prefix.hazard import HazardOrder, ReuseHistory
 from kvmover.cache.prefix.kv_events import Journal
@@ -80,17 +80,12 @@ class Forest:
         self._places: dict[int, PrefixEnd] = {}
         columns, components = self.columns, range(len(self.config.components))
         columns.trimmed = None
-        history = self._core.ReuseHistory(self.page_bytes) if self.config.policy is HAZARD else None
-        columns.device = self.device = columns.set_of(self._order(history, 0), 0)
-        columns.host = self.host = columns.set_of(self._order(history, 1), 1)
+        device, host = orders_of(self.config.policy, self._core, self.page_bytes)
+        columns.device = self.device = columns.set_of(device, 0)
+        columns.host = self.host = columns.set_of(host, 1)
         columns.doubles = self.doubles = columns.recency(2)
         columns.held_device = self.held_device = [columns.set_of(None, 3 + 2 * i) for i in components]
         columns.held_host = self.held_host = [columns.set_of(None, 4 + 2 * i) for i in components]
-
-    def _order(self, history: ReuseHistory | None, slot: int) -> Order | None:
-        if history is not None:
-            return self._core.HazardOrder(history, slot)
-        return None if self.by_use else self.config.policy.order()
 
     def _root(self, namespace: PrefixNamespace | None) -> Node:
         """Returns a root: without pages, on every tier, locked for ever, so that upward walks stop there."""
@@ -343,3 +338,11 @@ C_CORE: TreeCore | None = cast("TreeCore | None", NATIVE)
 def chosen() -> TreeCore:
     """Returns the default core: C if available."""
     return C_CORE or PYTHON_CORE
+
+
+def orders_of(policy: EvictionPolicy, core: TreeCore, page_bytes: int) -> tuple[Order | None, Order | None]:
+    """Returns a policy's orders of device and host, which share what they learn; None: the core's own, by recency."""
+    if policy is HAZARD:
+        history = core.ReuseHistory(page_bytes)
+        return core.HazardOrder(history, 0), core.HazardOrder(history, 1)
+    return (None, None) if policy is LRU else (policy.order(), policy.order())

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from kvmover.cache.prefix import FIFO, LFU, LRU, PRIORITY, SLRU, EvictionPolicy
+from kvmover.cache.prefix import POLICIES, EvictionPolicy
 from kvmover.engines.common import EngineUnsupported, ParallelRank, odd_ones
 from kvmover.engines.sglang.sglang_contract import RADIX, SGLANG, drafts_apart, gates_match, replays_windows
 from kvmover.engines.sglang.sglang_options import StorageFlags, TierFlags
@@ -195,11 +195,12 @@ def asked_beside() -> str:
 
 def policy_of(name: str, options: dict[str, Any]) -> EvictionPolicy:
     """Returns the tree's policy by SGLang's name. Raises EngineUnsupported for an unknown policy, or for options."""
-    known = {"lru": LRU, "lfu": LFU, "slru": SLRU, "fifo": FIFO, "priority": PRIORITY}
-    if name.lower() not in known or options:
+    if name.lower() not in POLICIES or options:
         asked = f"{name} with {options}" if options else name
-        raise EngineUnsupported(f"kvmover's radix cache evicts by {', '.join(known)} without options, not by {asked}")
-    return known[name.lower()]
+        raise EngineUnsupported(
+            f"kvmover's radix cache evicts by {', '.join(POLICIES)} without options, not by {asked}"
+        )
+    return POLICIES[name.lower()]
 
 
 def refuse(context: Any) -> None:

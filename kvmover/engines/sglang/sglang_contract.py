@@ -71,6 +71,11 @@ def sends_inline() -> bool:
     return SGLANG.find(f"{_DISAGG}.decode:DecodePreallocQueue._send_kv_metadata") is None
 
 
+def _add_policies() -> Any:
+    """Returns the function that adds eviction policies, which stands in another module before 0.5.20."""
+    return import_module("sglang.srt.server_args").add_radix_eviction_policy_choices
+
+
 def _add_backends() -> Any:
     """Returns the function that adds transfer backends, which stands in another module before 0.5.20."""
     return import_module("sglang.srt.server_args").add_disagg_transfer_backend_choices
@@ -265,6 +270,7 @@ _NEEDS = (
     Need("sglang.srt.configs.hybrid_arch", (PD,), ("mamba2_config",)),
     Need("sglang.srt.plugins.hook_registry", (CHOICES, RADIX, PD), ("HookRegistry", "HookType")),
     Need("sglang.srt.arg_groups.choices:add_disagg_transfer_backend_choices", (CHOICES,), (), _add_backends),
+    Need("sglang.srt.arg_groups.choices:add_radix_eviction_policy_choices", (CHOICES,), (), _add_policies),
     Need("sglang.srt.lora.lora_config", (PD,), ("snapshot_download",)),
 )
 

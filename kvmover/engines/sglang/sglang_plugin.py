@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from kvmover.cache.prefix import HAZARD
 from kvmover.config import load
 from kvmover.engines.common import UnknownWeights, digest_of_adapter
 from kvmover.engines.sglang.answer_rooms import in_own_room, of_several
@@ -83,10 +84,11 @@ def several_answers(handle: Callable[..., Any], manager: Any, obj: Any, *more: A
 
 
 def register_radix_cache() -> None:
-    """Enter the radix cache in SGLang's registry, once per process."""
+    """Enter the radix cache in SGLang's registry, and its policies among the choices, once per process."""
     registry: Any = SGLANG.find("sglang.srt.mem_cache.registry")
     if NAME not in registry.registered_radix_cache_backends():
         registry.register_radix_cache_backend(NAME, radix_cache)
+        SGLANG.find("sglang.srt.arg_groups.choices:add_radix_eviction_policy_choices")([HAZARD.name])
 
 
 def register_event_publisher() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvmover.engines.vllm.connector import KvmoverConnector
+    from kvmover.engines.vllm.hazard_policy import HazardPolicy
     from kvmover.engines.vllm.offloading import KvmoverOffloadingConnector, KvmoverTier
     from kvmover.engines.vllm.peer_offloading import KvmoverPeerTier, LendingPolicy
 
@@ -19,12 +20,20 @@ _HOMES = {
     "KvmoverTier": "offloading",
     "KvmoverPeerTier": "peer_offloading",
     "LendingPolicy": "peer_offloading",
+    "HazardPolicy": "hazard_policy",
 }
 
 #: Orchestrators have tables of connectors by name. Under this name, with our module path, vLLM makes KvmoverConnector.
 _IN_TABLES = "NixlConnector"
 
-__all__ = ["KvmoverConnector", "KvmoverOffloadingConnector", "KvmoverPeerTier", "KvmoverTier", "LendingPolicy"]
+__all__ = [
+    "HazardPolicy",
+    "KvmoverConnector",
+    "KvmoverOffloadingConnector",
+    "KvmoverPeerTier",
+    "KvmoverTier",
+    "LendingPolicy",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -75,10 +75,14 @@ class LendingPolicy(LRUCachePolicy):
 
     def evict(self, n: int, protected: set[bytes]) -> list[tuple[bytes, Any]] | None:
         """Evict as vLLM's. Returns when every peer's read of these rows is over or will be discarded."""
-        evicted = LRUCachePolicy.evict(self, n, protected)
+        evicted = self.chosen(n, protected)
         if evicted and self.lender is not None:
             self.lender.freed(chunk.chunk_id for _, chunk in evicted)
         return evicted
+
+    def chosen(self, n: int, protected: set[bytes]) -> list[tuple[bytes, Any]] | None:
+        """Returns the `n` chunks that were taken out; None, and takes none, if there are fewer."""
+        return LRUCachePolicy.evict(self, n, protected)
 
     def clear(self) -> None:
         """Clear as vLLM's, after revoking all rows like `evict`."""

@@ -351,7 +351,7 @@ def test_with_room_for_all_a_history_finds_what_sglangs_own_cache_finds(page: in
     assert servers[0].hits == servers[1].hits > 200
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "slru", "fifo", "priority"])
+@pytest.mark.parametrize("policy", ["lru", "hazard", "lfu", "slru", "fifo", "priority"])
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.parametrize("seed", range(2))
 def test_a_history_in_little_room_loses_no_page(page: int, seed: int, policy: str) -> None:
