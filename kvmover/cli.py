@@ -162,16 +162,17 @@ def replay(given: ReplayArguments) -> None:
     )
     from kvmover.tools.tables import console
 
-    config = ReplayConfig(
-        given.page_size,
-        given.capacity_tokens,
-        given.host_tokens or 0,
-        given.storage_tokens or 0,
-        policy_named(given.policy),
-        write_policy_named(given.write_policy),
+    capacities = given.capacity_tokens.values if given.capacity_tokens else (None,)
+    policies = [policy_named(name) for name in dict.fromkeys(given.policy.split(","))]
+    writes = write_policy_named(given.write_policy)
+    host, storage = given.host_tokens or 0, given.storage_tokens or 0
+    caches = tuple(
+        ReplayConfig(given.page_size, capacity, host, storage, policy, writes)
+        for capacity in capacities
+        for policy in policies
     )
     reading = TraceOptions(given.trace_format, given.block_tokens, given.sessions)
-    run_replay(ReplayOptions(given.trace, config, given.plot, given.as_json, reading), console())
+    run_replay(ReplayOptions(given.trace, caches, given.plot, given.requests, given.as_json, reading), console())
 
 
 @app.command()

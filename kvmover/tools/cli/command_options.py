@@ -96,6 +96,26 @@ def size(text: str) -> int:
     return count(str(nbytes))
 
 
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """The values of an option that takes several, each once, in their order."""
+
+    values: tuple[int, ...]
+
+
+def token_counts(text: str) -> TokenCounts:
+    """Parse numbers of tokens with commas between them, as 300000,1.5M. Raises BadParameter."""
+    from kvmover.config.load import bytes_in
+
+    found = dict[int, None]()
+    for each in text.split(","):
+        try:
+            found[count(str(bytes_in(each if each.isdigit() else f"{each}B")))] = None
+        except ValueError:
+            raise typer.BadParameter(f"{each} is not a number of tokens, as 300000 or 3M") from None
+    return TokenCounts(tuple(found))
+
+
 #: For every command that prints tables or JSON.
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -149,7 +169,7 @@ class DemoArguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayArguments:
-    """The options of `kvmover replay`: a trace, the size of each tier, and the eviction policy."""
+    """The options of `kvmover replay`: a trace, the size of each tier, and the eviction policies."""
 
     trace: Annotated[
         Path,
@@ -157,8 +177,12 @@ class ReplayArguments:
     ]
     page_size: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a page.")] = 64
     capacity_tokens: Annotated[
-        int | None,
-        typer.Option(parser=count, metavar="N", help="Tokens that fit the device; unlimited if not given."),
+        TokenCounts | None,
+        typer.Option(
+            parser=token_counts,
+            metavar="N,...",
+            help="Tokens that fit the device, as 3000000, or as 1M,3M to compare; unlimited if not given.",
+        ),
     ] = None
     host_tokens: Annotated[
         int | None,
@@ -170,7 +194,11 @@ class ReplayArguments:
     ] = None
     policy: Annotated[
         str,
-        typer.Option(help="Which page is evicted first.", metavar="|".join(POLICIES), autocompletion=_policies),
+        typer.Option(
+            help="Which page is evicted first; several, as lru,hazard, are compared.",
+            metavar="|".join(POLICIES),
+            autocompletion=_policies,
+        ),
     ] = "lru"
     write_policy: Annotated[
         str,
@@ -182,6 +210,9 @@ class ReplayArguments:
     ] = "write_back"
     plot: Annotated[
         Path | None, typer.Option(help="Draw the hit rate against the device's capacity.", metavar="FILE")
+    ] = None
+    requests: Annotated[
+        Path | None, typer.Option(help="Write the hits of each request, by policy and capacity.", metavar="FILE.csv")
     ] = None
     trace_format: Annotated[
         str | None,

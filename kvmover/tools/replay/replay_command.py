@@ -1,24 +1,37 @@
-"""`kvmover replay` reads a trace, replays it under a progress bar, prints a table, and draws hit rate by capacity."""
+"""`kvmover replay` reads a trace and replays it once for each policy and capacity, under a progress bar.
+
+It prints a table, draws hit rate by capacity, and writes the hits of each request.
+"""
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvmover.errors import KvmoverError, need
+from kvmover.cache.ledger import Credit
+from kvmover.errors import KvmoverError
 from kvmover.tools.replay.replay_config import ReplayConfig
-from kvmover.tools.replay.replay_report import Report, print_report
+from kvmover.tools.replay.replay_picture import draw, drawable
+from kvmover.tools.replay.replay_report import Report, print_report, print_reports
 from kvmover.tools.replay.simulator import Requests, replay
 from kvmover.tools.replay.trace import TraceOptions, read_trace
+from kvmover.tools.replay.trace_reader import ReplayRequest
 
 POINTS = 10
+
+#: A row of `--requests` for each request of each replay. A capacity without end is empty; times in seconds.
+COLUMNS = (
+    *("policy", "capacity_tokens", "request", "arrived_s", "prompt_tokens"),
+    *("device_tokens", "host_tokens", "storage_tokens", "computed_tokens"),
+)
 
 
 def capacities(requests: Requests, page_tokens: int) -> list[int]:
@@ -42,94 +55,86 @@ def sweep(requests: Requests, config: ReplayConfig, step: Callable[[int], object
     ]
 
 
-def drawable(path: Path) -> None:
-    """Raise KvmoverError if a picture cannot be drawn there: checked before a minute of replays."""
-    need("matplotlib", "--plot", "plot")
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    formats = sorted(FigureCanvasBase.filetypes)
-    if path.suffix.removeprefix(".") not in formats:
-        raise KvmoverError(f"cannot draw {path}: its suffix is none of {', '.join(formats)}")
-    if not path.parent.is_dir():
-        raise KvmoverError(f"cannot draw {path}: there is no folder {path.parent}")
-
-
-def draw(reports: Sequence[Report], chosen: Report, path: Path) -> None:
-    """Write the picture, in the format of the suffix, with `chosen` marked.
-
-    Raises KvmoverError if it cannot be written.
-    """
-    from matplotlib.figure import Figure
-
-    figure: Any = Figure(figsize=(7, 4), layout="constrained")
-    axes: Any = figure.add_subplot()
-    millions = [(each.config.device_tokens or 0) / 1e6 for each in reports]
-    axes.axhline(chosen.ideal_hit_rate, color="grey", linestyle="--", label="never forgets")
-    bottom = [0.0] * len(reports)
-    for name, color in (("device", "#4472a8"), ("host", "#7fa650"), ("storage", "#c08a3e")):
-        top = [
-            low + getattr(each.totals, f"{name}_tokens") / each.totals.prompt_tokens
-            for low, each in zip(bottom, reports, strict=True)
-        ]
-        if top != bottom:
-            axes.fill_between(millions, bottom, top, color=color, alpha=0.35, linewidth=0)
-            axes.plot(millions, top, color=color, marker="o", markersize=3, label=f"hits up to the {name}")
-        bottom = top
-    if chosen.config.device_tokens is not None:
-        axes.plot(
-            [chosen.config.device_tokens / 1e6], [chosen.totals.hit_rate], "k*", markersize=10, label="this replay"
-        )
-    axes.set(
-        xscale="log",
-        xlabel="device capacity, million tokens",
-        ylabel="hit rate",
-        ylim=(0, None),
-        title=f"{chosen.requests:,} requests, pages of {chosen.config.page_tokens}, policy {chosen.config.policy.name}",
-    )
-    axes.legend(frameon=False)
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        raise KvmoverError(f"cannot write {path}: {error.strerror}") from error
-
-
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """The trace, the cache to replay it against, and the form of output."""
+    """The trace, the caches to replay it against, and the forms of output.
+
+    `plot`: a picture of hit rate by capacity; one cache is drawn among others of its kind. `requests`: a CSV file with
+    a row for each request and cache.
+    """
 
     trace: Path
-    config: ReplayConfig
+    caches: tuple[ReplayConfig, ...]
     plot: Path | None = None
+    requests: Path | None = None
     as_json: bool = False
     reading: TraceOptions = field(default_factory=TraceOptions)
 
 
+class _RequestRows:
+    """The rows of one replay in the file of `--requests`."""
+
+    def __init__(self, write: Callable[[Sequence[object]], object], config: ReplayConfig) -> None:
+        self._write, self._config, self._served = write, config, 0
+
+    def served(self, request: ReplayRequest, credit: Credit) -> None:
+        """Write a request's row."""
+        config, length = self._config, request.input_length
+        hits = credit.device_tokens, credit.host_tokens, credit.storage_tokens
+        cache = config.policy.name, config.device_tokens
+        self._write((*cache, self._served, request.arrived_s, length, *hits, length - credit.tokens))
+        self._served += 1
+
+
+@contextmanager
+def _request_file(path: Path | None) -> Iterator[Callable[[Sequence[object]], object]]:
+    """Yield what writes a row, or does nothing without a path. Raises KvmoverError if the file cannot be written."""
+    if path is None:
+        yield len
+        return
+    try:
+        file = path.open("w", newline="", encoding="utf-8")
+    except OSError as error:
+        raise KvmoverError(f"cannot write {path}: {error.strerror}") from error
+    with file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        yield writer.writerow
+
+
 def run_replay(options: ReplayOptions, out: Console) -> None:
-    """Print the report on `out`, or as JSON on stdout, and draw the picture if requested."""
+    """Print the report on `out`, or a line of JSON a cache on stdout, and write the files that were requested."""
     if options.plot:
         drawable(options.plot)
+    alone = len(options.caches) == 1
     requests = read_trace(options.trace, options.reading)
-    runs = POINTS + 1 if options.plot else 1
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        disable=options.as_json,
-        transient=True,
-    ) as progress:
+    runs = len(options.caches) + (POINTS if options.plot and alone else 0)
+    with (
+        _request_file(options.requests) as write,
+        Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            disable=options.as_json,
+            transient=True,
+        ) as progress,
+    ):
         task = progress.add_task("replaying", total=len(requests) * runs)
 
         def step(count: int) -> None:
             progress.advance(task, count)
 
-        report = replay(requests, options.config, step)
+        reports = [replay(requests, each, step, _RequestRows(write, each).served) for each in options.caches]
         if options.plot:
-            draw(sweep(requests, options.config, step), report, options.plot)
+            draw(sweep(requests, options.caches[0], step) if alone else reports, reports[0], options.plot)
     if options.as_json:
-        sys.stdout.write(json.dumps(report.as_data()) + "\n")
+        sys.stdout.writelines(json.dumps(report.as_data()) + "\n" for report in reports)
+        return
+    if back := requests.backward:
+        out.print(f"{options.trace.name}: {back:,} times run backwards; requests were replayed in order of time")
+    if alone:
+        print_report(reports[0], out)
     else:
-        if back := requests.backward:
-            out.print(f"{options.trace.name}: {back:,} times run backwards; requests were replayed in order of time")
-        print_report(report, out)
+        print_reports(reports, out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +107,22 @@ def print_report(report: Report, out: Console) -> None:
         f"{report.seconds:.2f} s: {report.requests / report.seconds:,.0f} requests/s,"
         f" {totals.prompt_tokens / report.seconds / 1e6:,.1f} M tokens/s"
     )
+
+
+def print_reports(reports: Sequence[Report], out: Console) -> None:
+    """Print the hit rates of several replays of a trace: a row for each capacity, a column for each policy."""
+    first = reports[0]
+    out.print(f"{first.requests:,} requests, {first.totals.prompt_tokens:,} prompt tokens")
+    policies = list(dict.fromkeys(each.config.policy.name for each in reports))
+    rates = {(each.config.device_tokens, each.config.policy.name): each.totals.hit_rate for each in reports}
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("device tokens", *policies):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for capacity in dict.fromkeys(each.config.device_tokens for each in reports):
+        shown = "without end" if capacity is None else f"{capacity:,}"
+        table.add_row(shown, *(f"{rates[capacity, policy]:.4f}" for policy in policies))
+    out.print(table)
+    out.print(f"hit rates in pages of {first.config.page_tokens}, of an ideal {first.ideal_hit_rate:.4f}")
 
 
 def _mean(histogram: DurationHistogram) -> float:

@@ -271,13 +271,25 @@ class Requests(Protocol):
     def __iter__(self) -> Iterator[ReplayRequest]: ...
 
 
-def replay(requests: Requests, config: ReplayConfig, step: Callable[[int], object] = int) -> Report:
-    """Serve `requests` in order; `step` gets increments done. Raises ReplayConfigError for a prompt too large."""
+def _unheard(_request: ReplayRequest, _credit: Credit) -> None:
+    pass
+
+
+def replay(
+    requests: Requests,
+    config: ReplayConfig,
+    step: Callable[[int], object] = int,
+    served: Callable[[ReplayRequest, Credit], object] = _unheard,
+) -> Report:
+    """Serve `requests` in order; `step` gets increments done, `served` each request with its hits.
+
+    Raises ReplayConfigError for a prompt too large.
+    """
     server = Server(config)
     began = time.perf_counter()
     every = max(1, len(requests) // 200)
     for number, request in enumerate(requests, start=1):
-        server.serve(request)
+        served(request, server.serve(request))
         if number % every == 0:
             step(every)
     seconds = time.perf_counter() - began

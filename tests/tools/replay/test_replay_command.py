@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 
@@ -79,10 +80,52 @@ def test_a_picture_is_drawn(trace: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "<!-- hits up to the device -->" in (tmp_path / "hits.svg").read_text()
 
 
+def test_policies_and_capacities_are_compared_in_one_call(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    options = ("--policy", "lru,fifo,lru", "--capacity-tokens", "8192,16.384k")
+    _, out, _ = run(capsys, trace, *options, "--plot", tmp_path / "hits.svg")
+    rows = [line.split() for line in out.splitlines()]
+    assert rows[0][:2] == ["40", "requests,"]
+    assert rows[1] == ["device", "tokens", "lru", "fifo"]
+    drawn = (tmp_path / "hits.svg").read_text()
+    assert "<!-- lru -->" in drawn
+    assert "<!-- fifo -->" in drawn
+    for row, tokens in zip(rows[2:4], (8192, 16384), strict=True):
+        assert row[0] == f"{tokens:,}"
+        for policy, shown in zip(("lru", "fifo"), row[1:], strict=True):
+            _, alone, _ = run(capsys, trace, "--policy", policy, "--capacity-tokens", tokens, "--json")
+            assert shown == f"{json.loads(alone)['hit_rate']:.4f}"
+
+
+def test_each_request_of_each_replay_has_a_row(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line of JSON a replay has the sums of its rows."""
+    options = ("--policy", "lru,hazard", "--capacity-tokens", "8192,65536", "--host-tokens", 16384)
+    _, out, _ = run(capsys, trace, *options, "--requests", tmp_path / "hits.csv", "--json")
+    with (tmp_path / "hits.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    replays = [json.loads(line) for line in out.splitlines()]
+    assert [(each["policy"], each["capacity_tokens"]) for each in replays] == [
+        *(("lru", 8192), ("hazard", 8192), ("lru", 65536), ("hazard", 65536))
+    ]
+    for each in replays:
+        cache = each["policy"], str(each["capacity_tokens"])
+        mine = [row for row in rows if (row["policy"], row["capacity_tokens"]) == cache]
+        assert [int(row["request"]) for row in mine] == list(range(40))
+        for tier in ("device", "host", "storage"):
+            assert sum(int(row[f"{tier}_tokens"]) for row in mine) == each[f"{tier}_hit_tokens"]
+        assert sum(int(row["computed_tokens"]) for row in mine) == each["computed_tokens"]
+        assert sum(int(row["prompt_tokens"]) for row in mine) == each["prompt_tokens"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--policy", "clock"], "no policy clock: there are lru"),
+        (["--policy", "lru,"], "no policy : there are lru"),
+        (["--capacity-tokens", "1M,many"], "many is not a number of tokens, as 300000 or 3M"),
+        (["--requests", "absent/hits.csv"], "cannot write absent/hits.csv: No such file"),
         (["--write-policy", "never"], "no write policy never: there are write_back"),
         (["--capacity-tokens", "0"], "0 is not a number"),
         (["--page-size", "0"], "Invalid value"),
