@@ -1,9 +1,12 @@
 /* ReuseHistory and HazardOrder: what hazard.py says of them. Integers alone, so that both say the same. */
 #include "core.h"
 
+static const long long NEVER = 1LL << 60;
+
 PyTypeObject *ReuseHistoryType, *HazardOrderType;
 
 enum { USES = 1 << 14, MARKS = 1 << 17, LEARN_EVERY = 256, SAME_USE = 8, MARK_BYTES = 32, PRIOR_USES = 20, CLIMB = 8 };
+enum { LONGEST_REST = 64 };
 enum { ONE = 1 << 20, MOST_CHANCE = ONE / 20 * 19 };
 
 /* A use of the pages of a node. `again`: when they were used next, by the use `next`; 0 where they were not yet. */
@@ -14,7 +17,7 @@ typedef struct {
 
 struct ReuseHistory {
     PyObject_HEAD
-    long long page_bytes, now, count, births, reused, missed;
+    long long page_bytes, now, count, births, reused, missed, resident, reach, won, lost, trial, rest, rested;
     int by_recency;
     Use *uses;       /* USES of them, by number modulo USES */
     uint64_t *marks; /* MARKS of them: half a hash, and the low half of a use's number */
@@ -66,6 +69,38 @@ static void rank_kind(ReuseHistory *self, int kind, const long long *chance)
     }
 }
 
+/* The age at which recency would evict a page. */
+static long long reach_of(ReuseHistory *self)
+{
+    long long pages = 0, uses = self->count < USES ? self->count : USES;
+    for (long long i = 0; i < uses && self->resident > 0; i++) {
+        const Use *use = self->uses + (self->count - i) % USES;
+        pages += use->again ? 0 : use->pages;
+        if (pages > self->resident)
+            return self->now - use->clock;
+    }
+    return NEVER;
+}
+
+/* Decides whether the order is that of recency until the next time of learning. */
+static void judge(ReuseHistory *self)
+{
+    long long all = self->reused + self->missed, tried = self->now - self->trial;
+    self->reach = reach_of(self);
+    if (self->by_recency) {
+        if (self->now >= self->rested && 11 * self->missed > 2 * all)
+            self->by_recency = 0, self->won = self->lost = 0, self->trial = self->now;
+    } else if (25 * self->missed < 2 * all) {
+        self->by_recency = 1;
+    } else if (tried >= self->reach && self->won < self->lost) {
+        self->rest = self->rest < LONGEST_REST ? 2 * self->rest : LONGEST_REST;
+        self->by_recency = 1, self->rested = self->now + 4 * self->rest * self->reach;
+    } else if (tried >= 4 * self->reach) {
+        self->rest = self->rest > 1 ? self->rest / 2 : 1;
+        self->won -= self->won >> 1, self->lost -= self->lost >> 1, self->trial += 2 * self->reach;
+    }
+}
+
 static void learn(ReuseHistory *self)
 {
     static long long ended[USE_KINDS + 1][BUCKETS], open[USE_KINDS + 1][BUCKETS];
@@ -96,10 +131,7 @@ static void learn(ReuseHistory *self)
         if (kind < USE_KINDS)
             rank_kind(self, kind, chance);
     }
-    if (self->by_recency && 11 * self->missed > 2 * (self->reused + self->missed))
-        self->by_recency = 0;
-    else if (!self->by_recency && 25 * self->missed < 2 * (self->reused + self->missed))
-        self->by_recency = 1;
+    judge(self);
     self->reused -= self->reused >> 3, self->missed -= self->missed >> 3;
 }
 
@@ -121,8 +153,10 @@ static void note(ReuseHistory *self, Node *node)
     }
     int turn = use == NULL ? 1 : use->turn, kind = use == NULL ? 0 : use->kind;
     long long number = open_use(self, pages, turn, kind);
-    if (use != NULL && !use->again)
+    if (use != NULL && !use->again) {
+        self->won += self->now - use->clock > self->reach ? pages : 0;
         use->again = self->now, use->next = number;
+    }
     self->reused += pages;
     node->use = number;
 }
@@ -186,8 +220,10 @@ static int be_born(ReuseHistory *self, Node *node)
     int kind = (turn - 1) * 2 + (4 * known > 3 * node->end);
     if (known > node->start) {
         self->missed += known - node->start;
-        if (use != NULL && !use->again && self->now - use->clock >= SAME_USE)
+        if (use != NULL && !use->again && self->now - use->clock >= SAME_USE) {
+            self->lost += self->now - use->clock < self->reach ? known - node->start : 0;
             use->again = self->now, use->next = number;
+        }
     }
     node->use = open_use(self, node->end - node->start, turn, kind);
     if (++self->births % LEARN_EVERY == 0)
@@ -382,7 +418,7 @@ static PyObject *history_new(PyTypeObject *type, PyObject *args, PyObject *Py_UN
     ReuseHistory *self = (ReuseHistory *)PyType_GenericAlloc(type, 0);
     if (self == NULL)
         return NULL;
-    self->page_bytes = page_bytes, self->by_recency = 1;
+    self->page_bytes = page_bytes, self->by_recency = self->rest = 1, self->reach = NEVER;
     self->uses = calloc(USES, sizeof *self->uses);
     self->marks = calloc(MARKS, sizeof *self->marks);
     if (self->uses == NULL || self->marks == NULL) {
@@ -405,6 +441,11 @@ static PyMemberDef history_members[] = {
     {"births", T_LONGLONG, offsetof(ReuseHistory, births), READONLY, NULL},
     {"reused", T_LONGLONG, offsetof(ReuseHistory, reused), READONLY, NULL},
     {"missed", T_LONGLONG, offsetof(ReuseHistory, missed), READONLY, NULL},
+    {"resident", T_LONGLONG, offsetof(ReuseHistory, resident), 0, NULL},
+    {"reach", T_LONGLONG, offsetof(ReuseHistory, reach), READONLY, NULL},
+    {"won", T_LONGLONG, offsetof(ReuseHistory, won), READONLY, NULL},
+    {"lost", T_LONGLONG, offsetof(ReuseHistory, lost), READONLY, NULL},
+    {"rest", T_LONGLONG, offsetof(ReuseHistory, rest), READONLY, NULL},
     {"by_recency", T_INT, offsetof(ReuseHistory, by_recency), READONLY, NULL},
     {NULL, 0, 0, 0, NULL}};
 

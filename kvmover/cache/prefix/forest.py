@@ -81,11 +81,18 @@ class Forest:
         columns, components = self.columns, range(len(self.config.components))
         columns.trimmed = None
         device, host = orders_of(self.config.policy, self._core, self.page_bytes)
+        self._history = device.history if isinstance(device, self._core.HazardOrder) else None
         columns.device = self.device = columns.set_of(device, 0)
         columns.host = self.host = columns.set_of(host, 1)
         columns.doubles = self.doubles = columns.recency(2)
         columns.held_device = self.held_device = [columns.set_of(None, 3 + 2 * i) for i in components]
         columns.held_host = self.held_host = [columns.set_of(None, 4 + 2 * i) for i in components]
+
+    def tell_room(self) -> None:
+        """Tell what the tree learns from how many pages it holds, before it evicts."""
+        if self._history is not None:
+            tiers = [each.evictable + each.protected for each in (self.device, self.host)]
+            self._history.resident = sum(tiers) if self.writes_back else max(tiers)
 
     def _root(self, namespace: PrefixNamespace | None) -> Node:
         """Returns a root: without pages, on every tier, locked for ever, so that upward walks stop there."""

@@ -6,7 +6,10 @@ that of the pages before it), and whether most of the prompt was known. Of each 
 again at which age, and from that the index of Gittins (Bandit processes and dynamic allocation indices, 1979): the most
 uses a page can expect for each moment it is kept from now on. The smallest is evicted first.
 
-Where nearly all reuses are still in the tree, the order is that of Recency. Integers alone, so that `core/hazard.c`
+Where nearly all reuses are still in the tree, the order is that of Recency. So it is where this order finds less: by
+the sizes of the last uses it is known at which age Recency would evict a page. Pages that are found older were won, and
+pages that are missed younger were lost; with more lost than won Recency rules for a while, twice as long each time.
+Integers alone, so that `core/hazard.c`
 says the same. A history has 16,384 uses and 131,072 marks, 2 MB, however large the tree.
 """
 
@@ -40,6 +43,10 @@ PRIOR_USES = 20
 CLIMB = 8
 #: 1 as a chance.
 ONE = 1 << 20
+#: The longest rest, in four times the age at which Recency evicts.
+LONGEST_REST = 64
+#: An age at which nothing is.
+NEVER = 1 << 60
 _MOST_CHANCE = ONE // 20 * 19
 _WORD = (1 << 64) - 1
 _HALF = (1 << 32) - 1
@@ -129,7 +136,13 @@ class ReuseHistory:
         self.now = self.count = self.births = 0
         #: Pages used again that were in the tree, and that were not; older ones count less.
         self.reused = self.missed = 0
-        #: True while the order is that of Recency, since little is missed.
+        #: Pages that the tree holds, set by its owner before it evicts, and the age at which Recency would evict one.
+        self.resident, self.reach = 0, NEVER
+        #: Pages found that Recency would have evicted, and pages missed that it would have kept; older ones count less.
+        self.won = self.lost = 0
+        #: When the present trial of what was learnt began; the length of the next rest, and when the last one ends.
+        self.trial, self.rest, self.rested = 0, 1, 0
+        #: True while the order is that of Recency, since little is missed or it finds more.
         self.by_recency = 1
         self.ranks: _Rows = [[0] * BUCKETS for _ in range(KINDS)]
         self._uses = dict[int, Use]()
@@ -172,6 +185,7 @@ class ReuseHistory:
             return
         number = self._open(pages, use.turn if use is not None else 1, use.kind if use is not None else 0)
         if use is not None and not use.again:
+            self.won += pages if self.now - use.clock > self.reach else 0
             use.again, use.next = self.now, number
         self.reused += pages
         node.use = number
@@ -196,6 +210,7 @@ class ReuseHistory:
         if known > node.start:
             self.missed += known - node.start
             if use is not None and not use.again and self.now - use.clock >= SAME_USE:
+                self.lost += known - node.start if self.now - use.clock < self.reach else 0
                 use.again, use.next = self.now, number
         node.use = self._open(node.end - node.start, turn, (turn - 1) * 2 + (4 * known > 3 * node.end))
         self.births += 1
@@ -240,12 +255,37 @@ class ReuseHistory:
             self.ranks[kind] = ranks_of(
                 [min((hit + prior * all_) // (held + prior), _MOST_CHANCE) for (hit, held), all_ in rows]
             )
-        if self.by_recency and 11 * self.missed > 2 * (self.reused + self.missed):
-            self.by_recency = 0
-        elif not self.by_recency and 25 * self.missed < 2 * (self.reused + self.missed):
-            self.by_recency = 1
+        self._judge()
         self.reused -= self.reused >> 3
         self.missed -= self.missed >> 3
+
+    def _judge(self) -> None:
+        """Decide whether the order is that of Recency until the next time of learning."""
+        all_, tried = self.reused + self.missed, self.now - self.trial
+        self.reach = self._reach()
+        if self.by_recency:
+            if self.now >= self.rested and 11 * self.missed > 2 * all_:
+                self.by_recency, self.won, self.lost, self.trial = 0, 0, 0, self.now
+        elif 25 * self.missed < 2 * all_:
+            self.by_recency = 1
+        elif tried >= self.reach and self.won < self.lost:
+            self.rest = min(2 * self.rest, LONGEST_REST)
+            self.by_recency, self.rested = 1, self.now + 4 * self.rest * self.reach
+        elif tried >= 4 * self.reach:
+            self.rest = max(1, self.rest // 2)
+            self.won -= self.won >> 1
+            self.lost -= self.lost >> 1
+            self.trial += 2 * self.reach
+
+    def _reach(self) -> int:
+        """Returns the age at which Recency would evict a page."""
+        pages = 0
+        for number in range(self.count, max(0, self.count - USES), -1) if self.resident > 0 else ():
+            use = self._uses[number]
+            pages += 0 if use.again else use.pages
+            if pages > self.resident:
+                return self.now - use.clock
+        return NEVER
 
 
 class HazardOrder:

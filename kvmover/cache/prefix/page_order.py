@@ -30,6 +30,7 @@ class PageOrder:
         """`core`: as of a Forest."""
         core = core or chosen()
         self._columns = core.Columns()
+        self._orders = core.HazardOrder
         order, _ = orders_of(policy, core, HASH_BYTES)
         self._order = self._columns.recency(0) if order is None else order
         self._root = self._columns.node(0, None, b"", 0, 0)
@@ -95,6 +96,8 @@ class PageOrder:
 
         They stay in the order until they are discarded.
         """
+        if isinstance(self._order, self._orders):
+            self._order.history.resident = len(self._node_of)
         found, aside, emptied = list[bytes](), dict[int, Node](), dict[int, int]()
         while len(found) < count and (node := self._order.first()) is not None:
             self._order.discard(node)

@@ -335,6 +335,7 @@ class PrefixTree:
 
         A leaf takes its window and state along, so separate calls would evict more than needed.
         """
+        self._forest.tell_room()
         if self._plain is not None and len(pages) == 1 and FULL in pages:
             given_up = self._plain.evict(_count(pages[FULL]), room)
             if given_up is not None:

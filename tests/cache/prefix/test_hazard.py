@@ -80,10 +80,32 @@ def test_both_cores_learn_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         hits, tree = served(HAZARD, prompts)
         order = cast("HazardOrder", tree._forest.device.order)
         past = order.history
-        numbers = past.now, past.count, past.births, past.reused, past.missed, bool(past.by_recency)
+        judged = past.resident, past.reach, past.won, past.lost, past.rest
+        numbers = past.now, past.count, past.births, past.reused, past.missed, *judged, bool(past.by_recency)
         found.append((hits, numbers, past.ranks, [(node.id, node.use) for node in order]))
     assert found[0] == found[1]
     assert not found[0][1][-1], "the histories were ranked by what was learnt"
+
+
+def test_an_order_that_loses_to_recency_rests_twice_as_long_each_time() -> None:
+    history = ReuseHistory(4)
+    history.by_recency, history.resident, history.reused, history.missed = 0, 1, 50, 50
+
+    def judged(now: int, lost: int) -> tuple[int, int, int]:
+        history.now, history.lost = now, lost
+        history._judge()
+        return history.by_recency, history.rest, history.rested
+
+    history.now = 100
+    history._open(2, 1, 0)
+    assert judged(150, lost=0) == (0, 1, 0)
+    assert judged(150, lost=1) == (1, 2, 150 + 4 * 2 * 50), "Recency evicts at the age of 50"
+    assert judged(549, lost=1) == (1, 2, 550)
+    assert judged(550, lost=1) == (0, 2, 550)
+    assert (history.won, history.lost, history.trial) == (0, 0, 550)
+    history.now = 600
+    history._open(2, 1, 0)
+    assert judged(620, lost=1) == (1, 4, 620 + 4 * 4 * 20)
 
 
 def test_an_age_lies_in_its_bucket() -> None:

@@ -118,7 +118,7 @@ def test_at_equal_capacity_the_conversation_trace_hits_as_often_as_in_vllm(
         (ReplayConfig(64, 3_000_000, 10_000_000), 0.3193, 0),
         (ReplayConfig(64, 3_000_000, 10_000_000, 40_000_000), 0.3699, 0),
         (ReplayConfig(64, 3_000_000, 2_000_000, 40_000_000), 0.3699, 0),
-        (ReplayConfig(64, 3_000_000, policy=HAZARD), 0.1853, 0),
+        (ReplayConfig(64, 3_000_000, policy=HAZARD), 0.1779, 0),
         (ReplayConfig(64, 3_000_000, policy=FIFO), 0.1420, 0),
         (ReplayConfig(64, 10_000_000, policy=FIFO), 0.2934, 0),
         (ReplayConfig(64, 30_000_000, policy=HAZARD), 0.3660, 0),
