@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -87,7 +87,7 @@ class _RequestRows:
 
 
 @contextmanager
-def _request_file(path: Path | None) -> Iterator[Callable[[Sequence[object]], object]]:
+def _request_file(path: Path | None) -> Generator[Callable[[Sequence[object]], object]]:
     """Yield what writes a row, or does nothing without a path. Raises KvmoverError if the file cannot be written."""
     if path is None:
         yield len
