@@ -192,13 +192,24 @@ PyObject *id_runs(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *pack_words(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *pack_hashes(PyObject *module, PyObject *hashes);
 
-/* gather.c, lower.c, rows.c, digest.c, xxh3.c, vectors.c: functions of the module. */
+/* Numbers of 64 bits in a row, of an object that has a buffer. lower.c: -1 with an error; else release the view. */
+typedef struct {
+    Py_buffer view;
+    int64_t *numbers;
+    Py_ssize_t count;
+} Column;
+int column_of(PyObject *of, int flags, Column *column);
+
+/* gather.c, lower.c, runs.c, rows.c, digest.c, xxh3.c, vectors.c: functions of the module. */
 PyObject *copy_rows(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *digest_rows(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *cell_digests(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *gather(PyObject *module, PyObject *runs);
 PyObject *unit_offsets(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *descriptors(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *least_and_most(PyObject *module, PyObject *table);
+PyObject *run_count(PyObject *module, PyObject *table);
+PyObject *runs_fit(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *vectors(PyObject *module, PyObject *unused);
 
 #endif

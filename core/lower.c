@@ -1,16 +1,9 @@
 /* Page tables to byte offsets of units, and boxes to descriptors: what plan/lower.py and its callers define. Integers only. */
 #include "core.h"
 
-/* Numbers of 64 bits in a row, of an object that has a buffer. */
-typedef struct {
-    Py_buffer view;
-    int64_t *numbers;
-    Py_ssize_t count;
-} Column;
-
 enum { COLUMNS = 5, ADDRESS = 0, NBYTES, DEVICE, STRIDE, COUNT };
 
-static int column_of(PyObject *of, int flags, Column *column)
+int column_of(PyObject *of, int flags, Column *column)
 {
     if (PyObject_GetBuffer(of, &column->view, flags) < 0)
         return -1;
@@ -39,6 +32,26 @@ static int given(const char *function, Py_ssize_t count, Py_ssize_t wanted)
         return 1;
     PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", function, wanted, count);
     return 0;
+}
+
+/* least_and_most(table): the smallest and the largest of its numbers. Raises ValueError if there are none. */
+PyObject *least_and_most(PyObject *Py_UNUSED(module), PyObject *of)
+{
+    Column table;
+    int64_t least = INT64_MAX, most = INT64_MIN;
+    Py_ssize_t count;
+    if (column_of(of, PyBUF_SIMPLE, &table) < 0)
+        return NULL;
+    count = table.count;
+    for (Py_ssize_t at = 0; at < count; at++) {
+        least = table.numbers[at] < least ? table.numbers[at] : least;
+        most = table.numbers[at] > most ? table.numbers[at] : most;
+    }
+    PyBuffer_Release(&table.view);
+    if (count > 0)
+        return Py_BuildValue("(LL)", (long long)least, (long long)most);
+    PyErr_SetString(PyExc_ValueError, "a table of no numbers has no least one");
+    return NULL;
 }
 
 /* unit_offsets(units, tokens_at, table, page_tokens, pool_pages, page_bytes, token_bytes, head_bytes): where each unit

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
+from kvmover.c_core import NATIVE
+
 if TYPE_CHECKING:
     import torch
 
@@ -28,6 +30,18 @@ class RegionError(ValueError):
 def is_table(given: object) -> bool:
     """Returns True for a one-dimensional array of int64 on the host; lists and fractions of bytes are refused."""
     return isinstance(given, np.ndarray) and given.dtype == np.int64 and given.ndim == 1
+
+
+def least_and_most_in_python(offsets: Offsets) -> tuple[int, int]:
+    """Returns the smallest and the largest of some offsets. Raises ValueError if there are none."""
+    return int(offsets.min()), int(offsets.max())
+
+
+def least_and_most(offsets: Offsets) -> tuple[int, int]:
+    """Returns what `least_and_most_in_python` does, in C where it was built: in 0.4 us, not 5."""
+    if NATIVE is not None and offsets.flags.c_contiguous:
+        return NATIVE.least_and_most(offsets)
+    return least_and_most_in_python(offsets)
 
 
 def even_distance(offsets: Offsets) -> int | None:
@@ -242,7 +256,8 @@ class Side:
             raise RegionError(f"{name} strides {self.head_bytes}, {self.token_bytes} are negative")
         if not len(self.units) or not len(self.planes):
             return
-        least, most = int(self.units.min()), int(self.units.max()) + reach
+        least, most = least_and_most(self.units)
+        most += reach
         below, room = self.planes.room
         if least < below or most > room:
             first, last = self.offset + least, self.offset + most

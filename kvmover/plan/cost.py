@@ -95,6 +95,12 @@ class Costs:
         """
         return self.latency_us + nbytes / max(min(self.gather_rate, self.scatter_rate), self.wire_rate)
 
+    def us(self, route: Route, nbytes: int, runs: int) -> float:
+        """Returns the time of `nbytes` that lie in `runs` runs by a route."""
+        if route is Route.PACKED:
+            return self.packed_us(nbytes, self.chunks(nbytes))
+        return self.direct_us(nbytes, runs) if route is Route.DIRECT else self.mapped_us(nbytes)
+
     def cut_bytes(self, route: Route) -> int:
         """Returns the largest chunk, in bytes, that goes by `route`. Raises PlanError for an unknown route."""
         route = member(Route, route, "route", PlanError)
@@ -109,11 +115,7 @@ class Costs:
 
         Ties go to mapped, then direct, then packed: the route that needs fewer resources.
         """
-        took = {
-            Route.MAPPED: self.mapped_us(nbytes),
-            Route.DIRECT: self.direct_us(nbytes, runs),
-            Route.PACKED: self.packed_us(nbytes, self.chunks(nbytes)),
-        }
+        took = {route: self.us(route, nbytes, runs) for route in (Route.MAPPED, Route.DIRECT, Route.PACKED)}
         best = min((route for route in took if route in among), key=took.__getitem__)
         mapped = took[Route.MAPPED] if Route.MAPPED in among else None
         return Choice(best, nbytes, runs, took[Route.DIRECT], took[Route.PACKED], mapped)

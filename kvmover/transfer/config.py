@@ -181,9 +181,11 @@ class MoverConfig:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The pace of a polling thread: it sleeps `share` of the time since the last event, within bounds, in seconds.
+    """The pace of a polling thread: it sleeps `share` of the time since the last event, or to the nearest expected end
+    of a transfer if that is less, within bounds, in seconds.
 
-    By default an event that comes after 2 ms of quiet is seen at most 0.5 ms late. No sleep is shorter than
+    By default an event that comes after 2 ms of quiet is seen at most 0.5 ms late, and one 0.4 ms before or after its
+    expected time 0.1 ms. No sleep is shorter than
     `shortest_s`, to which Linux adds 60 us, nor longer than `open_s` while a transfer is open, or else `idle_s`. A poll
     that did work is followed at once by the next. Raises LayoutError unless all are positive and
     `shortest_s <= open_s <= idle_s`.
@@ -204,6 +206,9 @@ class Pace:
                 " they must not shrink in this order"
             )
 
-    def nap_s(self, quiet_s: float, open_transfers: int) -> float:
-        """Return the seconds to sleep, `quiet_s` seconds after the last event, with so many transfers open."""
-        return min(max(self.share * quiet_s, self.shortest_s), self.open_s if open_transfers else self.idle_s)
+    def nap_s(self, quiet_s: float, open_transfers: int, expected_s: float = math.inf) -> float:
+        """Return the seconds to sleep, `quiet_s` seconds after the last event and `expected_s` before or after the
+        nearest expected one, with so many transfers open.
+        """
+        longest_s = self.open_s if open_transfers else self.idle_s
+        return min(max(self.share * min(quiet_s, expected_s), self.shortest_s), longest_s)

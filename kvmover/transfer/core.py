@@ -15,12 +15,14 @@ from kvmover.errors import KvmoverError, PeerLost, PeerUnknown, RefusedFor
 from kvmover.foreign_text import printable
 from kvmover.layout.component import Component
 from kvmover.layout.pool import Pool
+from kvmover.plan.cost import Route
 from kvmover.regions import BoundMemory
 from kvmover.repeats import Repeats
 from kvmover.shared_memory import HostProcess, MapMode
 from kvmover.transfer.arguments import least_chunk_bytes
 from kvmover.transfer.config import Exports, Integrity, MoverConfig
 from kvmover.transfer.events import Patience
+from kvmover.transfer.expected_ends import ExpectedEnds
 from kvmover.transfer.memory.arena import slab_bytes
 from kvmover.transfer.memory.copier import Copier
 from kvmover.transfer.memory.descriptors import InFlight, allocations
@@ -34,7 +36,7 @@ from kvmover.transfer.peers.liveness import Liveness
 from kvmover.transfer.peers.peer_table import Peer, Peers
 from kvmover.transfer.peers.processes import local_process
 from kvmover.transfer.protocol.auth import MessageAuth, NoAuth, authentication
-from kvmover.transfer.protocol.chunks import End, related
+from kvmover.transfer.protocol.chunks import End, Lane, related
 from kvmover.transfer.protocol.handshake import Place, Rank, interned, interned_pool
 from kvmover.transfer.protocol.wire import CURRENT, AnyMessage, Dialect, encode, notes
 from kvmover.transfer.result import Ending, Result
@@ -179,6 +181,7 @@ class Core:
     losses: deque[Callable[[], None]] = field(default_factory=deque["Callable[[], None]"])
     outbox: dict[str, list[bytes]] = field(default_factory=dict[str, "list[bytes]"])
     timers: Timers[Timer] = field(default_factory=Timers[Timer])
+    expected_ends: ExpectedEnds = field(default_factory=ExpectedEnds)
     repeats: Repeats = field(default_factory=Repeats)
     wall_ns: Callable[[], int] = time.time_ns
     dialect: Dialect = CURRENT
@@ -229,6 +232,12 @@ class Core:
         stages = self.meter.stages
         copied_s = stages[Stage.GATHER].sum_s + stages[Stage.SCATTER].sum_s if self.copier.inline else 0.0
         return stages[Stage.POST].sum_s + copied_s
+
+    def expect(self, host: str, route: Route, lane: Lane) -> None:
+        """Expect the end of a lane's transfer, from or to a rank of `host`, that begins now by `route`."""
+        now = self.clock()
+        costs = self.links.costs(host, self.config.costs, now)
+        self.expected_ends.add(now + costs.us(route, lane.nbytes, lane.direct_runs) / 1e6)
 
     def stamp_us(self) -> int:
         """Return this side's clock in microseconds, which a WriteLease will echo."""

@@ -6,7 +6,7 @@ One caller at a time drives it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvmover.c_core import NATIVE
 from kvmover.errors import DescriptorError
 from kvmover.fields import settle
 
@@ -51,16 +52,26 @@ class Memory:
         settle(self, "memory", DescriptorError, kind=MemoryKind)
 
 
+def run_count_in_python(table: npt.NDArray[np.int64]) -> int:
+    """Returns the runs of all rows, at most 2^63 - 1; 0 where a row moves nothing."""
+    return 0 if (table[:, [NBYTES, COUNT]] <= 0).any() else min(sum(table[:, COUNT].tolist()), (1 << 63) - 1)
+
+
+#: `run_count_in_python`, in C where it was built.
+run_count: Callable[[npt.NDArray[np.int64]], int] = getattr(NATIVE, "run_count", run_count_in_python)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Descriptors:
     """Strided byte runs in one kind of memory: the operands of a one-sided operation.
 
-    `table` [n, 5] int64: address, nbytes, device, stride, count. Raises DescriptorError for an empty or malformed
-    table.
+    `table` [n, 5] int64: address, nbytes, device, stride, count. `count`: all of its byte runs. Raises DescriptorError
+    for an empty or malformed table.
     """
 
     kind: MemoryKind
     table: npt.NDArray[np.int64]
+    count: int = field(init=False)
 
     def __post_init__(self) -> None:
         if self.table.ndim != 2 or self.table.shape[1] != 5 or self.table.dtype != np.int64:
@@ -70,11 +81,11 @@ class Descriptors:
         settle(self, "descriptors", DescriptorError, kind=MemoryKind)
         if not len(self.table):
             raise DescriptorError("descriptor table is empty")
-        if len(self.table) == 1 and self.table[0, NBYTES] > 0 and self.table[0, COUNT] > 0:
-            return
-        if (self.table[:, [NBYTES, COUNT]] <= 0).any():
+        count = run_count(np.ascontiguousarray(self.table))
+        if not count:
             bad = self.table[(self.table[:, [NBYTES, COUNT]] <= 0).any(axis=1)][0]
             raise DescriptorError(f"descriptor of {bad[NBYTES]} bytes x {bad[COUNT]} runs moves nothing")
+        object.__setattr__(self, "count", count)
 
     @classmethod
     def run(cls, kind: MemoryKind, address: int, nbytes: int, device: int = 0) -> Descriptors:
@@ -90,11 +101,6 @@ class Descriptors:
         length = np.broadcast_to(np.asarray(nbytes, np.int64), start.shape)
         devices = np.broadcast_to(np.asarray(device, np.int64), start.shape)
         return cls(kind, np.stack([start, length, devices, length, np.ones_like(start)], axis=1))
-
-    @property
-    def count(self) -> int:
-        """Returns the number of byte runs."""
-        return int(self.table[0, COUNT] if len(self.table) == 1 else self.table[:, COUNT].sum())
 
     @property
     def nbytes(self) -> int:

@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from kvmover.c_core import NATIVE
 from kvmover.errors import DescriptorError, LeaseOver, ProtocolError
 from kvmover.transport.base import ADDRESS, COUNT, DEVICE, NBYTES, STRIDE, Descriptors, Memory, MemoryKind
 
@@ -95,6 +96,12 @@ class Ranges:
         for device in np.unique(devices).tolist():
             self._check_rows(descriptors.kind, device, table[devices == device], owner)
 
+    def beside(self, descriptors: Descriptors) -> tuple[npt.NDArray[np.int64], ...]:
+        """Returns the rows of descriptors, and starts and ends of the ranges of the first row's device."""
+        rows = np.ascontiguousarray(descriptors.table)
+        found = self._table(descriptors.kind, int(rows[0, DEVICE]))
+        return rows, found.starts, found.ends
+
     def serials(self, descriptors: Descriptors) -> frozenset[int]:
         """Returns the serial numbers of checked descriptors' ranges."""
         table = descriptors.table
@@ -136,9 +143,7 @@ class Ranges:
             mine = [memory for memory in self._serials if (memory.kind, memory.device) == (kind, device)]
             spans = sorted((memory.address, memory.address + memory.nbytes, self._serials[memory]) for memory in mine)
             bounds = np.array([(-(1 << 62), -(1 << 62), 0), *spans], np.int64)
-            table = self._tables[kind, device] = _Sorted(
-                bounds[:, 0], bounds[:, 1], bounds[:, 2], bounds[:, 0].tolist()
-            )
+            table = self._tables[kind, device] = _Sorted(*np.ascontiguousarray(bounds.T), bounds[:, 0].tolist())
         return table
 
 
@@ -189,6 +194,8 @@ class Operation:
         check_note(self.note)
         if not 0 < self.deadline_s < math.inf:
             raise DescriptorError(f"an operation needs a finite deadline in seconds from now, got {self.deadline_s}")
+        if NATIVE is not None and NATIVE.runs_fit(*ours.beside(self.local), *theirs.beside(self.remote)):
+            return
         ours.check(self.local, "local")
         theirs.check(self.remote, self.peer)
         check_runs(self.local, self.remote)

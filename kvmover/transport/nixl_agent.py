@@ -153,7 +153,10 @@ def descriptor_rows(descriptors: Descriptors, release: tuple[int, ...]) -> npt.N
     """
     if release < _STRIDED_SINCE:
         return descriptors.dense().table[:, : DEVICE + 1].astype(np.uint64, order="C")
-    table = descriptors.table.astype(np.uint64, order="C")
+    table = descriptors.table
+    if not (table[:, STRIDE] < table[:, NBYTES]).any():
+        return np.ascontiguousarray(table).view(np.uint64)
+    table = table.astype(np.uint64, order="C")
     one = table[:, COUNT] == 1
     # NIXL refuses a stride below the length even of a single run.
     table[one, STRIDE] = table[one, NBYTES]

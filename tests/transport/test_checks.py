@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvmover.c_core import NATIVE
 from kvmover.errors import DescriptorError, PeerRefused, ProtocolError
-from kvmover.transport import MAX_NOTE_BYTES, Descriptors, Memory, MemoryKind, memory_of, whole
-from kvmover.transport.base import union
+from kvmover.transport import MAX_NOTE_BYTES, Descriptors, Memory, MemoryKind, checks, memory_of, whole
+from kvmover.transport.base import run_count_in_python, union
 from kvmover.transport.checks import Operation, Ranges, check_note, check_runs, touches
 from kvmover.transport.envelope import TransportCard, seal, unseal
+from tests.proofs import searched
 
 HOST, DEVICE = MemoryKind.HOST, MemoryKind.DEVICE
 BASE = 1 << 20
@@ -102,6 +104,62 @@ def test_the_check_agrees_with_looking_at_every_byte(table: list[tuple[int, int,
     else:
         with pytest.raises(DescriptorError):
             ranges.check(rows(*table), "local")
+
+
+def outcome(operation: Operation, ours: Ranges, theirs: Ranges, core: object) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checks, "NATIVE", core)
+        try:
+            operation.check(ours, theirs)
+        except DescriptorError as error:
+            return str(error)
+    return "passes"
+
+
+needs_c = pytest.mark.skipif(NATIVE is None, reason="the C core was not built")
+ends = st.sampled_from([0, 1, BASE - 1, BASE, BASE + 4090, BASE + 8191, BASE + 8192, -(1 << 63), (1 << 63) - 1])
+odd_rows = st.tuples(
+    ends | st.integers(BASE, BASE + 8192),
+    st.integers(1, 64) | st.sampled_from([4096, 8192, (1 << 63) - 1]),
+    st.sampled_from([0, 0, 0, 1, 2]),
+    st.integers(-64, 128) | st.sampled_from([1 << 62, -(1 << 63)]),
+    st.integers(1, 4) | st.sampled_from([(1 << 63) - 1]),
+)
+
+
+@needs_c
+@searched(few=100, many=5000)
+@given(st.data(), st.lists(odd_rows, min_size=1, max_size=4), st.sampled_from([HOST, DEVICE]))
+def test_c_lets_operations_pass_that_python_lets_pass(
+    data: st.DataObject, local: list[tuple[int, int, int, int, int]], kind: MemoryKind
+) -> None:
+    moved = [(BASE, nbytes, 0, stride, runs) for _, nbytes, _, stride, runs in local]
+    remote = data.draw(st.sampled_from([local, moved, local[:1]]) | st.lists(odd_rows, min_size=1, max_size=4))
+    operation = Operation("WRITE", "peer", rows(*local, kind=kind), rows(*remote), b"", 1.0)
+    ours, theirs = two_ranges(), two_ranges()
+    assert outcome(operation, ours, theirs, NATIVE) == outcome(operation, ours, theirs, None)
+
+
+@needs_c
+@given(st.lists(st.tuples(*[st.integers(-1, 3) | st.just((1 << 63) - 1)] * 5), min_size=1, max_size=5))
+def test_c_counts_runs_as_python_does(table: list[tuple[int, ...]]) -> None:
+    assert NATIVE is not None
+    counted = np.array(table, np.int64)
+    assert NATIVE.run_count(counted) == run_count_in_python(counted)
+
+
+@needs_c
+def test_c_refuses_tables_that_do_not_fit() -> None:
+    assert NATIVE is not None
+    row, one = np.zeros((1, 5), np.int64), np.zeros(1, np.int64)
+    for odd in ((np.zeros(4, np.int64), one, one), (row, one, np.zeros(2, np.int64)), (row, one[:0], one[:0])):
+        for sides in ((*odd, row, one, one), (row, one, one, *odd)):
+            with pytest.raises(ValueError, match="do not fit"):
+                NATIVE.runs_fit(*sides)
+    with pytest.raises(TypeError, match="takes 6 tables, got 1"):
+        NATIVE.runs_fit(row)
+    with pytest.raises(ValueError, match="3 bytes are no numbers"):
+        NATIVE.run_count(np.zeros(3, np.int8))
 
 
 @pytest.mark.parametrize(

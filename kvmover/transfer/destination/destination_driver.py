@@ -201,7 +201,14 @@ class DestinationDriver:
         for name in attempt.wants:
             self.core.awaits(name)
             self._ask(attempt, name)
+        self._expect(attempt)
         self._apply(attempt, *destination_machine.start(attempt.state))
+
+    def _expect(self, attempt: ReceiveAttempt) -> None:
+        """Expect the sources' last chunks, unless pages are to be named first."""
+        for name, lane in attempt.lanes.items() if attempt.most is None else ():
+            if lane.nbytes and (peer := self.core.peers.get(name)) is not None:
+                self.core.expect(peer.card.host, attempt.routes[name], lane)
 
     def allocated(self, transfer: Transfer, pages: Pages) -> None:
         """Name more pages of a request that was received without all of them. Raises PlanError. Ignored once it has

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvmover.c_core import NATIVE
 from kvmover.kernels.region import Region, at_end
 from kvmover.layout.pool import Pool
-from kvmover.plan.lower import Box, nest
+from kvmover.plan.lower import Box, BoxSide, nest
 from kvmover.regions import BoundMemory, bound, converted
 from kvmover.transfer.memory.copier import Work
 from kvmover.transfer.protocol.chunks import Marks
@@ -135,13 +135,19 @@ def descriptors(boxes: Sequence[tuple[int, Box]], src: Rank, dst: Rank) -> tuple
     stop = 0
     for (component, b), (run, inner, rest), count in zip(boxes, nests, counts, strict=True):
         first, stop = stop, stop + count
-        ends = (b.src, src.allocations[component]), (b.dst, dst.allocations[component])
-        sides = (
-            (table[first:stop], _bases(memory), at.allocation, at.offset, at.units, memory[0].device, stride, step)
-            for table, (at, memory), stride, step in zip(tables, ends, inner.strides, rest.strides, strict=True)
+        describe(
+            run.extent,
+            inner.extent,
+            rest.extent,
+            _described(tables[0, first:stop], src, component, b.src, inner.strides[0], rest.strides[0]),
+            _described(tables[1, first:stop], dst, component, b.dst, inner.strides[1], rest.strides[1]),
         )
-        describe(run.extent, inner.extent, rest.extent, *sides)
     return Descriptors(src.arena.kind, tables[0]), Descriptors(dst.arena.kind, tables[1])
+
+
+def _described(rows: Numbers, rank: Rank, component: int, at: BoxSide, stride: int, step: int) -> DescribedSide:
+    device = rank.allocations[component][0].device
+    return rows, rank.addresses[component], at.allocation, at.offset, at.units, device, stride, step
 
 
 #: The rows to fill, base addresses [allocation], allocation and offset [plane] and units [unit] of a side; its device,
@@ -159,10 +165,6 @@ def describe_in_python(run_bytes: int, runs: int, places: int, *sides: Described
 
 #: `describe_in_python`, in C where it was built.
 describe: Callable[..., None] = getattr(NATIVE, "descriptors", describe_in_python)
-
-
-def _bases(memories: Sequence[Memory]) -> Numbers:
-    return np.array([memory.address for memory in memories], np.int64)
 
 
 def part(arena: Memory, offset: int, nbytes: int) -> Descriptors:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvmover.c_core import NATIVE
 from kvmover.errors import PlanError
+from kvmover.kernels.region import least_and_most
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Fleet
 from kvmover.layout.pool import PoolSpec
@@ -128,8 +129,10 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
         return cls(tuple(held_src), tuple(held_dst), tuple(legs), units, cut, forms)
 
     def recut(self, cut: Cut) -> Lane:
-        """Returns the same lane cut into other chunks."""
-        return Lane(self.src, self.dst, self.legs, self.units, cut, self.forms)
+        """Returns the same lane cut into other chunks, with all that is known of it but its chunks."""
+        made = Lane(self.src, self.dst, self.legs, self.units, cut, self.forms, self._cuts, self._placed)
+        vars(made).update((name, known) for name, known in vars(self).items() if name != "chunks")
+        return made
 
     @cached_property
     def chunks(self) -> tuple[ChunkPlan, ...]:
@@ -222,7 +225,7 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
     def _needed(self, chunk: int, held: Sequence[Held]) -> tuple[int, ...]:
         needed = [0] * len(held)
         for piece in self.chunks[chunk].pieces:
-            last = int(self._at(piece.units, held).max()) // held[piece.component].spec.page_tokens
+            last = least_and_most(self._at(piece.units, held))[1] // held[piece.component].spec.page_tokens
             needed[piece.component] = max(needed[piece.component], last + 1)
         return tuple(needed)
 
@@ -241,7 +244,9 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
         return self._reads(self.dst)
 
     def _reads(self, held: Sequence[Held]) -> tuple[int, ...]:
-        last = [max((int(self._at(units, held).max()) for units in groups), default=-1) for groups in self.units]
+        last = [
+            max((least_and_most(self._at(units, held))[1] for units in groups), default=-1) for groups in self.units
+        ]
         return tuple(at // own.spec.page_tokens + 1 for at, own in zip(last, held, strict=True))
 
     @cached_property
@@ -251,7 +256,7 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
         """
         spans = list[range]()
         for groups, own in zip(self.units, self.dst, strict=True):
-            ends = [end for units in groups if len(units) for end in (int(units.dst.min()), int(units.dst.max()))]
+            ends = [end for units in groups if len(units) for end in least_and_most(units.dst)]
             page = own.spec.page_tokens
             spans.append(range(min(ends) // page, max(ends) // page + 1) if ends else range(0))
         return tuple(spans)
@@ -340,7 +345,7 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
         PlanError if they don't cover the chunk.
         """
         for piece in self.chunks[chunk].pieces:
-            page_ids(self.src[piece.component], piece.units.src, pages[piece.component])
+            self._source(piece, pages)
 
     def target_pages(self, chunk: int) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
         """Yields (component, indices into the destination's page table) for each piece of a chunk."""

@@ -6,11 +6,13 @@ import math
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from ipaddress import ip_address
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from kvmover.errors import LayoutError, OtherWeights, PeerAhead, PeerRefused
 from kvmover.fields import common_version, whole
@@ -218,7 +220,7 @@ class Listener(msgspec.Struct, frozen=True, array_like=True):
 
 
 @prepared
-class Rank(msgspec.Struct, frozen=True):
+class Rank(msgspec.Struct, frozen=True, dict=True):
     """The description of a rank for its peers: its rank id, the layout of its pools, and how to reach its memory.
 
     `pools`, `allocations`: one a component, in the model's order. Packed chunks are written to `arena` and read from
@@ -252,6 +254,11 @@ class Rank(msgspec.Struct, frozen=True):
         tuple[Annotated[tuple[Export, ...], msgspec.Meta(max_length=MAX_ALLOCATIONS)], ...],
         msgspec.Meta(max_length=MAX_COMPONENTS),
     ] = ()
+
+    @cached_property
+    def addresses(self) -> tuple[npt.NDArray[np.int64], ...]:
+        """The address of each allocation [component][allocation]."""
+        return tuple(np.array([each.address for each in memories], np.int64) for memories in self.allocations)
 
 
 @prepared

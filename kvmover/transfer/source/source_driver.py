@@ -548,6 +548,8 @@ class SourceDriver:
             self._settle(request)
             return False
         if ready:
+            if not attempt.waiting:
+                self.core.expect(attempt.job.peer.card.host, attempt.job.want.route, attempt.job.lane)
             self._step(request, attempt, Ready(ready, attempt.tables()))
         return bool(ready)
 

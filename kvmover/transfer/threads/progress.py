@@ -250,13 +250,16 @@ class Progress:
         """Sleep, make calls, poll and complete the futures of ended transfers. Returns the reason to stop."""
         busy, moved = time.monotonic(), False
         while self._stop is None:
-            nap_s = 0.0 if moved else self._pace.nap_s(time.monotonic() - busy, len(self._open))
+            nap_s = 0.0 if moved else self._nap_s(time.monotonic() - busy)
             called = self._answer(nap_s)
             moved = self._poll()
             self._announce()
             if called or moved:
                 busy = time.monotonic()
         return self._stop
+
+    def _nap_s(self, quiet_s: float) -> float:
+        return self._pace.nap_s(quiet_s, len(self._open), self._mover.to_expected_end_s)
 
     def _answer(self, nap_s: float) -> bool:
         """Sleep until a call comes, at most `nap_s`, and make the waiting calls. Returns True if there were any."""
