@@ -143,7 +143,8 @@ class Ranges:
             mine = [memory for memory in self._serials if (memory.kind, memory.device) == (kind, device)]
             spans = sorted((memory.address, memory.address + memory.nbytes, self._serials[memory]) for memory in mine)
             bounds = np.array([(-(1 << 62), -(1 << 62), 0), *spans], np.int64)
-            table = self._tables[kind, device] = _Sorted(*np.ascontiguousarray(bounds.T), bounds[:, 0].tolist())
+            starts, ends, serials = (np.ascontiguousarray(column) for column in bounds.T)
+            table = self._tables[kind, device] = _Sorted(starts, ends, serials, starts.tolist())
         return table
 
 
