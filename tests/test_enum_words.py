@@ -219,6 +219,7 @@ DOORS: dict[str, tuple[type[Enum], str, Callable[[Any], object]]] = {
         "route",
         lambda given: replace(RDMA, pool_chunk_bytes=1).cut_bytes(given),
     ),
+    "plan.cost.Costs.us": (Route, "route", lambda given: RDMA.us(given, 1 << 20, 64)),
     "store.files.OpenFile.__init__": (Access, "access", lambda given: _opened(given)),
     "store.files.PlainFiles.__init__": (Access, "access", lambda given: vars(PlainFiles(given))["_access"]),
     "transfer.mover.Mover.send": (Service, "service", sent),

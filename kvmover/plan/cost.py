@@ -96,7 +96,8 @@ class Costs:
         return self.latency_us + nbytes / max(min(self.gather_rate, self.scatter_rate), self.wire_rate)
 
     def us(self, route: Route, nbytes: int, runs: int) -> float:
-        """Returns the time of `nbytes` that lie in `runs` runs by a route."""
+        """Returns the time of `nbytes` that lie in `runs` runs by `route`. Raises PlanError for an unknown route."""
+        route = member(Route, route, "route", PlanError)
         if route is Route.PACKED:
             return self.packed_us(nbytes, self.chunks(nbytes))
         return self.direct_us(nbytes, runs) if route is Route.DIRECT else self.mapped_us(nbytes)

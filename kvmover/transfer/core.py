@@ -237,7 +237,7 @@ class Core:
         """Expect the end of a lane's transfer, from or to a rank of `host`, that begins now by `route`."""
         now = self.clock()
         costs = self.links.costs(host, self.config.costs, now)
-        self.expected_ends.add(now + costs.us(route, lane.nbytes, lane.direct_runs) / 1e6)
+        self.expected_ends.add(now + costs.us(route, lane.nbytes, lane.direct_runs) / 1e6, now)
 
     def stamp_us(self) -> int:
         """Return this side's clock in microseconds, which a WriteLease will echo."""

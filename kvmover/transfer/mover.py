@@ -150,13 +150,6 @@ class Mover:
         """The device of the pools."""
         return self._core.copier.device
 
-    @property
-    def to_expected_end_s(self) -> float:
-        """Seconds to the nearest moment, ahead or passed, at which costs have a transfer end; math.inf: none known.
-        A poller sleeps by it: see `Pace`.
-        """
-        return self._core.expected_ends.distance_s(self._core.clock())
-
     def hand_to(self, thread: threading.Thread) -> None:
         """Let only `thread` send, receive and poll while it runs. Raises KvmoverError while another thread does."""
         if self._thread is not None and self._thread.is_alive():
@@ -420,6 +413,12 @@ class Mover:
             self._lose(*self._core.lost.popleft())
             self._core.flush()
 
+    def to_expected_end_s(self) -> float:
+        """Returns the seconds to the nearest moment, ahead or passed, at which costs have a transfer end; math.inf:
+        none is known. A poller sleeps by it: see `Pace`.
+        """
+        return self._core.expected_ends.distance_s(self._core.clock())
+
     def wait(self, transfers: Sequence[Transfer]) -> None:
         """Poll until all transfers have ended; each has a deadline. Sleeps between polls like a Progress."""
         since = self._core.clock()
@@ -428,7 +427,7 @@ class Mover:
                 since = self._core.clock()
             else:
                 with ranges.span(ranges.WAIT, ""):
-                    time.sleep(WAITING.nap_s(self._core.clock() - since, len(transfers), self.to_expected_end_s))
+                    time.sleep(WAITING.nap_s(self._core.clock() - since, len(transfers), self.to_expected_end_s()))
 
     def close(self, reason: str = "this side closed") -> None:
         """Fail open transfers with `reason`, and close the transport: registrations, peers and handles.

@@ -24,6 +24,7 @@ from kvmover.transfer.memory.registrations import Renewals
 from kvmover.transfer.peers.liveness import Duty, Liveness
 from kvmover.transfer.peers.peer_table import Peer, Peers
 from kvmover.transfer.protocol import wire
+from kvmover.transfer.protocol.chunk_sets import WriterChunks
 from kvmover.transfer.protocol.chunks import Lane
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.source import source_driver, source_machine
@@ -365,7 +366,7 @@ def pages_here_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
 
 
 def _unawaited(attempt: Any) -> Any:
-    attempt.state = msgspec.structs.replace(attempt.state, unnamed=frozenset())
+    attempt.state = msgspec.structs.replace(attempt.state, unnamed=WriterChunks())
     if attempt.most is not None:
         attempt.pages = tuple(np.zeros(pages, np.int64) for pages in attempt.most)
     return attempt

@@ -204,8 +204,8 @@ def test_what_cannot_be_read_is_refused_in_the_call_and_fails_no_transfer(kind: 
 
 
 #: What a mover for others has in a form of its own: who drives it, what `snapshot` copies, what a question is handed to
-#: others by (PeerTier alone asks, in the mover's thread), and how its thread is woken.
-OWN = {"hand_to", "poll", "wait"}
+#: others by (PeerTier alone asks, in the mover's thread), and how its thread is woken and how long it sleeps.
+OWN = {"hand_to", "poll", "to_expected_end_s", "wait"}
 
 
 def public(kind: type) -> dict[str, inspect.Signature]:

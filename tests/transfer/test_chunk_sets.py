@@ -26,6 +26,7 @@ def test_chunks_are_a_set_of_numbers(one: set[int], other: set[int]) -> None:
         assert (ours | right, ours - right, ours & right) == (one | other, one - other, one & other)
     assert (ours <= theirs, ours == theirs) == (one <= other, one == other)
     assert [number in ours for number in range(-2, 302)] == [number in one for number in range(-2, 302)]
+    assert [ours.within(count) for count in (0, 7, 301)] == [all(x < count for x in one) for count in (0, 7, 301)]
 
 
 @given(st.sets(KEY), st.sets(KEY))
@@ -36,6 +37,8 @@ def test_chunks_of_writers_are_a_set_of_pairs(one: set[WriterChunk], other: set[
         assert (ours | right, ours - right, ours & right) == (one | other, one - other, one & other)
     assert (ours <= theirs, ours == theirs) == (one <= other, one == other)
     assert not ours - one
+    counts = {"a": 7, "b": 301}
+    assert ours.within(counts) == all(writer in counts and chunk < counts[writer] for writer, chunk in one)
     for writer in "abcd":
         assert ours.count(writer) == sum(key[0] == writer for key in one)
         assert [(writer, chunk) in ours for chunk in (-1, 0, 7)] == [(writer, chunk) in one for chunk in (-1, 0, 7)]

@@ -24,6 +24,7 @@ from kvmover.transfer.destination.destination_machine import (
 )
 from kvmover.transfer.events import Cancel, Patience
 from kvmover.transfer.protocol import wire
+from kvmover.transfer.protocol.chunk_sets import WriterChunks
 from kvmover.transfer.protocol.wire import Verb
 from tests.transfer.protocol_words import says_chunk, says_offered, says_staged
 
@@ -50,7 +51,7 @@ def run(state: Receiving, *events: Event) -> tuple[Receiving, list[Action]]:
     ids=["pushed", "to be read"],
 )
 def test_a_chunk_that_has_no_pages_here_cannot_have_been_sent(source: Source, event: Event):
-    state = replace(receiving(source), unnamed=frozenset({("a", 1)}))
+    state = replace(receiving(source), unnamed=WriterChunks({("a", 1)}))
     state, _ = run(state, says_offered("a", ((0, 2),)), event)
     assert "chunk 1, which has no pages here" in str(state.reason)
     assert not state.arrived

@@ -32,6 +32,7 @@ from kvmover.transfer.destination.destination_machine import (
 )
 from kvmover.transfer.events import Cancel, Patience, PeerGone, Tick
 from kvmover.transfer.protocol import wire
+from kvmover.transfer.protocol.chunk_sets import WriterChunks
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.source import source_machine as sending
 from kvmover.transfer.source.source_machine import (
@@ -175,7 +176,9 @@ class DestinationScene:
         if dice.random() < 0.3:
             self.state = receiving.replace(
                 self.state,
-                unnamed=frozenset((peer, chunk) for peer, source in sources.items() for chunk in range(source.chunks)),
+                unnamed=WriterChunks(
+                    (peer, chunk) for peer, source in sources.items() for chunk in range(source.chunks)
+                ),
             )
         self.reserves, self.reads, self.copies = list[Reserve](), list[Read](), list[Scatter]()
         self.unsettled, self.reserved = list[Read](), set[int]()

@@ -263,15 +263,19 @@ class Receiving(msgspec.Struct, frozen=True):
     def check(self) -> None:
         """Check the rules of DESIGN section 6, in O(chunks). Raises AssertionError."""
         chunks = {peer: source.chunks for peer, source in self.sources.items()}
-        for keys in (self.unnamed, self.ready, self.reading, self.arrived, self.regions, self.rounds):
+        for keys in (self.unnamed, self.ready, self.reading, self.arrived):
+            assert keys.within(chunks), "a chunk of no source, or no chunk of it"
+        for keys in (self.regions, self.rounds):
             assert all(0 <= chunk < chunks[peer] for peer, chunk in keys), "a chunk of no source, or no chunk of it"
-        moving = (self.reading, self.arrived, self.regions.keys(), self.rounds.keys())
+        moving = (self.reading, self.arrived, self.regions.keys(), self.rounds.keys()) if self.unnamed else ()
         assert not any(self.unnamed & keys for keys in moving), "a chunk moves that has no pages here"
         assert self.landed <= self.arrived, "a chunk landed that has not arrived"
         assert not self.reading & self.landed, "a chunk is read that landed"
-        assert not self.landed & self.regions.keys(), "a landed chunk keeps its region"
-        packed = {key for key in self.arrived - self.landed if not self.sources[key[0]].direct}
-        assert packed <= self.regions.keys(), "a chunk is scattered out of no region"
+        assert not any(key in self.landed for key in self.regions), "a landed chunk keeps its region"
+        unscattered = self.arrived - self.landed
+        assert all(key in self.regions or self.sources[key[0]].direct for key in unscattered), (
+            "a chunk is scattered out of no region"
+        )
         assert len({*self.regions.values()}) == len(self.regions), "a region is reserved twice"
         assert self.undrained | self.gone | self.kept | self.told | self.aux <= chunks.keys(), (
             "a stranger drained, confirmed or left"

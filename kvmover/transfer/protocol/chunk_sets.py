@@ -29,6 +29,10 @@ class Chunks(Set[int]):
     def __le__(self, other: Set[object]) -> bool:
         return not self._bits & ~other._bits if isinstance(other, Chunks) else super().__le__(other)
 
+    def within(self, count: int) -> bool:
+        """Returns True if all chunks are below `count`."""
+        return not self._bits >> count
+
     def __contains__(self, chunk: object) -> bool:
         number = cast(int, chunk)
         return number >= 0 and bool(self._bits >> number & 1)
@@ -89,6 +93,10 @@ class WriterChunks(Set[WriterChunk]):
     def __contains__(self, key: object) -> bool:
         writer, chunk = cast(WriterChunk, key)
         return chunk >= 0 and bool(self._bits.get(writer, 0) >> chunk & 1)
+
+    def within(self, counts: Mapping[str, int]) -> bool:
+        """Returns True if all writers are among those of `counts`, and their chunks below its numbers."""
+        return not any(bits >> counts.get(writer, 0) for writer, bits in self._bits.items())
 
     def count(self, writer: str) -> int:
         """Returns the number of a writer's chunks."""

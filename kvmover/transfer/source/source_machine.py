@@ -167,12 +167,11 @@ class Sending(msgspec.Struct, frozen=True):
 
     def check(self) -> None:
         """Check the rules of DESIGN section 6, in O(chunks). Raises AssertionError."""
-        known = frozenset(range(self.chunks))
-        assert self.ready <= known, f"chunks {sorted(self.ready - known)} are ready, of {self.chunks}"
+        assert self.ready.within(self.chunks), f"chunks {[*self.ready]} are ready, of {self.chunks}"
         assert self.granted <= self.ready, "a chunk was granted that is not ready"
         moving = (self.in_flight, self.staged.keys(), self.written)
         assert all(chunks <= self.granted for chunks in moving), "a chunk moved that nobody granted"
-        assert not self.staged.keys() & self.written, "a chunk waits to be read that was read"
+        assert not any(chunk in self.written for chunk in self.staged), "a chunk waits to be read that was read"
         assert self.verb is Verb.PULL or not self.staged, "a chunk of a push waits to be read"
         assert self.reason is None or not self.staged, "a failed attempt keeps chunks to be read"
         assert not (self.finished and self.reason is None and self.in_flight), "it landed with a write in flight"

@@ -259,7 +259,7 @@ class Progress:
         return self._stop
 
     def _nap_s(self, quiet_s: float) -> float:
-        return self._pace.nap_s(quiet_s, len(self._open), self._mover.to_expected_end_s)
+        return self._pace.nap_s(quiet_s, len(self._open), self._mover.to_expected_end_s())
 
     def _answer(self, nap_s: float) -> bool:
         """Sleep until a call comes, at most `nap_s`, and make the waiting calls. Returns True if there were any."""
