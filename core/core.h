@@ -81,8 +81,8 @@ typedef struct {
 
 extern PyTypeObject *ReuseHistoryType, *HazardOrderType;
 extern PyType_Spec reuse_history_spec, hazard_order_spec;
-extern PyTypeObject *NodeType, *ComponentPagesType, *RecencyType, *EvictableSetType, *ColumnsType, *PagesInUseType;
-extern PyType_Spec node_spec, component_pages_spec, recency_spec, evictable_set_spec, columns_spec, pages_in_use_spec;
+extern PyTypeObject *NodeType, *ComponentPagesType, *RecencyType, *EvictableSetType, *ColumnsType, *PagesInUseType, *ChildrenType;
+extern PyType_Spec node_spec, component_pages_spec, recency_spec, evictable_set_spec, columns_spec, pages_in_use_spec, children_spec;
 /* ideal.c, simulated.c: what a replay remembers beside the tree. */
 extern PyTypeObject *IdealType, *SimulatedStorageType;
 extern PyType_Spec ideal_spec, simulated_storage_spec;
@@ -103,19 +103,30 @@ static inline void put(PyObject **column, PyObject *value)
     Py_XDECREF(before);
 }
 
-/* node.c: NULL with a TypeError for anything else. */
+/* node.c: NULL with a TypeError for anything else. `node_path`: a list, deepest first, without the root. */
 Node *as_node(PyObject *value);
+PyObject *node_path(Node *node, PyObject *unused);
 Node *node_new(Py_ssize_t orders, long long id, PyObject *parent, PyObject *tokens, long long start, long long end);
 PyObject *node_children(Node *node, void *unused);
 char *row_data(const Row *row, Py_ssize_t *length);
 int row_cut(Row *row, Py_ssize_t from, Py_ssize_t length);
 void object_free(PyObject *self);
 
+/* children.c: `children` are a node's, NULL where it has had none. `get` is borrowed, NULL without an error for none.
+ * `new`: those of a dict, or none. */
+PyObject *children_new(PyObject *dict);
+PyObject *children_get(PyObject *children, PyObject *name);
+int children_put(PyObject *children, PyObject *name, PyObject *child);
+int children_drop(PyObject *children, PyObject *name);
+Py_ssize_t children_count(PyObject *children);
+PyObject *children_values(PyObject *children);
+
 /* recency.c: of an order that is a Recency, or any other that has the methods. -1 with an error. */
 int order_add(PyObject *order, Node *node);
 int order_discard(PyObject *order, Node *node);
 int order_contains(PyObject *order, Node *node);
 int order_touch(PyObject *order, PyObject *path);
+void recency_touch(Recency *order, Node *node);
 void link_behind(Link *before, Link *link);
 void link_out(Link *link);
 Link *link_of(Node *node, Py_ssize_t slot);
@@ -145,9 +156,19 @@ int note_removed(Columns *self, Node *node, long long first, int tier);
 int columns_whole(Columns *self);
 Node *columns_make(Columns *self, long long id, PyObject *parent, PyObject *tokens, long long start, long long end);
 
+/* A descent: its last whole node, or the root; the node left midway, or NULL, and the pages that match in it; the pages
+ * that match in all; the number of whole nodes. Nodes are borrowed.
+ */
+typedef struct {
+    Node *last, *inside;
+    Py_ssize_t inner, nodes;
+    long long end;
+} Reached;
+
 /* steps.c, split.c, accounts.c: steps of Columns, which others are made of. -1, or NULL, with an error. `trim` copies the
  * ids of what it cuts off to `to`. */
 Node *parent_of(Node *node);
+int walk_down(Columns *self, Node *root, PyObject *key, PyObject *until, Reached *found);
 int enter(PyObject *nodes, Node *node);
 int strike(PyObject *nodes, Node *node);
 int trim(Columns *self, Node *node, long long pages, char *to);
@@ -157,6 +178,9 @@ int weigh(Columns *self, Node *node, long long sign);
 int settle(Columns *self, Node *node);
 ComponentPages *held_of(Node *node, Py_ssize_t i);
 Py_ssize_t held_count(Node *node);
+
+/* pages_in_use.c: 1 where all `ids` are in use from here on, 0 where one was already, -1 with an error. */
+int claim_ids(PyObject *in_use, PyObject *ids);
 
 /* And those that Python calls. */
 PyObject *columns_descend(Columns *self, PyObject *const *args, Py_ssize_t count);

@@ -32,6 +32,7 @@ PyMODINIT_FUNC PyInit__core(void)
     } types[] = {{&NodeType, &node_spec},       {&ComponentPagesType, &component_pages_spec},
                  {&RecencyType, &recency_spec}, {&EvictableSetType, &evictable_set_spec},
                  {&ReuseHistoryType, &reuse_history_spec}, {&HazardOrderType, &hazard_order_spec}, {&ColumnsType, &columns_spec}, {&PagesInUseType, &pages_in_use_spec},
+                 {&ChildrenType, &children_spec},
                  {&IdealType, &ideal_spec},     {&SimulatedStorageType, &simulated_storage_spec}};
     PyObject *module = PyModule_Create(&definition);
     for (size_t i = 0; module != NULL && i < sizeof types / sizeof *types; i++) {

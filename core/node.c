@@ -89,7 +89,7 @@ static PyObject *node_repr(Node *node)
 /* Most nodes are leaves: the map is made when somebody asks. */
 PyObject *node_children(Node *node, void *Py_UNUSED(unused))
 {
-    if (node->children == NULL && (node->children = PyDict_New()) == NULL)
+    if (node->children == NULL && (node->children = children_new(NULL)) == NULL)
         return NULL;
     return Py_NewRef(node->children);
 }
@@ -100,8 +100,10 @@ static int node_set_children(Node *node, PyObject *children, void *Py_UNUSED(unu
         PyErr_SetString(PyExc_TypeError, "children are a dict");
         return -1;
     }
-    put(&node->children, Py_NewRef(children));
-    return 0;
+    PyObject *own = children_new(children);
+    if (own != NULL)
+        put(&node->children, own);
+    return own == NULL ? -1 : 0;
 }
 
 /* Python sees bytes of its own: the part becomes a copy. */
@@ -134,7 +136,7 @@ static PyObject *node_unlink(Node *node, PyObject *Py_UNUSED(none))
     Py_RETURN_NONE;
 }
 
-static PyObject *node_path(Node *node, PyObject *Py_UNUSED(none))
+PyObject *node_path(Node *node, PyObject *Py_UNUSED(none))
 {
     PyObject *path = PyList_New(0);
     while (path != NULL && is_some(node->parent)) {

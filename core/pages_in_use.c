@@ -68,12 +68,13 @@ static void clear(PagesInUse *self, const char *ids, Py_ssize_t count)
     self->count -= count;
 }
 
-static PyObject *pages_claim(PagesInUse *self, PyObject *row)
+/* The first id that was in use already, with no other in use then; -1 where there was none, -2 with an error. */
+static long long claim(PagesInUse *self, PyObject *row)
 {
     char *ids;
     Py_ssize_t count;
     if (ids_of(row, &ids, &count) < 0)
-        return NULL;
+        return -2;
     for (Py_ssize_t i = 0; i < count; i++) {
         uint32_t id = id_at(ids, i);
         uint64_t *word = known_word(self, id);
@@ -82,12 +83,28 @@ static PyObject *pages_claim(PagesInUse *self, PyObject *row)
         if (word == NULL || (*word & bit_of(id))) {
             self->count += i;
             clear(self, ids, i);
-            return PyErr_Occurred() ? NULL : PyLong_FromUnsignedLong(id);
+            return PyErr_Occurred() ? -2 : (long long)id;
         }
         *word |= bit_of(id);
     }
     self->count += count;
-    return PyLong_FromLong(-1);
+    return -1;
+}
+
+static PyObject *pages_claim(PagesInUse *self, PyObject *row)
+{
+    long long id = claim(self, row);
+    return id == -2 ? NULL : PyLong_FromLongLong(id);
+}
+
+int claim_ids(PyObject *in_use, PyObject *ids)
+{
+    if (Py_TYPE(in_use) != PagesInUseType) {
+        PyErr_Format(PyExc_TypeError, "the pages in use of this core are due, got %R", in_use);
+        return -1;
+    }
+    long long id = claim((PagesInUse *)in_use, ids);
+    return id == -2 ? -1 : id == -1;
 }
 
 static PyObject *pages_release(PagesInUse *self, PyObject *row)

@@ -1,107 +1,91 @@
 /* Steps of requests on a plain tree of one tier, each in one call: `find` and `insert` of columns.py. */
 #include "core.h"
 
-/* A descent's parts, borrowed: the path, the node that is left midway, or NULL, and the pages that match to its end. */
-typedef struct {
-    PyObject *whole, *path;
-    Node *inside;
-    long long inner, end;
-} Descent;
-
-static int descend(Descent *found, Columns *self, PyObject *root, PyObject *data, PyObject *stop)
+/* Marks a node and all above it as used, deepest first. -1 with an error. */
+static int touch_up(Columns *self, Node *node)
 {
-    PyObject *const args[] = {root, data, stop};
-    *found = (Descent){.whole = columns_descend(self, args, 3)};
-    if (found->whole == NULL)
+    EvictableSet *device = as_set(self->device);
+    if (device == NULL)
         return -1;
-    PyObject *inside = PyTuple_GetItem(found->whole, 1);
-    found->path = PyTuple_GetItem(found->whole, 0);
-    found->inner = PyLong_AsLongLong(PyTuple_GetItem(found->whole, 2));
-    Py_ssize_t nodes = PyList_Size(found->path);
-    if (inside != Py_None) {
-        found->inside = as_node(inside);
-        found->end = found->inside == NULL ? 0 : found->inside->start + found->inner;
-    } else if (nodes > 0) {
-        found->end = ((Node *)PyList_GetItem(found->path, nodes - 1))->end;
+    if (Py_TYPE(device->order) != RecencyType || self->hosted) {
+        PyObject *path = node_path(node, NULL), *done = path == NULL ? NULL : columns_touch(self, path);
+        Py_XDECREF(path);
+        Py_XDECREF(done);
+        return done == NULL ? -1 : 0;
     }
-    if (PyErr_Occurred())
-        Py_CLEAR(found->whole);
-    return found->whole == NULL ? -1 : 0;
+    self->clock++;
+    for (; node != NULL && is_some(node->parent); node = parent_of(node)) {
+        node->used = self->clock;
+        recency_touch((Recency *)device->order, node);
+    }
+    return node == NULL ? -1 : 0;
 }
 
-/* Marks a path, root first, as used. */
-static int touch(Columns *self, PyObject *path)
+/* The device ids of the first `end` pages of the path to `node`; NULL with an error. */
+static PyObject *ids_of_path(Node *node, long long end)
 {
-    PyObject *deepest_first = PyList_GetSlice(path, 0, PyList_Size(path));
-    PyObject *done = deepest_first == NULL || PyList_Reverse(deepest_first) < 0 ? NULL : columns_touch(self, deepest_first);
-    Py_XDECREF(deepest_first);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
+    PyObject *ids = PyBytes_FromStringAndSize(NULL, end * ID_BYTES);
+    char *to = ids == NULL ? NULL : PyBytes_AsString(ids), *own;
+    Py_ssize_t size;
+    for (; to != NULL && node != NULL && is_some(node->parent); node = parent_of(node)) {
+        long long length = (end < node->end ? end : node->end) - node->start;
+        if (row_of(node->pages, &own, &size) < 0)
+            break;
+        if (size < length * ID_BYTES) {
+            PyErr_Format(PyExc_ValueError, "node %lld has fewer ids than pages", node->id);
+            break;
+        }
+        memcpy(to + node->start * ID_BYTES, own, length * ID_BYTES);
+    }
+    if (PyErr_Occurred())
+        Py_CLEAR(ids);
+    return ids;
 }
 
 PyObject *columns_find(Columns *self, PyObject *const *args, Py_ssize_t count)
 {
-    Descent found;
-    PyObject *told = NULL;
-    if (count != 3)
-        return PyErr_Format(PyExc_TypeError, "a root, data and where to stop are due");
-    if (descend(&found, self, args[0], args[1], args[2]) < 0 || (PyList_Size(found.path) && touch(self, found.path) < 0)) {
-        Py_XDECREF(found.whole);
+    Reached found;
+    Node *root = count == 3 ? as_node(args[0]) : NULL;
+    if (root == NULL || walk_down(self, root, args[1], args[2], &found) < 0) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_TypeError, "a root, data and where to stop are due");
         return NULL;
     }
-    PyObject *rows = PyList_GetSlice(found.path, 0, PyList_Size(found.path)), *end = PyLong_FromLongLong(found.end);
-    if (rows != NULL && end != NULL && (found.inside == NULL || PyList_Append(rows, (PyObject *)found.inside) == 0)) {
-        PyObject *const of[] = {rows, end};
-        PyObject *ids = columns_gather(self, of, 2);
-        PyObject *inside = found.inside == NULL ? Py_None : (PyObject *)found.inside;
-        told = ids == NULL ? NULL : PyTuple_Pack(4, found.path, inside, end, ids);
-        Py_XDECREF(ids);
-    }
-    Py_XDECREF(rows);
-    Py_XDECREF(end);
-    Py_DECREF(found.whole);
-    return told;
+    if (found.nodes && touch_up(self, found.last) < 0)
+        return NULL;
+    Node *node = found.inside != NULL ? found.inside : found.last;
+    PyObject *ids = ids_of_path(node, found.end), *end = node == root ? Py_None : (PyObject *)node;
+    return ids == NULL ? NULL : Py_BuildValue("OLNn", end, found.end, ids, found.nodes);
 }
 
-/* 1 where all `ids` are in use from here on, 0 where one was already. */
-static int claim(PyObject *in_use, PyObject *ids)
+/* The end of the path, with the rest of it split off and grown, borrowed; NULL with an error. */
+static Node *lengthen(Columns *self, Reached *found, PyObject *data, PyObject *ids, long long pages)
 {
-    PyObject *page = PyObject_CallMethod(in_use, "claim", "O", ids);
-    long long number = page == NULL ? 0 : PyLong_AsLongLong(page);
-    Py_XDECREF(page);
-    return PyErr_Occurred() ? -1 : number < 0;
-}
-
-/* The end of the path, with the rest of it split off and grown; NULL with an error. */
-static Node *lengthen(Columns *self, Descent *found, PyObject *root, PyObject *data, PyObject *ids, long long pages)
-{
+    Node *end = found->last;
     if (found->inside != NULL) {
-        Node *front = split_node(self, found->inside, found->inner, 0);
-        int failed = front == NULL || PyList_Append(found->path, (PyObject *)front) < 0;
-        Py_XDECREF((PyObject *)front);
-        if (failed)
+        end = split_node(self, found->inside, found->inner, 0);
+        if (end == NULL)
             return NULL;
+        Py_DECREF((PyObject *)end); /* the tree has it */
     }
-    Py_ssize_t nodes = PyList_Size(found->path);
     if (found->end < pages) {
-        PyObject *end = PyLong_FromLongLong(pages);
-        PyObject *const args[] = {nodes ? PyList_GetItem(found->path, nodes - 1) : root, data, end, ids};
-        PyObject *node = end == NULL ? NULL : columns_grow(self, args, 4);
-        int failed = node == NULL || PyList_Append(found->path, node) < 0;
-        Py_XDECREF(end);
-        Py_XDECREF(node);
-        if (failed)
+        PyObject *stop = PyLong_FromLongLong(pages);
+        PyObject *const args[] = {(PyObject *)end, data, stop, ids};
+        end = stop == NULL ? NULL : (Node *)columns_grow(self, args, 4);
+        Py_XDECREF(stop);
+        if (end == NULL)
             return NULL;
-        nodes++;
+        Py_DECREF((PyObject *)end);
     }
-    return touch(self, found->path) < 0 ? NULL : (Node *)PyList_GetItem(found->path, nodes - 1);
+    return touch_up(self, end) < 0 ? NULL : end;
 }
 
 PyObject *columns_insert(Columns *self, PyObject *const *args, Py_ssize_t count)
 {
-    Descent found;
-    long long first = count == 5 ? PyLong_AsLongLong(args[3]) : -1, page_bytes = self->page_bytes;
-    if (count != 5 || page_bytes < 1 || !PyBytes_Check(args[1]) || !PyBytes_Check(args[2]))
+    Reached found;
+    Node *root = count == 5 ? as_node(args[0]) : NULL;
+    long long first = root != NULL ? PyLong_AsLongLong(args[3]) : -1, page_bytes = self->page_bytes;
+    if (root == NULL || page_bytes < 1 || !PyBytes_Check(args[1]) || !PyBytes_Check(args[2]))
         return PyErr_Format(PyExc_TypeError, "a root, data, ids, the first page and the pages in use are due");
     long long pages = PyBytes_Size(args[1]) / page_bytes;
     if (PyErr_Occurred())
@@ -109,13 +93,13 @@ PyObject *columns_insert(Columns *self, PyObject *const *args, Py_ssize_t count)
     if (!pages || first < 0 || first > pages || PyBytes_Size(args[2]) != (pages - first) * ID_BYTES)
         Py_RETURN_NONE;
     PyObject *stop = PyLong_FromLongLong(pages * page_bytes);
-    int failed = stop == NULL || descend(&found, self, args[0], args[1], stop) < 0;
+    int failed = stop == NULL || walk_down(self, root, args[1], stop, &found) < 0;
     Py_XDECREF(stop);
     if (failed)
         return NULL;
-    int able = found.end == first ? claim(args[4], args[2]) : 0;
-    Node *end = able > 0 ? lengthen(self, &found, args[0], args[1], args[2], pages) : NULL;
-    PyObject *told = end != NULL ? Py_NewRef((PyObject *)end) : able == 0 ? Py_NewRef(Py_None) : NULL;
-    Py_DECREF(found.whole);
-    return told;
+    int able = found.end == first ? claim_ids(args[4], args[2]) : 0;
+    if (able <= 0)
+        return able < 0 ? NULL : Py_NewRef(Py_None);
+    Node *end = lengthen(self, &found, args[1], args[2], pages);
+    return end == NULL ? NULL : Py_NewRef((PyObject *)end);
 }

@@ -79,6 +79,16 @@ int order_contains(PyObject *order, Node *node)
     return link != NULL && link->after != NULL;
 }
 
+/* Behind all others, if it is in the order. */
+void recency_touch(Recency *order, Node *node)
+{
+    Link *link = link_of(node, order->slot);
+    if (link != NULL && link->after != NULL) {
+        link_out(link);
+        link_behind(order->ends.before, link);
+    }
+}
+
 /* Nodes of one path, deepest first, each behind all others. */
 int order_touch(PyObject *order, PyObject *path)
 {
@@ -95,11 +105,7 @@ int order_touch(PyObject *order, PyObject *path)
         Node *node = as_node(PyList_GetItem(path, i));
         if (node == NULL)
             return -1;
-        Link *link = link_of(node, mine->slot);
-        if (link != NULL && link->after != NULL) {
-            link_out(link);
-            link_behind(mine->ends.before, link);
-        }
+        recency_touch(mine, node);
     }
     return count < 0 ? -1 : 0;
 }

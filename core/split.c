@@ -106,7 +106,7 @@ static int name_child(Node *parent, const char *page, Py_ssize_t page_bytes, Nod
 {
     PyObject *children = node_children(parent, NULL);
     PyObject *name = children == NULL ? NULL : PyBytes_FromStringAndSize(page, page_bytes);
-    int failed = name == NULL ? -1 : PyDict_SetItem(children, name, (PyObject *)node);
+    int failed = name == NULL ? -1 : children_put(children, name, (PyObject *)node);
     Py_XDECREF(name);
     Py_XDECREF(children);
     return failed;

@@ -1,18 +1,20 @@
 /* Walks down and up a tree: what a match, a lock, an insertion and an eviction of a plain tree are made of. */
 #include "core.h"
 
-/* The map of a node's children, borrowed; NULL where it has none. */
-static PyObject *children_of(Node *node)
-{
-    return node->children != NULL && PyDict_Size(node->children) ? node->children : NULL;
-}
-
 Node *parent_of(Node *node) { return as_node(node->parent); }
 
-/* How many whole pages of two rows of `length` bytes are equal from the front on: by halves, each one comparison. */
+/* Memory is compared in steps of so many bytes, and by halves in the one that differs: each byte about once. */
+enum { STRIDE_BYTES = 1 << 12 };
+
+/* How many whole pages of two rows of `length` bytes are equal from the front on. */
 static Py_ssize_t common_pages(const char *one, const char *other, Py_ssize_t length, Py_ssize_t page_bytes)
 {
-    Py_ssize_t low = 0, high = length / page_bytes;
+    Py_ssize_t low = 0, high = length / page_bytes, stride = page_bytes < STRIDE_BYTES ? STRIDE_BYTES / page_bytes : 1;
+    while (high - low > stride && memcmp(one + low * page_bytes, other + low * page_bytes, stride * page_bytes) == 0)
+        low += stride;
+    if (memcmp(one + low * page_bytes, other + low * page_bytes, (high - low) * page_bytes) == 0)
+        return high;
+    high = high - low > stride ? low + stride - 1 : high - 1;
     while (low < high) {
         Py_ssize_t middle = (low + high + 1) / 2, at = low * page_bytes;
         if (memcmp(one + at, other + at, (middle - low) * page_bytes) == 0)
@@ -26,55 +28,63 @@ static Py_ssize_t common_pages(const char *one, const char *other, Py_ssize_t le
 /* The child under the page at `page`, borrowed; NULL without an error where there is none. */
 static Node *child_under(Node *node, const char *page, Py_ssize_t page_bytes)
 {
-    PyObject *children = children_of(node);
-    PyObject *name = children == NULL ? NULL : PyBytes_FromStringAndSize(page, page_bytes);
+    PyObject *name = children_count(node->children) ? PyBytes_FromStringAndSize(page, page_bytes) : NULL;
     if (name == NULL)
         return NULL;
-    PyObject *child = PyDict_GetItemWithError(children, name);
+    PyObject *child = children_get(node->children, name);
     Py_DECREF(name);
     return child == NULL ? NULL : as_node(child);
 }
 
-PyObject *columns_descend(Columns *self, PyObject *const *args, Py_ssize_t count)
+int walk_down(Columns *self, Node *root, PyObject *key, PyObject *until, Reached *found)
 {
     char *data;
     Py_ssize_t length, offset = 0, page_bytes = (Py_ssize_t)self->page_bytes;
-    Node *at = count == 3 ? as_node(args[0]) : NULL;
-    if (at == NULL || PyBytes_AsStringAndSize(args[1], &data, &length) < 0) {
+    if (PyBytes_AsStringAndSize(key, &data, &length) < 0)
+        return -1;
+    Py_ssize_t stop = PyLong_AsSsize_t(until);
+    if (stop == -1 && PyErr_Occurred())
+        return -1;
+    if (page_bytes < 1) {
+        PyErr_Format(PyExc_ValueError, "a page of %zd bytes", page_bytes);
+        return -1;
+    }
+    if (stop > length)
+        stop = length;
+    *found = (Reached){.last = root, .end = root->end};
+    while (offset < stop) {
+        Py_ssize_t room = stop - offset, own;
+        Node *child = child_under(found->last, data + offset, room < page_bytes ? room : page_bytes);
+        if (child == NULL || ((PyObject *)child == self->trimmed && columns_whole(self) < 0))
+            break;
+        char *tokens = row_data(&child->tokens, &own);
+        if (tokens == NULL)
+            break;
+        Py_ssize_t pages = common_pages(data + offset, tokens, own < room ? own : room, page_bytes);
+        if (pages * page_bytes != own) {
+            found->inside = child, found->inner = pages, found->end = child->start + pages;
+            break;
+        }
+        offset += own, found->last = child, found->end = child->end, found->nodes++;
+    }
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+PyObject *columns_descend(Columns *self, PyObject *const *args, Py_ssize_t count)
+{
+    Reached found;
+    Node *root = count == 3 ? as_node(args[0]) : NULL;
+    if (root == NULL || walk_down(self, root, args[1], args[2], &found) < 0) {
         if (!PyErr_Occurred())
             PyErr_SetString(PyExc_TypeError, "a root, data and where to stop are due");
         return NULL;
     }
-    Py_ssize_t stop = PyLong_AsSsize_t(args[2]);
-    if (stop == -1 && PyErr_Occurred())
-        return NULL;
-    if (page_bytes < 1)
-        return PyErr_Format(PyExc_ValueError, "a page of %zd bytes", page_bytes);
-    if (stop > length)
-        stop = length;
-    PyObject *path = PyList_New(0);
-    while (path != NULL && offset < stop) {
-        Py_ssize_t first = length - offset < page_bytes ? length - offset : page_bytes;
-        Node *child = child_under(at, data + offset, first);
-        if (child == NULL)
-            break;
-        if ((PyObject *)child == self->trimmed && columns_whole(self) < 0)
-            break;
-        Py_ssize_t own, room = stop - offset;
-        char *tokens = row_data(&child->tokens, &own);
-        if (tokens == NULL)
-            break;
-        if (own > room || memcmp(data + offset, tokens, own) != 0) {
-            Py_ssize_t pages = common_pages(data + offset, tokens, own < room ? own : room, page_bytes);
-            return Py_BuildValue("NOn", path, child, pages);
-        }
-        if (PyList_Append(path, (PyObject *)child) < 0)
-            break;
-        offset += own, at = child;
-    }
-    if (path != NULL && PyErr_Occurred())
-        Py_CLEAR(path);
-    return path == NULL ? NULL : Py_BuildValue("NOi", path, Py_None, 0);
+    PyObject *path = PyList_New(found.nodes);
+    Node *node = found.last;
+    for (Py_ssize_t i = found.nodes; path != NULL && i-- > 0; node = (Node *)node->parent)
+        PyList_SetItem(path, i, Py_NewRef((PyObject *)node));
+    PyObject *inside = found.inside == NULL ? Py_None : (PyObject *)found.inside;
+    return path == NULL ? NULL : Py_BuildValue("NOn", path, inside, found.inner);
 }
 
 PyObject *columns_gather(Columns *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count)
@@ -213,7 +223,7 @@ PyObject *columns_grow(Columns *self, PyObject *const *args, Py_ssize_t count)
         node->pages = Py_NewRef(args[3]);
         node->created = node->used = self->clock;
         node->hits = 1;
-        if (enter(self->nodes, node) < 0 || PyDict_SetItem(children, name, (PyObject *)node) < 0 ||
+        if (enter(self->nodes, node) < 0 || children_put(children, name, (PyObject *)node) < 0 ||
             order_add(device->order, node) < 0) {
             Py_CLEAR(node);
         } else {
@@ -228,7 +238,7 @@ PyObject *columns_grow(Columns *self, PyObject *const *args, Py_ssize_t count)
 
 int forget_root(Columns *self, Node *root)
 {
-    return children_of(root) == NULL && is_some(root->namespace) ? PyDict_DelItem(self->roots, root->namespace) : 0;
+    return !children_count(root->children) && is_some(root->namespace) ? PyDict_DelItem(self->roots, root->namespace) : 0;
 }
 
 PyObject *columns_forget_root(Columns *self, PyObject *value)
@@ -301,7 +311,7 @@ static int uproot(Columns *self, EvictableSet *device, Node *node, char *to)
         put(&self->trimmed, NULL);
     device->evictable -= pages;
     int failed = order_discard(device->order, node) < 0 || strike(self->nodes, node) < 0 ||
-                 PyDict_DelItem(parent->children, name) < 0;
+                 children_drop(parent->children, name) < 0;
     put(&node->pages, NULL);
     put(&node->hashes, NULL);
     put(&node->tokens.bytes, PyBytes_FromStringAndSize(NULL, 0));

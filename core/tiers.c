@@ -52,7 +52,7 @@ static int uproot(Eviction *self, Node *node)
     PyObject *name = tokens == NULL || parent == NULL ? NULL : PyBytes_FromStringAndSize(tokens, columns->page_bytes);
     if (name == NULL)
         return -1;
-    int failed = PyDict_DelItem(parent->children, name) < 0 || strike(columns->nodes, node) < 0;
+    int failed = children_drop(parent->children, name) < 0 || strike(columns->nodes, node) < 0;
     Py_DECREF(name);
     put(&node->tokens.bytes, PyBytes_FromStringAndSize(NULL, 0));
     node->tokens.length = -1;
@@ -62,7 +62,7 @@ static int uproot(Eviction *self, Node *node)
     return is_some(parent->parent) ? settle(columns, parent) : forget_root(columns, parent);
 }
 
-static int has_children(Node *node) { return node->children != NULL && PyDict_Size(node->children); }
+static int has_children(Node *node) { return children_count(node->children) > 0; }
 
 /* Takes out a childless node, and those above that nothing is left of to find. */
 static int uproot_upwards(Eviction *self, Node *node)
@@ -88,7 +88,7 @@ static int uproot_upwards(Eviction *self, Node *node)
 /* All nodes below, parents first, as a new list; NULL with an error, or without one where somebody needs one of them. */
 static PyObject *unused_below(Node *node)
 {
-    PyObject *below = PyList_New(0), *waiting = PyDict_Values(node->children);
+    PyObject *below = PyList_New(0), *waiting = children_values(node->children);
     while (below != NULL && waiting != NULL && PyList_Size(waiting)) {
         Py_ssize_t last = PyList_Size(waiting) - 1;
         Node *each = as_node(PyList_GetItem(waiting, last));
@@ -96,7 +96,7 @@ static PyObject *unused_below(Node *node)
             Py_CLEAR(below);
             break;
         }
-        PyObject *children = has_children(each) ? PyDict_Values(each->children) : PyList_New(0);
+        PyObject *children = children_values(each->children);
         if (children == NULL || PyList_SetSlice(waiting, last, last + 1, children) < 0)
             Py_CLEAR(below);
         Py_XDECREF(children);

@@ -249,13 +249,21 @@ class Columns:
 
     # Plain trees: attention KV alone, on one tier, by LRU
 
-    def find(self, root: Node, data: bytes, stop: int) -> tuple[list[Node], Node | None, int, bytes]:
-        """Mark the path of `descend` as used. Returns it, the node it ends in midway, its pages, and their ids."""
+    def find(self, root: Node, data: bytes, stop: int) -> tuple[Node | None, int, bytes, int]:
+        """Mark the path of `descend` as used. Returns the node that it ends in, its pages, their ids, its whole nodes.
+
+        A path that ends midway has one node more than its whole nodes; an empty one ends in None.
+        """
         path, inside, inner = self.descend(root, data, stop)
-        if path:
+        whole = len(path)
+        if whole:
             self.touch(path[::-1])
-        end = inside.start + inner if inside is not None else path[-1].end if path else 0
-        return path, inside, end, self.gather(path if inside is None else [*path, inside], end)
+        if inside is not None:
+            path.append(inside)
+        if not path:
+            return None, 0, b"", 0
+        end = path[-1].end if inside is None else inside.start + inner
+        return path[-1], end, self.gather(path, end), whole
 
     def insert(self, root: Node, data: bytes, ids: bytes, first_page: int, in_use: PagesInUse) -> Node | None:
         """Insert `data`'s pages, of which the tree has just the first `first_page`. Returns the path's end.

@@ -43,7 +43,7 @@ class PlainSteps:
         self._forest = forest
         self._columns = forest.columns
         self._device_ids, self._host_ids = forest.in_use[Tier.DEVICE, -1], forest.in_use[Tier.HOST, -1]
-        self._page_tokens = forest.config.page_tokens
+        self._page_tokens, self._page_words = forest.config.page_tokens, forest.config.page_words
         #: Components with the ids of attention KV.
         self._names = (FULL, *(sidecar.name for sidecar in forest.config.sidecars))
         self._writes_back = isinstance(forest.config.tiers, WriteBack)
@@ -65,12 +65,12 @@ class PlainSteps:
             pages = max(0, min(pages, limit_tokens // self._page_tokens))
         if forest.hosted:
             return self._on_tiers(root, key, pages * forest.page_bytes)
-        path, inside, end, ids = columns.find(root, key.data, pages * forest.page_bytes)
-        if not end:
+        node, end, ids, whole = columns.find(root, key.data, pages * forest.page_bytes)
+        if node is None:
             return MISS
-        if len(path) >= SHORTEST_RUN:
-            path = join(forest, path)
-        node_id = path[-1].id if inside is None else forest.place(inside, end)
+        if whole >= SHORTEST_RUN:
+            join(forest, node.path()[::-1][:whole])
+        node_id = node.id if end == node.end else forest.place(node, end)
         tokens = end * self._page_tokens
         return Match(tokens, page_array(ids), node_id, tokens, node_id, tokens, node_id)
 
@@ -179,7 +179,7 @@ class PlainSteps:
     def _grown(self, key: RadixKey, node: Node) -> None:
         """Give a new leaf the key's hashes, if it has them, and record that it was stored."""
         forest = self._forest
-        names = key.known_hashes(forest.config.page_words)
+        names = key.known_hashes(self._page_words)
         if names is not None:
             node.hashes = names[node.start * HASH_BYTES : node.end * HASH_BYTES]
         if forest.journal is not None:

@@ -53,9 +53,9 @@ class DeviceIndices:
         """Returns the number of kept pages."""
         return self._count
 
-    def keep(self, indices: torch.Tensor) -> PageArray:
-        """Returns new ids for the whole pages of `indices` [token], in order. The caller must not write to it."""
-        count = indices.shape[0] // self._page_tokens
+    def keep(self, indices: torch.Tensor, first: int = 0, stop: int | None = None) -> PageArray:
+        """Returns new ids for the whole pages of `indices[first:stop]` [token], in order; to be read only."""
+        count = ((indices.shape[0] if stop is None else stop) - first) // self._page_tokens
         if count == 0:
             return NO_IDS
         self._count += count
@@ -64,7 +64,7 @@ class DeviceIndices:
         row = self._row(count)
         ids = self._scattered(count) if row is None else self._ids[row]
         self._flags[ids if row is None else row] = 1
-        self._table.write(ids, [] if row is None else [row], indices)
+        self._table.write(ids, [] if row is None else [row], indices, first)
         return ids
 
     def of(self, ids: PageArray) -> torch.Tensor:

@@ -19,8 +19,8 @@ ToDevice: TypeAlias = Callable[[npt.NDArray[np.int64]], torch.Tensor]
 class IndexTable(Protocol):
     """A table of page numbers, token index // `page_tokens`, by page id. `runs`: the ids as slices, if few enough."""
 
-    def write(self, ids: PageArray, runs: list[slice], indices: torch.Tensor) -> None:
-        """Write the page numbers of `indices` [token], in order of `ids`."""
+    def write(self, ids: PageArray, runs: list[slice], indices: torch.Tensor, first: int = 0) -> None:
+        """Write the page numbers of `indices` [token], from token `first` on, in order of `ids`."""
         ...
 
     def pages(self, ids: PageArray, runs: list[slice]) -> torch.Tensor:
@@ -44,10 +44,10 @@ class TensorTable:
         self._pages = torch.zeros(ids, dtype=torch.int64, device=device)
         self._within = torch.arange(page_tokens, dtype=torch.int64, device=device)
 
-    def write(self, ids: PageArray, runs: list[slice], indices: torch.Tensor) -> None:
+    def write(self, ids: PageArray, runs: list[slice], indices: torch.Tensor, first: int = 0) -> None:
         """See IndexTable."""
         size = self._page_tokens
-        pages = indices[: len(ids) * size : size]
+        pages = indices[first : first + len(ids) * size : size]
         if len(runs) != 1:
             self._pages.index_copy_(0, self._placed(ids), torch.floor_divide(pages, size).to(torch.int64))
         elif size == 1:
@@ -85,9 +85,10 @@ class HostTable:
         self._core, self._page_tokens = core, page_tokens
         self._pages = np.zeros(ids, np.int64)
 
-    def write(self, ids: PageArray, runs: list[slice], indices: torch.Tensor) -> None:
+    def write(self, ids: PageArray, runs: list[slice], indices: torch.Tensor, first: int = 0) -> None:
         """See IndexTable."""
-        self._core.keep_pages(self._pages, ids, indices.numpy(), self._page_tokens)
+        row = indices.numpy()
+        self._core.keep_pages(self._pages, ids, row[first:] if first else row, self._page_tokens)
 
     def pages(self, ids: PageArray, runs: list[slice]) -> torch.Tensor:
         """See IndexTable."""

@@ -28,6 +28,7 @@ from kvmover.cache.prefix import (
     InvariantBroken,
     KeyUnits,
     KVEvent,
+    LockHandle,
     PageArray,
     PrefixTree,
     RadixKey,
@@ -121,26 +122,31 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
 
     def match_prefix(self, params: Any) -> Any:
         """Returns the longest cached prefix, in whole pages, unlocked."""
-        if params.req is not None:
-            self._hints.came(params.req)
+        req = params.req
+        if req is not None:
+            self._hints.came(req)
         match = self._tree.match(self._keys.of(params.key))
-        if self._accounts is not None and params.req is not None:
-            lookup = self._lookup(params.req, params.key, match.best_tokens)
-            self._accounts.matched(params.req.rid, lookup, params.req.sampling_params.custom_params)
+        if self._accounts is not None and req is not None:
+            lookup = self._lookup(req, params.key, match.best_tokens)
+            self._accounts.matched(req.rid, lookup, req.sampling_params.custom_params)
         node = match.device_node
         if self._states is not None and params.cow_mamba and match.tokens:
-            self._states.start(params.req, dict(match.held)[STATE], partial(self._room_for_state, node))
-        loads = {load.component: len(load.positions) for load in match.loads}
-        return engine_radix.MatchResult(
+            self._states.start(req, dict(match.held)[STATE], partial(self._room_for_state, node))
+        found = engine_radix.MatchResult(
             match.tokens,
             node,
             match.host_node,
             match.best_node,
             host_hit_length=match.best_tokens - match.tokens,
+            full_kv_hit_length=match.full_tokens,
+        )
+        if not match.loads and not match.branches:
+            return found
+        loads = {load.component: len(load.positions) for load in match.loads}
+        return found._replace(
             swa_host_hit_length=loads.get(WINDOW, 0) * self.page_size,
             mamba_host_hit_length=loads.get(STATE, 0),
             mamba_branching_seqlen=dict(match.branches).get(STATE),
-            full_kv_hit_length=match.full_tokens,
         )
 
     def touch_prefix(self, key: Any) -> None:
@@ -159,9 +165,9 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
             self._reused(req, key, end)
             return
         state = NO_IDS if states is None else self._take_state(states, req, reach == end)
-        indices = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, kept:end]
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
         live = min(end, max(kept, req.kv.get_evicted_seqlen(SWA)))
-        inserted = self._insert(key, indices, kept, live, req.kv.cache_inserted_len, req.priority or 0, state)
+        inserted = self._insert(key, row, kept, live, req.kv.cache_inserted_len, req.priority or 0, state)
         known, node = inserted.known_tokens, inserted.node
         if states is not None:
             states.give_back(inserted.page_ids(STATE))
@@ -191,9 +197,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
             live = min(end, max(kept, params.get_evicted_seqlen(SWA)))
         if self._states is not None and params.mamba_value is not None:
             state = self._states.keep(params.mamba_value)
-        inserted = self._insert(
-            key, params.value[kept:end], kept, live, params.inserted_len, params.priority or 0, state
-        )
+        inserted = self._insert(key, params.value, kept, live, params.inserted_len, params.priority or 0, state)
         had_state = False
         if self._states is not None:
             double = inserted.page_ids(STATE)
@@ -254,22 +258,24 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
     def lock(self, node: int, skip_lock_components: Sequence[Any] = ()) -> Any:
         """Lock a node as `inc_lock_ref` does, for one holder."""
         skipped = tuple(skip_lock_components)
-        handle = self._tree.lock(node, skip=[_COMPONENTS[each] for each in skipped] if skipped else ())
-        return engine_radix.TreeLock(node, engine_radix.DecLockRefParams(node, skipped, {FULL: handle}))
+        receipt = engine_radix.DecLockRefParams(node, skipped, self._locked(node, skipped), {})
+        return engine_radix.TreeLock(node, receipt)
+
+    def unlock(self, lock: Any) -> None:
+        """Release what `lock` returned, if anything. Raises StaleHandle if it was released."""
+        if lock is not None:
+            self._release(lock.node, lock.receipt)
 
     def inc_lock_ref(self, node: int, skip_lock_components: Sequence[Any] = ()) -> Any:
         """Lock a node, its ancestors, and the window and state at its end. The receipt carries the tree's handle."""
         skipped = tuple(skip_lock_components)
-        handle = self._tree.lock(node, skip=[_COMPONENTS[each] for each in skipped])
         return engine_radix.IncLockRefResult(
-            node_id=node, skipped_lock_components=skipped, component_lock_uuids={FULL: handle}
+            node_id=node, skipped_lock_components=skipped, component_lock_uuids=self._locked(node, skipped)
         )
 
     def dec_lock_ref(self, node: int, params: Any = None) -> Any:
         """Release a lock by its receipt. Raises StaleHandle without a receipt, or if the lock was released."""
-        if params is None or params.node_id != node:
-            raise StaleHandle(f"a lock of node {node} is given back by its own receipt")
-        self._tree.unlock(params.get_lock_uuid(FULL))
+        self._release(node, params)
         return engine_radix.DecLockRefResult()
 
     def release_swa(self, lock: Any) -> None:
@@ -390,6 +396,15 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
 
     # Inside
 
+    def _locked(self, node: int, skipped: Sequence[Any]) -> dict[Any, LockHandle]:
+        """Returns the handle of a new lock, where SGLang's receipts have the boundary of attention KV."""
+        return {FULL: self._tree.lock(node, skip=[_COMPONENTS[each] for each in skipped] if skipped else ())}
+
+    def _release(self, node: int, receipt: Any) -> None:
+        if receipt is None or receipt.node_id != node:
+            raise StaleHandle(f"a lock of node {node} is given back by its own receipt")
+        self._tree.unlock(receipt.component_lock_uuids[FULL])
+
     def _pool_pages(self) -> dict[str, int]:
         """Returns the pages of each component's pool."""
         pages = {ATTENTION: self.token_to_kv_pool_allocator.size_full // self.page_size}
@@ -421,14 +436,16 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         return NO_IDS
 
     def _insert(
-        self, key: RadixKey, indices: torch.Tensor, kept: int, live: int, counted: int, priority: int, state: PageArray
+        self, key: RadixKey, row: torch.Tensor, kept: int, live: int, counted: int, priority: int, state: PageArray
     ) -> Inserted:
         """Keep the pages of `key` behind `kept` tokens, the windows behind `live` tokens, and the state at the end.
 
-        Page ids are new each time, so pages that the tree had come back; a state that it had is the caller's.
+        `row` has an index for each token of the key. Page ids are new each time, so pages that the tree had come back;
+        a state that it had is the caller's.
         """
-        pages, windows, held = self._indices.keep(indices), NO_IDS, dict[str, PageArray]()
-        if self._windows is not None and len(windows := self._windows.keep(indices[live - kept :])):
+        end = key.tokens // self.page_size * self.page_size
+        pages, windows, held = self._indices.keep(row, kept, end), NO_IDS, dict[str, PageArray]()
+        if self._windows is not None and len(windows := self._windows.keep(row[live:end])):
             held[WINDOW] = windows
         if len(state):
             held[STATE] = state

@@ -13,7 +13,7 @@ class RadixKeys:
     """The keys of one tree. `lora_names`: SGLang's, by extra key."""
 
     def __init__(self, tree: PrefixTree, lora_names: Any) -> None:
-        self._tree, self._lora_names = tree, lora_names
+        self._units, self._lora_names = tree.config.units, lora_names
 
     def of(self, key: Any) -> RadixKey:
         """Returns the key of SGLang's RadixKey."""
@@ -33,9 +33,9 @@ class RadixKeys:
         if limit is not None and limit < len(tokens):
             tokens = cast("list[int]", tokens)[:limit] if isinstance(tokens, list) else memoryview(tokens)[:limit]
         try:
-            return self._tree.key(tokens, namespace)
+            return RadixKey.of(tokens, namespace, self._units)
         except PrefixError:
-            return self._tree.key((), namespace)
+            return RadixKey.of((), namespace, self._units)
 
 
 @lru_cache(maxsize=4096)
