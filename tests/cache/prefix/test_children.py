@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import random
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from kvmover.cache.prefix import FULL, PrefixTree, forest
+from kvmover.c_core import NATIVE
+from kvmover.cache.prefix import FULL, PrefixTree
 
-built = pytest.mark.skipif(forest.C_CORE is None, reason="the C core was not built")
 
-
-@built
+@pytest.mark.skipif(NATIVE is None, reason="the C core was not built")
 def test_many_children_come_and_go_as_in_a_dict() -> None:
-    assert forest.C_CORE is not None
-    parent = forest.C_CORE.Columns().node(1, None, b"", 0, 1)
+    parent = cast(Any, NATIVE).Columns().node(1, None, b"", 0, 1)
     mine, theirs, chance = parent.children, dict[bytes, int](), random.Random(4)
     names = [number.to_bytes(4, "little") for number in range(9_000)]
     for share in (0.2, 1.0, 0.5, 0.0, 0.4):  # 2,048 are still in one dict
