@@ -92,13 +92,13 @@ class HostTable:
 
     def pages(self, ids: PageArray, runs: list[slice]) -> torch.Tensor:
         """See IndexTable."""
-        return torch.as_tensor(self._pages[ids] if len(runs) != 1 else self._pages[runs[0]].copy())
+        return torch.from_numpy(self._pages[ids] if len(runs) != 1 else self._pages[runs[0]].copy())
 
     def tokens(self, ids: PageArray, runs: list[slice]) -> torch.Tensor:
         """See IndexTable."""
         row = np.empty(len(ids) * self._page_tokens, np.int64)
         self._core.page_tokens_of(self._pages, ids, row, self._page_tokens)
-        return torch.as_tensor(row)
+        return torch.from_numpy(row)
 
     def double(self) -> None:
         """See IndexTable."""
