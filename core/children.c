@@ -8,8 +8,10 @@
 
 PyTypeObject *ChildrenType;
 
-/* So many are still in one dict; a part is packed when it holds an eighth of the most that it held. */
-enum { FEW = 2048, PARTS = 256, PACKED = 64, SPARSE = 8 };
+/* So many are still in one dict. A part is packed when it holds a 32nd to a quarter of the most that it held, each at a
+ * share of its own: they empty alike, and would all be packed in the same steps.
+ */
+enum { FEW = 2048, PARTS = 1024, PACKED = 64, SPARSE = 32 };
 
 typedef struct {
     PyObject *dict; /* NULL where it has none */
@@ -92,7 +94,8 @@ int children_drop(PyObject *children, PyObject *name)
         return -1;
     self->count--;
     Py_ssize_t size = PyDict_Size(part->dict);
-    if (part->most >= PACKED && size * SPARSE <= part->most) {
+    Py_ssize_t turn = self->many == NULL ? 0 : part - self->many;
+    if (part->most >= PACKED && size * SPARSE * PARTS <= part->most * (PARTS + (SPARSE / 4 - 1) * turn)) {
         PyObject *packed = size ? PyDict_Copy(part->dict) : NULL;
         if (PyErr_Occurred())
             return -1;
