@@ -15,6 +15,9 @@ from kvmover.cache.prefix import PageArray
 #: Copies a host row to the device in the current stream, without waiting for it.
 ToDevice: TypeAlias = Callable[[npt.NDArray[np.int64]], torch.Tensor]
 
+#: A tensor over a row's memory, in a third of the time of `as_tensor`.
+_over: ToDevice = cast(Any, torch).from_numpy
+
 
 class IndexTable(Protocol):
     """A table of page numbers, token index // `page_tokens`, by page id. `runs`: the ids as slices, if few enough."""
@@ -92,13 +95,13 @@ class HostTable:
 
     def pages(self, ids: PageArray, runs: list[slice]) -> torch.Tensor:
         """See IndexTable."""
-        return torch.from_numpy(self._pages[ids] if len(runs) != 1 else self._pages[runs[0]].copy())
+        return _over(self._pages[ids] if len(runs) != 1 else self._pages[runs[0]].copy())
 
     def tokens(self, ids: PageArray, runs: list[slice]) -> torch.Tensor:
         """See IndexTable."""
         row = np.empty(len(ids) * self._page_tokens, np.int64)
         self._core.page_tokens_of(self._pages, ids, row, self._page_tokens)
-        return torch.from_numpy(row)
+        return _over(row)
 
     def double(self) -> None:
         """See IndexTable."""
