@@ -68,7 +68,7 @@ def test_a_move_has_the_digest_of_the_definition(move: Move) -> None:
 
 @pytest.mark.parametrize(
     ("together", "sms"),
-    family(product(TOGETHER, [None, 3]), few=[("even", None), ("with-nothing", None), ("alignments", 3)]),
+    family(product(TOGETHER, [None, 3]), few=[("with-nothing", None), ("alignments", 3)]),
 )
 def test_regions_of_different_widths_share_a_launch(together: str, sms: int | None) -> None:
     moves = TOGETHER[together]

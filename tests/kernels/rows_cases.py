@@ -30,7 +30,7 @@ def test_a_move_lands_where_a_loop_over_coordinates_puts_it(move: Move) -> None:
     ("together", "sms"),
     family(
         product(TOGETHER, [None, 1, 3]),
-        few=[("pages", None), ("contiguous", 1), ("alignments", 3), ("with-nothing", 3), ("only-nothing", 3)],
+        few=[("pages", None), ("contiguous", 1), ("with-nothing", 3), ("only-nothing", 3)],
     ),
 )
 def test_regions_of_different_widths_move_in_one_launch_under_any_budget(together: str, sms: int | None) -> None:
@@ -56,9 +56,7 @@ def test_states_land_by_head_and_by_sub_projection_in_one_launch(orders: str) ->
 
 @pytest.mark.parametrize(
     ("block_bytes", "first"),
-    family(
-        [(256, 3), (256, 15), (256, 27), (16384, 0), (16384, 3), (16384, 6), (16384, 9)], few=[(256, 3), (16384, 6)]
-    ),
+    family([(256, 3), (256, 15), (256, 27), (16384, 0), (16384, 3), (16384, 6), (16384, 9)], few=[(16384, 6)]),
 )
 def test_any_tile_size_moves_the_same_bytes(block_bytes: int, first: int) -> None:
     """Small tiles are many, and the interpreter takes milliseconds for each."""

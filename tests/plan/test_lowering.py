@@ -47,8 +47,8 @@ def small_plan() -> Plan:
 @pytest.mark.searched
 @pytest.mark.parametrize("order", DIM_LAST, ids=lambda order: order.replace(" ", "-"))
 def test_a_pool_in_this_order_sends_to_and_receives_from_pools_in_all_orders(order: str) -> None:
-    """A plain run takes each eighth of the orders, from another one on for each."""
-    step = tries(plain=8, prove=1, night=1)
+    """A plain run takes each sixteenth of the orders, from another one on for each."""
+    step = tries(plain=16, prove=1, night=1)
     plan = small_plan()
     _, leg = plan.legs()
     for number, other in [*enumerate(DIM_LAST)][DIM_LAST.index(order) % step :: step]:

@@ -20,7 +20,7 @@ from tests.proofs import family, tries
 from tests.sim.migrations.world import PROFILES, MigrationBroken, simulate
 
 #: Of each profile.
-SCHEDULES = max(15, int(os.environ.get("KVMOVER_SCHEDULES", tries(plain=1000, prove=2500, night=20_000))) // 70)
+SCHEDULES = max(8, int(os.environ.get("KVMOVER_SCHEDULES", tries(plain=560, prove=2500, night=20_000))) // 70)
 
 #: A mutation that survives so many schedules of each profile is not caught. The first is the one that caught a mutation
 #: after hundreds that did not.

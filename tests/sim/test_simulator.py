@@ -39,7 +39,7 @@ SHARES = {
 }
 
 #: Schedules, in tests of at most so many each, which several workers can share.
-SCHEDULES = int(os.environ.get("KVMOVER_SCHEDULES", tries(plain=320, prove=2500, night=20_000)))
+SCHEDULES = int(os.environ.get("KVMOVER_SCHEDULES", tries(plain=160, prove=2500, night=20_000)))
 BLOCK = 500
 BLOCKS = [
     (profile, range(first, min(first + BLOCK, SCHEDULES * share // 16)))

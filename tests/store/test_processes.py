@@ -29,7 +29,7 @@ def test_writers_readers_and_cleaners_race_without_a_wrong_byte(tmp_path: Path) 
     """The peers compare every byte they read; two writers of TP2 ranks write the same pages at once."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TOP), str(Path(__file__).parent)])}
     roles = [("writer", 0), ("writer", 1), ("reader", 2), ("reader", 3), ("cleaner", 4)]
-    rounds = tries(plain=30, prove=100, night=100)
+    rounds = tries(plain=10, prove=100, night=100)
     peers = [
         subprocess.Popen(
             [sys.executable, race_peer.__file__, role, str(tmp_path), str(seed), str(rounds)],
