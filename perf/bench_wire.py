@@ -2,8 +2,8 @@
 
 `make wire`, or `python -m perf.bench_wire [--rounds 5] [--out FOLDER]`. On a cable of veth with a token bucket, and on
 one of TAP devices that also delays packets by 5 ms a way and loses one in 2,000: 32 MiB of bfloat16 packed, direct,
-pulled, converted to fp8 on the way, each with and without digests, in turn with one write of the bytes by raw NIXL in
-the same two processes. Beside each measured time stands the time that the cost model predicts from the speeds that the
+pulled, converted to fp8 on the way, each with and without digests, in turn with one write (or, beside a pull, one read)
+of the bytes by raw NIXL in the same two processes. Beside each measured time stands the time that the cost model predicts from the speeds that the
 mover has measured. A machine that allows no namespaces is told so, and the program ends with exit status 0.
 """
 
@@ -66,6 +66,7 @@ def _cases() -> Iterator[tuple[str, Case]]:
 
 CASES: Mapping[str, Case] = dict(_cases())
 RAW = "raw NIXL, one write"
+READ, RAW_FP8 = "raw NIXL, one read", f"{RAW} of fp8"
 
 
 def measured(pipe: Connection, near: str, far: str, rounds: int) -> None:
@@ -76,8 +77,13 @@ def measured(pipe: Connection, near: str, far: str, rounds: int) -> None:
     for pair in pairs.values():  # the first request meets the peer
         pair.moved(PACKED, TOKENS)
     for number in range(rounds + 1):
-        for name, nbytes in ((RAW, COMPONENT.token_bytes * TOKENS), (f"{RAW} of fp8", FP8.token_bytes * TOKENS)):
-            seconds = plain.contiguous(nbytes)
+        for name, component, verb in (
+            (RAW, COMPONENT, Verb.PUSH),
+            (READ, COMPONENT, Verb.PULL),
+            (RAW_FP8, FP8, Verb.PUSH),
+        ):
+            nbytes = component.token_bytes * TOKENS
+            seconds = plain.contiguous(nbytes, verb)
             if number:
                 pipe.send((name, nbytes, seconds))
         for name, case in CASES.items():
@@ -92,8 +98,8 @@ def measured(pipe: Connection, near: str, far: str, rounds: int) -> None:
 
 
 def predicted_s(pair: Pair, case: Case) -> float:
-    """Returns the seconds of a case by the cost model, from the speeds that the source has measured."""
-    costs = pair.side.mover.calibrations()[0].costs(case.config.costs)
+    """Returns the seconds of a case by the cost model, from the speeds measured by the side that writes or reads."""
+    costs = pair.costs(case.config)
     if case.config.route is Route.PACKED:
         return costs.packed_us(case.nbytes, costs.chunks(case.nbytes)) / 1e6
     return costs.direct_us(case.nbytes, case.nbytes // COMPONENT.row_bytes) / 1e6
@@ -131,7 +137,7 @@ def rows(rounds: int) -> Iterator[dict[str, object]]:
     for cable_name, cable in CABLES.items():
         found = over(cable, rounds)
         for name, (nbytes, spread, predicted) in found.items():
-            raw = found[RAW if nbytes == found[RAW][0] else f"{RAW} of fp8"][1]
+            raw = found[RAW_FP8 if nbytes != found[RAW][0] else READ if "pulled" in name else RAW][1]
             yield {
                 "cable": cable_name,
                 "way": name,

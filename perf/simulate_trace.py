@@ -372,15 +372,15 @@ def live() -> Iterator[dict[str, object]]:
     the rate that raw NIXL had.
     """
     for cable, laid in bench_wire.CABLES.items():
-        raw_ms = float(first("wire", cable=cable, way=bench_wire.RAW)["ms"])
-        speeds = Speeds(
-            bench_wire.TOKENS * transfer_pair.COMPONENT.token_bytes / raw_ms / 1e3,
-            bench_wire.PACKED.costs.gather_rate,
-            bench_wire.PACKED.costs.scatter_rate,
-            note_us=getattr(laid, "delay_s", 0.0) * 1e6 + 100.0,
-            event_us=SPEEDS.event_us,
-        )
-        for way in ("packed", "packed, pulled"):
+        for way, raw in (("packed", bench_wire.RAW), ("packed, pulled", bench_wire.READ)):
+            raw_ms = float(first("wire", cable=cable, way=raw)["ms"])
+            speeds = Speeds(
+                bench_wire.TOKENS * transfer_pair.COMPONENT.token_bytes / raw_ms / 1e3,
+                bench_wire.PACKED.costs.gather_rate,
+                bench_wire.PACKED.costs.scatter_rate,
+                note_us=getattr(laid, "delay_s", 0.0) * 1e6 + 100.0,
+                event_us=SPEEDS.event_us,
+            )
             predicted_ms = _on_a_cable(speeds, bench_wire.CASES[way].config) * 1e3
             measured_ms = float(first("wire", cable=cable, way=way)["ms"])
             yield {

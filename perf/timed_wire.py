@@ -1,4 +1,4 @@
-"""A wire on virtual time: a NIC a rank that carries one write after the other, and ranks that take time to listen."""
+"""A wire on virtual time: a NIC a rank that carries one operation after the other, and ranks that take time to listen."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Speeds:
 
 @dataclass(slots=True, eq=False)
 class TimedWire(LoopbackNetwork):
-    """Ranks on one clock, in seconds. A write waits for its sender's NIC, then for its receiver's.
+    """Ranks on one clock, in seconds. Bytes wait for their source's NIC, then for their target's.
 
     `sent_bytes`: written, by sender. `said` [sender, kind]: messages.
     """
@@ -86,11 +86,13 @@ class TimedWire(LoopbackNetwork):
     def carry(self, sender: LoopbackTransport, flight: _Flight) -> None:
         table, speeds = flight.local.table, self.speeds
         nbytes = int((table[:, NBYTES] * table[:, COUNT]).sum())
-        gathered = self.now + nbytes / speeds.gather_rate / 1e6
-        begins = max(gathered, self._sends_until.get(sender.name, 0.0), self._receives_until.get(flight.peer, 0.0))
+        source, target, ready = sender.name, flight.peer, self.now + nbytes / speeds.gather_rate / 1e6
+        if flight.verb == "READ":  # the source hears of it first
+            source, target, ready = flight.peer, sender.name, ready + speeds.note_us / 1e6
+        begins = max(ready, self._sends_until.get(source, 0.0), self._receives_until.get(target, 0.0))
         ends = begins + nbytes / speeds.wire_rate / 1e6
-        self._sends_until[sender.name] = self._receives_until[flight.peer] = ends
-        self.sent_bytes[sender.name] += nbytes
+        self._sends_until[source] = self._receives_until[target] = ends
+        self.sent_bytes[source] += nbytes
         if flight.note:
             self._count(sender.name, flight.note)
         self.at(ends + (speeds.note_us + nbytes / speeds.scatter_rate) / 1e6, lambda: self._arrive(sender, flight))

@@ -11,9 +11,11 @@ from typing import TypeGuard
 import numpy as np
 
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
+from kvmover.plan.cost import Costs
 from kvmover.transfer.config import Exports, MoverConfig
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.protocol.handshake import Model, Place
+from kvmover.transfer.protocol.wire import Verb
 from kvmover.transport import Completed, Descriptors, Event, Memory, Note, memory_of
 from kvmover.transport.nixl import NixlTransport
 from perf.network_cable import enter
@@ -61,7 +63,8 @@ def build(engine: str, order: str, device: str, component: Component = COMPONENT
 
 
 def destination(pipe: Connection, device: str, component: Component = COMPONENT, network: str = "") -> None:
-    """Receive what it is told to, and answer how long it took from asking to landed; or send notes back.
+    """Receive what it is told to, and answer how long it took from asking to landed; send notes back; or answer the
+    costs that it has measured, in place of those of a config.
 
     `network`: the namespace to do so in, "" for this one.
     """
@@ -76,12 +79,20 @@ def destination(pipe: Connection, device: str, component: Component = COMPONENT,
         if isinstance(told, int):
             echo(side.transport, told)
             continue
+        if isinstance(told, MoverConfig):
+            pipe.send(measured(side, told))
+            continue
         config, request, tokens = told
         side.mover.configure(config)
         transfer = side.mover.receive(request, "prefill", range(tokens), [pages])
         side.mover.wait([transfer])
         pipe.send(transfer.landed().seconds)
     side.mover.close()
+
+
+def measured(side: Side, config: MoverConfig) -> Costs:
+    """Returns the costs of a config with what a side has measured in their place."""
+    return side.mover.calibrations()[0].costs(config.costs)
 
 
 def echo(transport: NixlTransport, times: int) -> None:
@@ -115,11 +126,12 @@ class Pair:
             assert time.monotonic() < deadline, f"{self._peer} has not come in {MEET_S} s"
             self.side.mover.poll()
 
-    def contiguous(self, nbytes: int) -> float:
-        """Seconds of one write, without a mover."""
+    def contiguous(self, nbytes: int, verb: Verb = Verb.PUSH) -> float:
+        """Seconds of one write or read, without a mover."""
         began = time.perf_counter()
         ends = [Descriptors.runs(memory.kind, [memory.address], nbytes) for memory in (self.side.buffer, self._remote)]
-        self.side.transport.write(self._peer, ends[0], ends[1], b"", 60.0)
+        transport = self.side.transport
+        (transport.write if verb is Verb.PUSH else transport.read)(self._peer, ends[0], ends[1], b"", 60.0)
         while not any(isinstance(event, Completed) for event in self.side.transport.poll()):
             time.sleep(PAUSE_S)
         return time.perf_counter() - began
@@ -144,6 +156,14 @@ class Pair:
         self.side.mover.wait([offered])
         offered.landed()
         return float(self._pipe.recv())
+
+    def costs(self, config: MoverConfig) -> Costs:
+        """Returns the costs of a config as the side has measured them that writes or reads."""
+        if config.verb is Verb.PUSH:
+            return measured(self.side, config)
+        self._pipe.send(config)
+        found: Costs = self._pipe.recv()
+        return found
 
     def close(self) -> None:
         self._pipe.send(None)

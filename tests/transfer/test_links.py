@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from mover_fleets import CONFIG, HandClock, Pair
 
 from kvmover.plan.calibration import FEWEST, Calibration
 from kvmover.plan.cost import Route
+from kvmover.transfer.meter import Count
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.peers.links import REFIT_S
+from kvmover.transfer.protocol.wire import Verb
+from kvmover.transport import LoopbackTransport
+from kvmover.transport.base import Completed, Event, Timing
 
 
 class TickingClock(HandClock):
@@ -51,6 +56,28 @@ def test_the_receiving_side_learns_of_its_copies_though_it_never_writes() -> Non
     for _ in range(64):  # as many as are kept: the copies from before are forgotten
         mover._core.links.scattered(first.host, 1 << 20, 1.0)
     assert measured(mover).scatter_rate == (1 << 20) / 1e6
+
+
+def test_a_side_that_reads_learns_of_the_wire_by_its_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    poll = LoopbackTransport.poll
+
+    def timed(transport: LoopbackTransport) -> list[Event]:
+        timing = Timing(post_us=1.0, total_us=20.0)
+        return [replace(event, timing=timing) if isinstance(event, Completed) else event for event in poll(transport)]
+
+    monkeypatch.setattr(LoopbackTransport, "poll", timed)
+    pair = Pair.of(clock=TickingClock(), config=replace(CONFIG, verb=Verb.PULL, route=Route.DIRECT))
+    pair.bench.ended([*pair.send(), *pair.receive()])
+    clock = pair.bench.clock
+    assert isinstance(clock, HandClock)
+    clock.now += REFIT_S  # longer than any read: the last one is over
+    (reader,), (source,) = pair.dst.movers, pair.src.movers
+    assert measured(reader).writes >= 1
+    (link,) = reader._core.links._links.values()
+    samples = [sample for window in link.measured._writes for sample in window]
+    assert sum(sample.nbytes for sample in samples) == reader.meter.counts[Count.RECEIVED_BYTES]
+    assert sum(sample.runs for sample in samples) == reader.meter.counts[Count.DESCRIPTORS]
+    assert not source.calibrations(), "it posts nothing"
 
 
 def test_chunks_that_are_not_packed_say_nothing_of_packed_ones() -> None:

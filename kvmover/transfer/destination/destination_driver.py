@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -71,7 +72,7 @@ from kvmover.transport.base import Completed, Descriptors, Failed
 @dataclass(frozen=True, slots=True)
 class Reading:
     """A read of a chunk from `peer`, by the attempt `id` (request, generation). `note`: the encoded message that
-    reaches the peer after the bytes were read. `spent_s`: times of that attempt.
+    reaches the peer after the bytes were read. `spent_s`: times of that attempt. `nbytes` in `runs`: posted.
     """
 
     id: tuple[str, int]
@@ -79,6 +80,8 @@ class Reading:
     chunk: int
     note: bytes = field(compare=False)
     spent_s: Spent = field(compare=False)
+    nbytes: int = field(default=0, compare=False)
+    runs: int = field(default=0, compare=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -143,16 +146,19 @@ class Reads:
         now = core.clock()
         core.meter.took(Stage.POST, now - begun, reading.spent_s)
         core.meter.add(Count.DESCRIPTORS, local.count)
-        self.flights.add(ticket, reading, now)
+        self.flights.add(ticket, dataclasses.replace(reading, nbytes=local.nbytes, runs=local.count), now)
 
     def handle(self, event: Completed | Failed) -> bool:
         """Handle the end of a read. Returns False for an operation that is not of these reads."""
         landing = self.flights.end(event, self.core.clock())
         if landing is None:
             return False
-        if landing.reason is None:
-            self.core.meter.took(Stage.WIRE, landing.seconds, landing.what.spent_s)
-        reading = landing.what
+        reading, peer = landing.what, self.core.peers.get(landing.what.peer)
+        if isinstance(event, Completed):
+            self.core.meter.took(Stage.WIRE, landing.seconds, reading.spent_s)
+            if peer is not None:
+                posted_s = self.core.clock() - landing.seconds
+                self.core.links.moved(peer.card.host, event, reading.nbytes, reading.runs, posted_s)
         self.tell(reading, ReadEnded(reading.peer, reading.chunk, landing.reason, landing.quiescent))
         return True
 

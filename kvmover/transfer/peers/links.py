@@ -1,7 +1,7 @@
-"""The links to other hosts: measured times of this side's writes, and the costs by which routes are chosen.
+"""The links to other hosts: measured times of this side's writes and reads, and the costs by which routes are chosen.
 
-Measured by probes when a peer is connected, into its sandbox, and by each write, copy and poll since. The way back is
-assumed to cost the same: the destination chooses the route, the source writes.
+Measured by probes when a peer is connected, into its sandbox, and by each write, read, copy and poll since. For a push
+the way back is assumed to cost the same: the destination chooses the route, the source writes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROBE_DEADLINE_S = 5.0
 
 @dataclass(slots=True, eq=False)
 class _Link:
-    """One host's measurements, with the writes under way together, and the costs last fitted to them."""
+    """One host's measurements, with the operations under way together, and the costs last fitted to them."""
 
     measured: Measurements = field(default_factory=Measurements)
     bursts: Bursts = field(default_factory=Bursts)
@@ -83,7 +83,7 @@ class Links:
             return False
         if isinstance(event, Completed):
             probe, peer = landing.what
-            self.wrote(peer.card.host, event, probe.runs * probe.run_bytes, probe.runs, now - landing.seconds)
+            self.moved(peer.card.host, event, probe.runs * probe.run_bytes, probe.runs, now - landing.seconds)
             self._next(peer, now)
         else:
             self._probes.pop(landing.what[1].name, None)
@@ -95,8 +95,8 @@ class Links:
             link = self._links[host] = _Link()
         return link
 
-    def wrote(self, host: str, event: Completed, nbytes: int, runs: int, posted_s: float) -> None:
-        """Record a successful write of `nbytes` bytes in `runs` runs, whose post was over at `posted_s`."""
+    def moved(self, host: str, event: Completed, nbytes: int, runs: int, posted_s: float) -> None:
+        """Record a successful write or read of `nbytes` bytes in `runs` runs, whose post was over at `posted_s`."""
         if event.timing is not None:
             began_us, total_us = posted_s * 1e6 - event.timing.post_us, event.timing.total_us
             self._measure(host, self._link(host).bursts.wrote(began_us, Sample(nbytes, runs, total_us)))

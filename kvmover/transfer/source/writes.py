@@ -271,7 +271,7 @@ class Writes:
         meter, moved = self.core.meter, entry.job.lane.chunks[entry.chunk].nbytes
         if isinstance(event, Completed):
             posted_s = self.core.clock() - landing.seconds
-            self.core.links.wrote(entry.job.peer.card.host, event, moved, entry.runs, posted_s)
+            self.core.links.moved(entry.job.peer.card.host, event, moved, entry.runs, posted_s)
         meter.took(Stage.WIRE, landing.seconds, entry.job.spent_s)
         meter.add(Count.SENT_CHUNKS)
         meter.add(Count.SENT_BYTES, moved)
