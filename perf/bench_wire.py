@@ -2,9 +2,10 @@
 
 `make wire`, or `python -m perf.bench_wire [--rounds 5] [--out FOLDER]`. On a cable of veth with a token bucket, and on
 one of TAP devices that also delays packets by 5 ms a way and loses one in 2,000: 32 MiB of bfloat16 packed, direct,
-pulled, converted to fp8 on the way, each with and without digests, in turn with one write (or, beside a pull, one read)
-of the bytes by raw NIXL in the same two processes. Beside each measured time stands the time that the cost model predicts from the speeds that the
-mover has measured. A machine that allows no namespaces is told so, and the program ends with exit status 0.
+pulled, converted to fp8 on the way, each with and without digests. In turn with them, in the same two processes, raw
+NIXL writes the bytes once, or, as the row beside a pull, reads them. Beside each measured time stands the time that the
+cost model predicts from the speeds that the mover has measured. A machine that allows no namespaces is told so, and the
+program ends with exit status 0.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ def _cases() -> Iterator[tuple[str, Case]]:
 CASES: Mapping[str, Case] = dict(_cases())
 RAW = "raw NIXL, one write"
 READ, RAW_FP8 = "raw NIXL, one read", f"{RAW} of fp8"
+RAWS = {RAW: (COMPONENT, Verb.PUSH), READ: (COMPONENT, Verb.PULL), RAW_FP8: (FP8, Verb.PUSH)}
 
 
 def measured(pipe: Connection, near: str, far: str, rounds: int) -> None:

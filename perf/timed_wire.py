@@ -1,4 +1,4 @@
-"""A wire on virtual time: a NIC a rank that carries one operation after the other, and ranks that take time to listen."""
+"""A wire on virtual time: a NIC a rank that carries one thing after the other, and ranks that take time to listen."""
 
 from __future__ import annotations
 
