@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -150,8 +151,13 @@ def part_named(parts: Sequence[str]) -> str:
     return room if room in MAY_IMPORT else parts[0]
 
 
-def imports(path: Path, root: Path = ROOT) -> Iterator[str]:
+@cache
+def imports(path: Path, root: Path = ROOT) -> tuple[str, ...]:
     """Full names of all that a module imports, wherever in it: with `from a import b` both `a` and `a.b`."""
+    return tuple(_imports(path, root))
+
+
+def _imports(path: Path, root: Path) -> Iterator[str]:
     package = list(path.relative_to(root).parts[:-1])
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

@@ -117,6 +117,7 @@ def joined(pool: PoolProcesses) -> Generator[PoolClient]:
     client.close()
 
 
+@pytest.mark.proof
 class TestPoolOfProcesses(PoolConformance):
     @pytest.fixture(autouse=True)
     def _client(self, joined: PoolClient) -> None:
