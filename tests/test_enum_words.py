@@ -45,7 +45,7 @@ from kvmover.kernels.region import Region, Side
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.plan import Plan
 from kvmover.plan.cost import RDMA, Costs, Route
-from kvmover.store import Access, PlainFiles, StoragePlugin
+from kvmover.store import Access, PlainFiles, Policy, StoragePlugin
 from kvmover.store.files import OpenFile
 from kvmover.tools.top_keys import TopState
 from kvmover.transfer import Model, Mover, Place, Service
@@ -62,6 +62,7 @@ GIVEN: dict[type, Any] = {
     Memory: Memory(MemoryKind.HOST, 4096, 256),
     MoverConfig: MoverConfig(),
     Plan: Plan(Component.attention(1, 1, 8, "uint8"), Fleet(), Fleet(), 0, 1),
+    Policy: Policy(),
     TierPolicy: TierPolicy(),
     TopState: TopState(),
     TreeConfig: TreeConfig(16),

@@ -451,9 +451,9 @@ TEXTS: Mapping[str, str] = {
     "store.quota_bytes": "Payload bytes that a namespace may hold on disk; `none`: no limit.",
     "store.ttl_s": "Seconds without a read after which a page is deleted; `none`: never.",
     "store.segment_bytes": "Size at which a new data file is begun, in bytes.",
+    "store.stamp_s": "Last-read times in object headers are updated at most every so many seconds.",
     "store.eviction": "Which page goes first: `lru`; in a directory also `hazard`, the page least likely to be read"
     " again, as each process learns from its own reads.",
-    "store.stamp_s": "Last-read times in object headers are updated at most every so many seconds.",
     "store.root": "Directory, `s3://bucket/prefix` or `mooncake://HOST:PORT`, for all ranks; `none`: no store in vLLM.",
     "store.namespace_ttl_s": "Seconds without use after which other namespaces under `store.root`, of replaced weights"
     " for example, are emptied; `none`: never.",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvmover.store.page_store import PageStore, PartView
     from kvmover.store.part import PageBox, PagePart, elected, replicas
     from kvmover.store.store_metrics import StoreCollector
-    from kvmover.store.store_policy import Policy
+    from kvmover.store.store_policy import PageEviction, Policy
     from kvmover.store.store_results import (
         Collected,
         Counters,
@@ -52,7 +52,7 @@ _HOMES = {
     "nixl_files": ("NixlFiles", "StoragePlugin", "files_for"),
     "part": ("PageBox", "PagePart", "elected", "replicas"),
     "store_metrics": ("StoreCollector",),
-    "store_policy": ("Policy",),
+    "store_policy": ("PageEviction", "Policy"),
     "store_results": (
         "Collected",
         "Counters",
@@ -89,6 +89,7 @@ __all__ = [
     "NixlFiles",
     "OpenFile",
     "PageBox",
+    "PageEviction",
     "PagePart",
     "PageStore",
     "PartView",

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvmover.cache.prefix import LRU, POLICIES, PageOrder
+from kvmover.cache.prefix import POLICIES, PageOrder
 from kvmover.store.boot import HostBoot
 from kvmover.store.deletion import DeletionOrder
 from kvmover.store.eviction import EvictionCandidate, carried, victim
@@ -27,7 +27,7 @@ from kvmover.store.record import holds
 from kvmover.store.segment import Segment
 from kvmover.store.segment_catalog import SLICE, Catalog
 from kvmover.store.segment_writer import FileOffset, Header, Writer
-from kvmover.store.store_policy import Policy
+from kvmover.store.store_policy import PageEviction, Policy
 from kvmover.store.store_results import Counters
 from kvmover.store.stored import Placed, Rows, StoredObject
 from kvmover.store.takeover import SegmentTakeover
@@ -217,7 +217,7 @@ class Retention:
         self.folder = folder
         self.policy = policy
         self.files = files
-        order = None if policy.eviction == LRU.name else PageOrder(POLICIES[policy.eviction])
+        order = None if policy.eviction is PageEviction.LRU else PageOrder(POLICIES[policy.eviction])
         self.catalog = Catalog(folder, namespace, files, machine, order)
         self.counters = Counters(lagged=self.catalog.lagged, deleted=self.catalog.door.deleted)
         self.lock = self.catalog.lock

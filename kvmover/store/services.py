@@ -13,7 +13,7 @@ from kvmover.store.manifest import Found
 from kvmover.store.mooncake.pool_objects import open_pool, pool_namespaces, pool_of_namespace
 from kvmover.store.namespace import Namespace
 from kvmover.store.objects import Objects
-from kvmover.store.store_policy import EVICTIONS, Policy
+from kvmover.store.store_policy import PageEviction, Policy
 
 
 class _Service(NamedTuple):
@@ -31,9 +31,9 @@ _OTHERS = {
 
 def open_service(location: str, namespace: Namespace, policy: Policy) -> Objects[Any]:
     """Open the pages of `namespace` at a location. Raises StoreError, also for an eviction that it does not have."""
-    if policy.eviction != EVICTIONS[0]:
+    if policy.eviction is not PageEviction.LRU:
         raise StoreError(
-            f"{location} evicts whole segments or slabs by their last use: eviction = {policy.eviction!r} is of"
+            f"{location} evicts whole segments or slabs by their last use: eviction = {policy.eviction.value!r} is of"
             " directories"
         )
     return _at(location).open(location, namespace, policy)

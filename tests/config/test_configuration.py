@@ -45,6 +45,7 @@ OTHERS = {
     "progress.open_s": "0.015",
     "progress.idle_s": "0.5",
     "exchange.allow": "10.0.0.0/8, fd00::/8, prefill-0.kv",
+    "store.eviction": "hazard",
     "store.root": "/srv/kv pages",
     "peers.address": "10.0.0.7:8400",
     "peers.engines": "10.0.0.7:8400, [fd00::8]:8400",
@@ -344,8 +345,8 @@ def test_reading_a_configuration_loads_the_values_of_its_sections_and_none_of_th
     """Every process of an engine reads one: it has no use for torch, nor for a store, a tree or tiers it never opens.
 
     Besides the configuration and errors that leaves what a MoverConfig is made of, of the store its policy,
-    and layouts and plans, which the words of the wire are made of, of the transport its interface, and of the kernels
-    the names of engines.
+    and layouts and plans, which the words of the wire are made of, of the transport its interface, for which the core in
+    C counts runs, and of the kernels the names of engines.
     """
     code = "import sys, kvmover.config\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
@@ -353,7 +354,7 @@ def test_reading_a_configuration_loads_the_values_of_its_sections_and_none_of_th
     assert not {name.split(".")[0] for name in loaded} & {"torch", "triton", "nixl", "cupy"}
     ours = [name for name in loaded if name.startswith("kvmover.")]
     parts = {"config", "errors", "faces", "fields", "foreign_text", "layout", "plan", "store", "transfer"}
-    parts |= {"kernels", "prepared", "shared_memory", "transport", "vocabulary"}
+    parts |= {"_core", "c_core", "kernels", "prepared", "shared_memory", "transport", "vocabulary"}
     assert {name.split(".")[1] for name in ours} == parts
     assert [name for name in ours if name.startswith("kvmover.kernels.")] == ["kvmover.kernels.copy_engine"]
     assert [name for name in ours if name.startswith("kvmover.store.")] == [
