@@ -1,8 +1,8 @@
 # `make` prints the targets. Everything runs in .venv, which `make setup` makes and the other targets keep up to date.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-# Workers of `make test`; 0 runs the tests in one process.
-JOBS ?= 2
+# Workers of the tests, which wait for processes a part of their time; 0 runs the tests in one process.
+JOBS ?= 3
 # Engines of `make engines` and `make live`.
 ENGINE ?= sglang vllm
 # A trained model for `make demo` and `make live`, whose weights are in a package of the index: smollm2.
@@ -41,7 +41,7 @@ test: setup ## run the tests, a few cases of each family
 	@$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 prove: setup mooncake ## run what make test leaves out: every case, more examples, 2,500 schedules
-	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "(proof or searched) and not night"
+	@$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "(proof or searched) and not night"
 
 night: setup mooncake ## run all of it at its full length, for hours: 20,000 schedules, storms of faults; keeps night.csv
 	@$(BIN)/python -m perf.night

@@ -345,8 +345,8 @@ def test_reading_a_configuration_loads_the_values_of_its_sections_and_none_of_th
     """Every process of an engine reads one: it has no use for torch, nor for a store, a tree or tiers it never opens.
 
     Besides the configuration and errors that leaves what a MoverConfig is made of, of the store its policy,
-    and layouts and plans, which the words of the wire are made of, of the transport its interface, for which the core in
-    C counts runs, and of the kernels the names of engines.
+    and layouts and plans, which the words of the wire are made of, of the transport its interface, for which the C core
+    counts runs, and of the kernels the names of engines.
     """
     code = "import sys, kvmover.config\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -70,5 +70,5 @@ def test_pages_found_on_opening_go_before_those_that_were_used(tmp_path: Path) -
 def test_what_is_no_directory_refuses_it_before_it_is_opened() -> None:
     with pytest.raises(StoreError, match="eviction = 'hazard' is of directories"):
         PageStore.open("keeper:///nowhere", SPACE, Policy(eviction="hazard"))
-    with pytest.raises(StoreError, match="it must be one of lru, hazard"):
+    with pytest.raises(StoreError, match="it is one of lru, hazard"):
         Policy(eviction="mru")
