@@ -1,8 +1,8 @@
 # `make` prints the targets. Everything runs in .venv, which `make setup` makes and the other targets keep up to date.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-# Workers of the tests, which wait for processes a part of their time; 0 runs the tests in one process.
-JOBS ?= 3
+# Workers of the tests; 0 runs them in one process.
+JOBS ?= 2
 # Engines of `make engines` and `make live`.
 ENGINE ?= sglang vllm
 # A trained model for `make demo` and `make live`, whose weights are in a package of the index: smollm2.

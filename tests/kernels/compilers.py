@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 OLDEST = "3.6.0"
 OLDEST_PATH = ROOT / ".triton" / OLDEST
-LIMIT_S = 240.0
+LIMIT_S = 480.0
 
 
 @dataclass(frozen=True)
