@@ -70,18 +70,18 @@ static int rows_inside(const Checked *side)
     Py_ssize_t range = 0;
     for (Py_ssize_t at = 0; at < side->rows.count; at += COLUMNS) {
         const int64_t *row = side->rows.numbers + at;
-        int64_t room, left;
+        int64_t room;
         if (row[DEVICE] != side->rows.numbers[DEVICE] || row[NBYTES] < 1 || row[COUNT] < 1)
             return 0;
         range = range_at(side, row[ADDRESS], range < 0 ? 0 : range);
         if (range < 1)
             return 0;
+        /* Compared before it is subtracted: an address and a length near 2^63 wrap round to one that fits. */
         room = side->ends.numbers[range] - row[ADDRESS];
-        left = room - row[NBYTES];
-        if (left < 0)
+        if (room < row[NBYTES])
             return 0;
         /* By division: a product of two hostile numbers wraps round to one that fits. */
-        if (row[COUNT] > 1 && (row[STRIDE] < row[NBYTES] || row[STRIDE] > left / (row[COUNT] - 1)))
+        if (row[COUNT] > 1 && (row[STRIDE] < row[NBYTES] || row[STRIDE] > (room - row[NBYTES]) / (row[COUNT] - 1)))
             return 0;
     }
     return 1;

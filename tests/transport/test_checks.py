@@ -141,6 +141,14 @@ def test_c_lets_operations_pass_that_python_lets_pass(
 
 
 @needs_c
+def test_an_address_and_a_length_that_wrap_round_lie_in_no_range() -> None:
+    most = (1 << 63) - 1
+    for local in ([(most, most, 0, 0, 1)], [(BASE, most, 0, most, 2)], [(most, 1, 0, most, most)]):
+        operation = Operation("WRITE", "peer", rows(*local, kind=HOST), rows(*local), b"", 1.0)
+        assert "outside the registered" in outcome(operation, two_ranges(), two_ranges(), NATIVE), local
+
+
+@needs_c
 @given(st.lists(st.tuples(*[st.integers(-1, 3) | st.just((1 << 63) - 1)] * 5), min_size=1, max_size=5))
 def test_c_counts_runs_as_python_does(table: list[tuple[int, ...]]) -> None:
     assert NATIVE is not None

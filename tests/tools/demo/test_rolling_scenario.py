@@ -14,6 +14,7 @@ if find_spec("nixl_cu13") is None and find_spec("nixl_cu12") is None:
 
 
 @pytest.mark.proof
+@pytest.mark.night
 @pytest.mark.timeout(300)
 def test_no_request_is_lost_that_the_engines_left_can_serve():
     tries: list[int] = []
