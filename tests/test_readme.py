@@ -24,9 +24,9 @@ def test_the_numbers_are_those_of_the_measured_files() -> None:
         assert readme.updated(text, block()) == text, "run: python -m perf.readme"
 
 
-def test_the_table_of_the_readme_has_eight_rows_with_their_units() -> None:
+def test_the_table_of_the_readme_has_ten_rows_with_their_units() -> None:
     rows = [line.split(" | ") for line in headline().splitlines() if line.startswith("| ")][1:]
-    assert len(rows) == 8
+    assert len(rows) == 10
     assert {row[1] for row in rows} == {"GB/s", "ms", "requests/s", "answers"}
 
 
