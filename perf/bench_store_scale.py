@@ -20,6 +20,7 @@ from pathlib import Path
 
 from kvmover.layout import Component
 from kvmover.store import Namespace, PagePart, PageStore, PartView, Policy, memory_of_buffer
+from kvmover.store.snapshot_file import MEMORY
 from perf.command_line import options
 from perf.record import write
 
@@ -86,7 +87,10 @@ def _many(place: Path, count: int) -> list[dict[str, object]]:
 
 
 def _ranks_bytes(place: Path, ranks: int) -> int:
-    """Returns the bytes that so many processes take together to open a store: their proportional shares."""
+    """Returns the bytes that so many processes take together to open a store.
+
+    Counts memory of their own, and all of the files that they share in memory, mapped or not.
+    """
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(ranks)]
     processes = [context.Process(target=_rank, args=(far, place), daemon=True) for _, far in pipes]
@@ -96,7 +100,7 @@ def _ranks_bytes(place: Path, ranks: int) -> int:
     for _ in ("all have imported", "all have opened"):
         for near, _far in pipes:
             near.recv()
-        shares.append(sum(_proportional_bytes(process.pid) for process in processes))
+        shares.append(sum(_own_bytes(process.pid) for process in processes) + _shared_bytes())
         for near, _far in pipes:
             near.send(None)
     for process in processes:
@@ -113,10 +117,15 @@ def _rank(pipe: Connection, place: Path) -> None:
         pipe.recv()
 
 
-def _proportional_bytes(pid: int | None) -> int:
-    """Returns the memory of a process, each page divided by the number of processes that share it."""
+def _own_bytes(pid: int | None) -> int:
+    """Returns the anonymous memory of a process, its copies of pages of mapped files included."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
+    return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:")) * 1024
+
+
+def _shared_bytes() -> int:
+    """Returns the memory that files of shared indexes take."""
+    return sum(path.stat().st_blocks for path in MEMORY.glob("kvmover-store-*")) * 512
 
 
 def _put_s(place: Path, mib: int, quota_bytes: int | None) -> float:

@@ -87,6 +87,13 @@ def open_shared(path: Path, flags: int = 0) -> int:
     return os.open(path, os.O_RDONLY | flags)
 
 
+def write_whole(fd: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all of `data` at byte `offset`. Raises OSError."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], offset + done)
+
+
 def close_quietly(*fds: int) -> None:
     """Close the descriptors that are not -1. Ignores OSError: on a network file system the file may be gone."""
     for fd in fds:

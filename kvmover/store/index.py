@@ -1,9 +1,9 @@
 """An Index lists the objects of a namespace known to this process, and the order in which pages were last used.
 
 Pure bookkeeping of the head files. It may lag other processes and need not be right: every read checks its bytes.
-A store has millions of objects and every process has all of them here, so they are columns of
-numbers, some 110 bytes an object; a StoredObject or a Page is made on request. SegmentRows find the
-objects of one segment; `Alike` are pages made of the same parts, which are read in the same way: in columns.
+A store has millions of objects and every process knows all of them, so they are columns of numbers, some 110 bytes an
+object, which ranks of one host can share (`saved`, `load`); a StoredObject or a Page is made on request. SegmentRows
+find the objects of one segment; `Alike` are pages made of the same parts, which are read in the same way: in columns.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ from __future__ import annotations
 import random
 from array import array
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakSet
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvmover.cache.prefix import PageOrder
-from kvmover.store.number_columns import NumberColumns, PageTable
+from kvmover.store.number_columns import NumberColumns, PageTable, SavedColumn
 from kvmover.store.objects import Watcher
 from kvmover.store.part import PartKey
-from kvmover.store.record import BLOCK_BYTES, LIVE, RECORDS_AT, RecordTable
+from kvmover.store.record import BLOCK_BYTES, LIVE, RECORDS_AT, RecordTable, decode_part, encode_part
 from kvmover.store.store_results import Stat
 from kvmover.store.stored import Holdings, Page, Placed, Places, Rows, StoredObject, padded
 
@@ -60,25 +62,31 @@ def alike_pages(
 
 @dataclass(slots=True, eq=False)
 class SegmentRows:
-    """The objects of one segment: header offsets, ascending, in units of RECORDS_AT, and rows, -1 if removed."""
+    """The objects of one segment: header offsets, ascending, in units of RECORDS_AT, and rows, -1 if removed.
+
+    Those of a loaded index lie in its columns until one is added.
+    """
 
     number: int
-    records: array[int] = field(default_factory=lambda: array("I"))
-    rows: array[int] = field(default_factory=lambda: array("i"))
+    records: array[int] | memoryview[int] = field(default_factory=lambda: array("I"))
+    rows: array[int] | memoryview[int] = field(default_factory=lambda: array("i"))
     live: int = 0
     held_bytes: int = 0
 
     def add(self, records: Places, rows: Rows) -> None:
         """Add objects with ascending `records`, nearly always beyond the present ones."""
         numbers = (records // RECORDS_AT).astype(np.uint32)
-        if not self.records or numbers[0] > self.records[-1]:
-            self.records.frombytes(numbers.tobytes())
-            self.rows.frombytes(rows.tobytes())
+        known = self.records if isinstance(self.records, array) else array("I", self.records.tobytes())
+        known_rows = self.rows if isinstance(self.rows, array) else array("i", self.rows.tobytes())
+        self.records, self.rows = known, known_rows
+        if not known or numbers[0] > known[-1]:
+            known.frombytes(numbers.tobytes())
+            known_rows.frombytes(rows.tobytes())
             return
         for record, row in zip(numbers.tolist(), rows.tolist(), strict=True):
-            at = bisect_left(self.records, record)
-            self.records.insert(at, record)
-            self.rows.insert(at, row)
+            at = bisect_left(known, record)
+            known.insert(at, record)
+            known_rows.insert(at, row)
 
     def place(self, record: int) -> int:
         """Returns the column position of the live object with its header at byte `record`, or -1."""
@@ -107,6 +115,28 @@ class SegmentRows:
         return rows[rows >= 0]
 
 
+class SavedIndex(msgspec.Struct, frozen=True):
+    """An index without its columns of numbers, to be saved beside them.
+
+    `kinds`, `parts`: encoded parts. `segments`: name, number, rows, live objects and held bytes of each. `ends`: the
+    least and most recently used page. `holdings`: objects, payload bytes, held bytes.
+    """
+
+    names: list[str]
+    kinds: list[tuple[bytes, int]]
+    parts: list[list[bytes]]
+    segments: list[tuple[str, int, int, int, int]]
+    ends: tuple[int, int]
+    holdings: tuple[int, int, int]
+
+
+def _part(raw: bytes) -> PartKey:
+    part = decode_part(raw)
+    if part is None:
+        raise ValueError(f"no part is encoded as {raw.hex()}")
+    return part
+
+
 #: Most pages unlinked from the order of use one by one; more are unlinked in bulk.
 _FEW = 64
 
@@ -132,6 +162,48 @@ class Index:
         self._parts_numbers: dict[tuple[PartKey, ...], int] = {(): 0}
         self._watched: WeakSet[Watcher] = WeakSet()
         self.holdings = Holdings()
+
+    def saved(self) -> tuple[SavedIndex, dict[str, npt.NDArray[Any]]]:
+        """Returns the whole index: a value, and columns by name, valid until the index changes."""
+        held, segments = self.holdings, self._segments.items()
+        value = SavedIndex(
+            names=self.names,
+            kinds=[(encode_part(part), nbytes) for part, nbytes in self._kinds],
+            parts=[list(map(encode_part, parts)) for parts in self._parts],
+            segments=[(name, each.number, len(each.rows), each.live, each.held_bytes) for name, each in segments],
+            ends=(self._oldest, self._newest),
+            holdings=(held.objects, held.payload_bytes, held.held_bytes),
+        )
+        columns = {f"object {name}": numbers for name, numbers in self._objects.saved().items()}
+        columns |= {f"page {name}": numbers for name, numbers in self._pages.saved().items()}
+        columns |= {f"table {name}": numbers for name, numbers in self._table.saved().items()}
+        records, rows = np.zeros(0, np.uint32), np.zeros(0, np.int32)
+        columns["records"] = np.concatenate([records, *(np.array(each.records, np.uint32) for _, each in segments)])
+        columns["rows"] = np.concatenate([rows, *(np.array(each.rows, np.int32) for _, each in segments)])
+        return value, columns
+
+    def load(self, saved: SavedIndex, columns: Mapping[str, SavedColumn]) -> Index:
+        """Returns a saved index in this one's order of eviction, which writes to the memory of `columns`.
+
+        Raises ValueError for an unknown part.
+        """
+        found = Index(self._order)
+        for prefix, table in (("object ", found._objects), ("page ", found._pages), ("table ", found._table)):
+            mine = {name.removeprefix(prefix): each for name, each in columns.items() if name.startswith(prefix)}
+            table.load(mine)
+        found.names = saved.names
+        found._kinds = [(_part(raw), nbytes) for raw, nbytes in saved.kinds]
+        found._kind_numbers = {kind: number for number, kind in enumerate(found._kinds)}
+        found._parts = [tuple(map(_part, parts)) for parts in saved.parts]
+        found._parts_numbers = {parts: number for number, parts in enumerate(found._parts)}
+        records, rows, first = columns["records"].memory.view, columns["rows"].memory.view, 0
+        for name, number, count, live, held_bytes in saved.segments:
+            some = slice(first, first + count)
+            found._segments[name] = SegmentRows(number, records[some], rows[some], live, held_bytes)
+            first += count
+        found._oldest, found._newest = saved.ends
+        found.holdings = Holdings(*saved.holdings)
+        return found
 
     def __contains__(self, page: bytes) -> bool:
         return self._table.find(page) >= 0
@@ -203,6 +275,18 @@ class Index:
         mine = self._segments.get(segment)
         rows = mine.take() if mine else np.zeros(0, np.int32)
         return self._objects.column("record")[rows].astype(np.int64) * RECORDS_AT
+
+    def next_records(self, segment: str, start: int, most: int) -> tuple[Places, int | None]:
+        """Returns the header offsets, bytes, of the live ones among the next `most` objects from byte `start` on, and
+        the byte from which others follow, or None.
+        """
+        mine = self._segments.get(segment)
+        if mine is None or not len(mine.rows):
+            return np.zeros(0, np.int64), None
+        known, rows = np.frombuffer(mine.records, np.uint32), np.frombuffer(mine.rows, np.int32)
+        first = int(np.searchsorted(known, np.uint32(start // RECORDS_AT)))
+        some, more = slice(first, first + most), known[first + most : first + most + 1].tolist()
+        return known[some][rows[some] >= 0].astype(np.int64) * RECORDS_AT, more[0] * RECORDS_AT if more else None
 
     def table(self, segment: str) -> RecordTable:
         """Returns a segment's live objects as a record table by ascending header offset, without marks."""

@@ -8,16 +8,24 @@ objects would take longer than its lock may be held.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import os
+import random
 import struct
 from array import array
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvmover.store.namespace import HASH_BYTES
+
+_MAP_FIXED = 0x10
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 
 
 class GrowingNumbers:
@@ -37,6 +45,19 @@ class GrowingNumbers:
         self._memory = _memory(mmap.PAGESIZE)
         self._look()
 
+    @classmethod
+    def mapped(cls, code: str, fd: int, offset: int, nbytes: int) -> GrowingNumbers:
+        """Returns the numbers in a range of a file, shared with all who map it until one is written. Raises OSError.
+
+        `offset` is a multiple of the page size. A page that is written becomes private; the file never changes.
+        """
+        found = cls(code)
+        if nbytes:
+            found.numbers, found.view = found.numbers[:0], memoryview(b"")
+            found._memory = _mapped(fd, offset, nbytes)
+            found._look()
+        return found
+
     def __len__(self) -> int:
         return len(self.numbers)
 
@@ -48,7 +69,7 @@ class GrowingNumbers:
         self.numbers, self.view = np.zeros(0, self._type), memoryview(b"")
         try:
             self._memory.resize(nbytes)
-        except BufferError:  # a view of it is still in use
+        except (BufferError, OSError):  # a view of it is still in use; or a part of it is a file's, and stays in place
             longer = _memory(nbytes)
             longer[: len(self._memory)] = self._memory[:]
             self._memory = longer
@@ -61,6 +82,28 @@ class GrowingNumbers:
 
 def _memory(nbytes: int) -> mmap.mmap:
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _mapped(fd: int, offset: int, nbytes: int) -> mmap.mmap:
+    """Returns memory that begins with a range of a file and is twice as long, so that it seldom grows."""
+    whole = _memory(2 * -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(whole))
+    access, sharing = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
+    if _libc.mmap(start, nbytes, access, sharing, fd, offset) != start:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return whole
+
+
+class SavedColumn(NamedTuple):
+    """A column of `length` numbers in a snapshot; its memory has room for more."""
+
+    memory: GrowingNumbers
+    length: int
+
+    @property
+    def numbers(self) -> npt.NDArray[Any]:
+        """Returns the numbers, which can be written."""
+        return self.memory.numbers[: self.length]
 
 
 Rows = npt.NDArray[np.int32]
@@ -102,6 +145,18 @@ class NumberColumns:
         for name, column in self._columns.items():
             setattr(self, name, column.view)
 
+    def saved(self) -> dict[str, npt.NDArray[Any]]:
+        """Returns the columns' rows in use, and the freed rows as `free`. Valid until the columns change."""
+        columns = {name: column.numbers[: self._end] for name, column in self._columns.items()}
+        return {**columns, "free": np.array(self._free, np.int32)}
+
+    def load(self, saved: Mapping[str, SavedColumn]) -> None:
+        """Replace all rows by saved ones, in place."""
+        for name in self._columns:
+            self._columns[name], self._end = saved[name]
+            setattr(self, name, self._columns[name].view)
+        self._free = array("i", saved["free"].numbers.tobytes())
+
     def column(self, name: str) -> npt.NDArray[np.int64]:
         """Returns all rows of a column, free rows included. Valid until the columns grow."""
         return self._columns[name].numbers
@@ -139,11 +194,11 @@ class _Slots:
 
     __slots__ = ("_factors", "mask", "said", "shift", "used", "view")
 
-    def __init__(self, bits: int, factors: npt.NDArray[np.uint64]) -> None:
-        self.said = np.zeros(1 << bits, np.int32)
-        self.view = self.said.data
-        self.shift, self.mask, self.used = 64 - bits, (1 << bits) - 1, 0
-        self._factors = factors
+    def __init__(self, said: Rows, used: int, factors: npt.NDArray[np.uint64]) -> None:
+        """`said`: slots, a power of two of them, of which `used` were ever used."""
+        self.said, self.used, self._factors = said, used, factors
+        self.view = said.data
+        self.shift, self.mask = 65 - len(said).bit_length(), len(said) - 1
 
     def __len__(self) -> int:
         return len(self.said)
@@ -217,12 +272,13 @@ class PageTable:
     """
 
     def __init__(self, seed: int) -> None:
-        self._factors = np.random.default_rng(seed).integers(0, 1 << 63, 4, np.uint64) * np.uint64(2) + np.uint64(1)
-        self._numbers: list[int] = self._factors.tolist()
+        chance = random.Random(seed)  # numpy's would be imported by every rank
+        self._numbers = [chance.getrandbits(64) | 1 for _ in range(4)]
+        self._factors: npt.NDArray[np.uint64] = np.array(self._numbers, np.uint64)
         self._hashes = GrowingNumbers("Q")
         self._free = array("i")
         self._end = self._live = 0
-        self._slots = _Slots(10, self._factors)
+        self._slots = _Slots(np.zeros(1 << 10, np.int32), 0, self._factors)
         #: The table before, and how many of its slots are moved.
         self._small: _Slots | None = None
         self._moved = 0
@@ -230,6 +286,24 @@ class PageTable:
 
     def __len__(self) -> int:
         return self._live
+
+    def saved(self) -> dict[str, npt.NDArray[Any]]:
+        """Returns the columns of the table. Valid until it changes."""
+        self._move(len(self._small) if self._small else 0)
+        hashes = self._keys[: self._end].reshape(-1)
+        free = np.array(self._free, np.int32)
+        return {"hashes": hashes, "slots": self._slots.said, "factors": self._factors, "free": free}
+
+    def load(self, saved: Mapping[str, SavedColumn]) -> None:
+        """Replace all hashes by saved ones, in place."""
+        self._factors = saved["factors"].numbers
+        self._numbers = self._factors.tolist()
+        self._hashes, self._end = saved["hashes"].memory, saved["hashes"].length // 4
+        self._free = array("i", saved["free"].numbers.tobytes())
+        said = saved["slots"].numbers
+        self._slots, self._small, self._moved = _Slots(said, int(np.count_nonzero(said)), self._factors), None, 0
+        self._live = self._end - len(self._free)
+        self._look()
 
     def find(self, page: bytes) -> int:
         """Returns the row of a hash, or -1."""
@@ -335,7 +409,7 @@ class PageTable:
         bits = 10
         while (self._live + more) * 8 > 3 << bits:  # with room for some more
             bits += 1
-        self._small, self._slots, self._moved = self._slots, _Slots(bits, self._factors), 0
+        self._small, self._slots, self._moved = self._slots, _Slots(np.zeros(1 << bits, np.int32), 0, self._factors), 0
         self._move(_MOVED + more * _MOVED_EACH)
 
     def _move(self, slots: int) -> None:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from kvmover.store.boot import NO_BOOT
 from kvmover.store.deletion import Permit
-from kvmover.store.files import close_quietly, is_absent, is_gone, open_shared
+from kvmover.store.files import close_quietly, is_absent, is_gone, open_shared, write_whole
 from kvmover.store.head import SOME_BYTES, next_record, some_records
 from kvmover.store.record import (
     DEAD,
@@ -160,7 +160,7 @@ class Segment:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             data_fd = os.open(folder / (name + DATA), flags, 0o666)
-            _whole(fd, preamble.encode(), 0)
+            write_whole(fd, preamble.encode(), 0)
             if os.fstat(fd).st_nlink:
                 return cls(folder, name, preamble.boot, Life.WRITTEN, fd, data_fd)
         except OSError as error:
@@ -339,17 +339,17 @@ class Segment:
         with self.opened() as fd:
             for record in records:
                 if write(fd, _DEAD, record + STATE_AT) < len(_DEAD):
-                    _whole(fd, _DEAD, record + STATE_AT)
+                    write_whole(fd, _DEAD, record + STATE_AT)
 
     def stamp(self, record: int, second: int) -> None:
         """Write last-use time `second` into an object's header, in place. Raises OSError."""
         with self.opened() as fd:
-            _whole(fd, second.to_bytes(4, "little"), record + STAMP_AT)
+            write_whole(fd, second.to_bytes(4, "little"), record + STAMP_AT)
 
     def append(self, blob: bytes) -> None:
         """Append whole records at `parsed`. On OSError the head is unchanged for every reader."""
         try:
-            _whole(self.head_fd, blob, self.parsed)
+            write_whole(self.head_fd, blob, self.parsed)
         except OSError:
             with suppress(OSError):
                 os.ftruncate(self.head_fd, self.parsed)
@@ -474,10 +474,3 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         close_quietly(fd)
-
-
-def _whole(fd: int, data: bytes, offset: int) -> None:
-    """Write all of `data` at `offset`. Raises OSError."""
-    done = 0
-    while done < len(data):
-        done += os.pwrite(fd, data[done:], offset + done)

@@ -455,24 +455,35 @@ class Catalog:
         ]
 
     @under_lock
-    def _reread_some(self) -> None:
-        """Compare some objects with the state in their headers."""
+    def _reread_some(self) -> bool:
+        """Compare some objects with the state in their headers. Returns True if more can be compared now."""
         if not self._doubted:
-            return
+            return False
         name, start = self._doubted.pop()
-        segment, records = self.segments.get(name), self.index.records(name)
-        records = records[np.searchsorted(records, start) :][:_REREAD]
-        if segment is None or not len(records):
-            return
-        self._doubted.append((name, int(records[-1]) + 1))
+        segment = self.segments.get(name)
+        records, following = self.index.next_records(name, start, _REREAD)
+        if segment is None:
+            return True
         try:
             alive, _ = segment.states(records)
         except OSError as error:
             self.lag(error)
-            self._doubted[-1:] = []
             self._doubted.insert(0, (name, start))
-            return
-        self.index.remove_at(name, records[~alive])
+            return False
+        if following is not None:
+            self._doubted.append((name, following))
+        if not alive.all():
+            self.index.remove_at(name, records[~alive])
+        return True
+
+    @under_lock
+    def resume(self, index: Index, segments: Iterable[Segment]) -> None:
+        """Begin with the index and segments of another process, before anything is read.
+
+        `read_heads` then reads on, and compares every object with the state in its header.
+        """
+        self.index, self.segments = index, {each.name: each for each in segments}
+        self._doubted = [(name, 0) for name in self.segments]
 
     @off_lock
     def read_heads(self) -> None:
@@ -483,6 +494,10 @@ class Catalog:
                 self.drain(segment)
             except OSError as error:
                 self.lag(error)
+        more = True
+        while more:
+            with self.lock:
+                more = self._reread_some()
 
     @off_lock
     def drain(self, segment: Segment) -> None:

@@ -25,6 +25,7 @@ from kvmover.store.part import PagePart, PartKey
 from kvmover.store.record import tables
 from kvmover.store.retention import Retention
 from kvmover.store.segment_writer import FileOffset, Header
+from kvmover.store.shared_index import SharedIndex
 from kvmover.store.store_policy import Policy
 from kvmover.store.store_results import Collected, Recovered, Stat, Verified
 from kvmover.store.stored import Page, StoredObject, padded
@@ -76,10 +77,13 @@ class SegmentObjects(Retention, JudgedObjects[StoredObject]):
     def __init__(self, folder: Path, namespace: bytes, policy: Policy, files: Files, machine: HostBoot) -> None:
         """Open the namespace and take over dead writers' segments. Owns `files` from now on. Raises OSError."""
         super().__init__(folder, namespace, policy, files, machine)
-        self.catalog.read_heads()
-        self.takeover.recover()
-        with self.lock:
-            self.catalog.index.sort()
+        self._shared = SharedIndex(self.catalog)
+        with self._shared.opening() as is_resumed:
+            self.catalog.read_heads()
+            self.takeover.recover()
+            if not is_resumed:  # a page learnt since counts as used most recently
+                with self.lock:
+                    self.catalog.index.sort()
         stat = self.stat()
         self.recovered = Recovered(stat.segments, stat.objects, dict(self.catalog.dropped))
 
@@ -353,4 +357,5 @@ class SegmentObjects(Retention, JudgedObjects[StoredObject]):
                 self.write_stamps()
             self.writer.close()
             self.catalog.close()
+            self._shared.close()
             self.files.close()

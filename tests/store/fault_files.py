@@ -12,17 +12,19 @@ import io
 import os
 import random
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from store_rank import GQA, PAGE, SPACE, Rank, pages_of
 
 from kvmover.errors import StoreError
-from kvmover.store import HostBoot, PagePart, PageStore, Policy, clear_unused
+from kvmover.store import HostBoot, PagePart, PageStore, Policy, clear_unused, shared_index, snapshot_file
 from kvmover.store import segment as segment_module
 from tests.store.segments import segments_of
 
@@ -35,7 +37,7 @@ PAGES = pages_of(24)
 PLACES: dict[str, Any] = {
     **dict.fromkeys(("open", "close", "dup", "stat", "lstat", "fstat", "scandir", "mkdir", "unlink", "replace"), os),
     **dict.fromkeys(("pread", "preadv", "pwrite", "pwritev", "write", "ftruncate", "utime", "posix_fadvise"), os),
-    **dict.fromkeys(("fsync", "fdatasync"), os),
+    **dict.fromkeys(("fsync", "fdatasync", "fstatvfs"), os),
     "flock": fcntl,
     "io.open": io,
     "fallocate": segment_module._libc,
@@ -129,13 +131,24 @@ def no_longer_than(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@contextmanager
+def shared_indexes() -> Iterator[None]:
+    """An index of any size is shared, in a directory of its own, and nobody waits long for the turn to write one."""
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
+        mock.patch.multiple(shared_index, WORTH_BYTES=0, MEMORY=Path(memory)),
+        mock.patch.object(snapshot_file, "_PATIENCE_S", 0.05),
+    ):
+        yield
+
+
 def trial(root: Path, fault: FaultyCall) -> None:
     """One process in trouble beside a healthy one that has flushed 24 pages, or died then. AssertionError says what it
     cost the others, or what came out of the store that is not documented to.
     """
     chance = fault.chance
     fault.left = chance.randrange(1, 30)
-    with no_longer_than(60), fault.installed():
+    with shared_indexes(), no_longer_than(60), fault.installed():
         writer = PageStore.open(root, SPACE, POLICY, machine=HERE)
         assert all(r.ok for r in Rank(writer, WHOLE, 24).put(PAGES))
         writer.flush()

@@ -25,12 +25,14 @@ OF_SERVICES = {
     ("os", "remove"),
 }
 
-#: What a process has made itself; blocks that were given up with a permit; the socket of a keeper that is dead.
+#: What a process has made itself; blocks that were given up with a permit; the socket of a keeper that is dead; a copy
+#: of an index in memory, which holds no page.
 OWN = {
     ("segment_catalog.py", "sweep", "punch"),
     ("segment.py", "punch", "fallocate"),
     ("segment.py", "create", "unlink"),
     ("segment.py", "append", "ftruncate"),
+    ("snapshot_file.py", "_remove", "unlink"),
     ("unused.py", "_now_s", "unlink"),
     ("nixl_files.py", "_no_direct", "unlink"),
     ("nixl_files.py", "_grow", "ftruncate"),
