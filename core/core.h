@@ -169,6 +169,7 @@ typedef struct {
  * ids of what it cuts off to `to`. */
 Node *parent_of(Node *node);
 int walk_down(Columns *self, Node *root, PyObject *key, PyObject *until, Reached *found);
+Node *walk_asked(Columns *self, PyObject *const *args, Py_ssize_t count, Reached *found); /* from the root it returns */
 int enter(PyObject *nodes, Node *node);
 int strike(PyObject *nodes, Node *node);
 int trim(Columns *self, Node *node, long long pages, char *to);

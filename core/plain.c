@@ -45,12 +45,9 @@ static PyObject *ids_of_path(Node *node, long long end)
 PyObject *columns_find(Columns *self, PyObject *const *args, Py_ssize_t count)
 {
     Reached found;
-    Node *root = count == 3 ? as_node(args[0]) : NULL;
-    if (root == NULL || walk_down(self, root, args[1], args[2], &found) < 0) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError, "a root, data and where to stop are due");
+    Node *root = walk_asked(self, args, count, &found);
+    if (root == NULL)
         return NULL;
-    }
     if (found.nodes && touch_up(self, found.last) < 0)
         return NULL;
     Node *node = found.inside != NULL ? found.inside : found.last;

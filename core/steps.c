@@ -70,15 +70,21 @@ int walk_down(Columns *self, Node *root, PyObject *key, PyObject *until, Reached
     return PyErr_Occurred() ? -1 : 0;
 }
 
+Node *walk_asked(Columns *self, PyObject *const *args, Py_ssize_t count, Reached *found)
+{
+    Node *root = count == 3 ? as_node(args[0]) : NULL;
+    if (root != NULL && walk_down(self, root, args[1], args[2], found) == 0)
+        return root;
+    if (!PyErr_Occurred())
+        PyErr_SetString(PyExc_TypeError, "a root, data and where to stop are due");
+    return NULL;
+}
+
 PyObject *columns_descend(Columns *self, PyObject *const *args, Py_ssize_t count)
 {
     Reached found;
-    Node *root = count == 3 ? as_node(args[0]) : NULL;
-    if (root == NULL || walk_down(self, root, args[1], args[2], &found) < 0) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError, "a root, data and where to stop are due");
+    if (walk_asked(self, args, count, &found) == NULL)
         return NULL;
-    }
     PyObject *path = PyList_New(found.nodes);
     Node *node = found.last;
     for (Py_ssize_t i = found.nodes; path != NULL && i-- > 0; node = (Node *)node->parent)

@@ -50,6 +50,11 @@ class Case:
         """The bytes on the wire."""
         return TOKENS * self.component.token_bytes
 
+    @property
+    def raw(self) -> str:
+        """Returns the name of raw NIXL's way for these bytes."""
+        return next(name for name, way in RAWS.items() if way == (self.component, self.config.verb))
+
 
 def _cases() -> Iterator[tuple[str, Case]]:
     ways = {
@@ -139,7 +144,7 @@ def rows(rounds: int) -> Iterator[dict[str, object]]:
     for cable_name, cable in CABLES.items():
         found = over(cable, rounds)
         for name, (nbytes, spread, predicted) in found.items():
-            raw = found[RAW_FP8 if nbytes != found[RAW][0] else READ if "pulled" in name else RAW][1]
+            raw = found[CASES[name].raw if name in CASES else name][1]
             yield {
                 "cable": cable_name,
                 "way": name,
