@@ -169,7 +169,7 @@ static PyMethodDef columns_methods[] = {METHOD("node", columns_node, METH_VARARG
                                         METHOD("front", columns_front, METH_FASTCALL),
                                         METHOD("split", columns_split, METH_FASTCALL),
                                         METHOD("grow", columns_grow, METH_FASTCALL),
-                                        METHOD("evict", columns_evict, METH_O),
+                                        METHOD("evict", columns_evict, METH_FASTCALL),
                                         METHOD("evict_device", columns_evict_device, METH_FASTCALL),
                                         METHOD("evict_host", columns_evict_host, METH_O),
                                         METHOD("trim", columns_trim, METH_FASTCALL),

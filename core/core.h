@@ -194,7 +194,7 @@ PyObject *columns_unlock(Columns *self, PyObject *node);
 PyObject *columns_front(Columns *self, PyObject *const *args, Py_ssize_t count);
 PyObject *columns_split(Columns *self, PyObject *const *args, Py_ssize_t count);
 PyObject *columns_grow(Columns *self, PyObject *const *args, Py_ssize_t count);
-PyObject *columns_evict(Columns *self, PyObject *pages);
+PyObject *columns_evict(Columns *self, PyObject *const *args, Py_ssize_t count);
 PyObject *columns_trim(Columns *self, PyObject *const *args, Py_ssize_t count);
 PyObject *columns_forget_root(Columns *self, PyObject *root);
 PyObject *columns_weigh(Columns *self, PyObject *const *args, Py_ssize_t count);

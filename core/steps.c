@@ -333,18 +333,20 @@ static int uproot(Columns *self, EvictableSet *device, Node *node, char *to)
     return failed ? -1 : 0;
 }
 
-PyObject *columns_evict(Columns *self, PyObject *value)
+PyObject *columns_evict(Columns *self, PyObject *const *args, Py_ssize_t count)
 {
     EvictableSet *device = as_set(self->device);
-    long long left = PyLong_AsLongLong(value);
+    long long left = count == 2 ? PyLong_AsLongLong(args[0]) : -1, leaves = left < 0 ? -1 : PyLong_AsLongLong(args[1]);
+    if (leaves < 0 && !PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "pages and the most leaves are due, none of them negative");
     if (device == NULL || PyErr_Occurred())
         return NULL;
-    left = left > device->evictable ? device->evictable : left < 0 ? 0 : left;
+    left = left > device->evictable ? device->evictable : left;
     PyObject *ids = PyBytes_FromStringAndSize(NULL, left * ID_BYTES);
-    char *to = ids == NULL ? NULL : PyBytes_AsString(ids);
+    char *from = ids == NULL ? NULL : PyBytes_AsString(ids), *to = from;
     if (!is_linked(device->order))
         PyErr_SetString(PyExc_TypeError, "a plain tree evicts by an order of this core");
-    while (to != NULL && left > 0 && !PyErr_Occurred()) {
+    while (to != NULL && left > 0 && leaves > 0 && !PyErr_Occurred()) {
         Node *node = linked_first(device->order);
         if (node == NULL) {
             PyErr_SetString(PyExc_RuntimeError, "no leaf is left in the order, and pages are");
@@ -361,9 +363,13 @@ PyObject *columns_evict(Columns *self, PyObject *value)
             pages = left, trim(self, node, pages, to);
         else
             uproot(self, device, node, to);
-        to += pages * ID_BYTES, left -= pages;
+        to += pages * ID_BYTES, left -= pages, leaves--;
     }
     if (PyErr_Occurred())
         Py_CLEAR(ids);
-    return ids;
+    if (ids == NULL || left == 0)
+        return ids;
+    PyObject *part = PyBytes_FromStringAndSize(from, to - from);
+    Py_DECREF(ids);
+    return part;
 }

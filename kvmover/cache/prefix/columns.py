@@ -284,11 +284,11 @@ class Columns:
         self.touch(path[::-1])
         return path[-1]
 
-    def evict(self, pages: int) -> bytes:
-        """Evict `pages` pages, or all evictable, from the ends of leaves. Returns their ids."""
+    def evict(self, pages: int, leaves: int) -> bytes:
+        """Evict `pages` pages, or all evictable, from the ends of at most `leaves` leaves. Returns their ids."""
         account, nodes, order, page_bytes = self.device, self.nodes, self.device.order, self.page_bytes
         left, freed = min(pages, account.evictable), list[bytes]()
-        while left > 0:
+        while left > 0 and len(freed) < leaves:
             node = order.first()
             assert node is not None
             held, parent = node.end - node.start, node.parent

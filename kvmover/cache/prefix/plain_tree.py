@@ -185,6 +185,16 @@ class PlainSteps:
         if forest.journal is not None:
             forest.journal.stored(node, _DEVICE)
 
+    def evict_step(self, pages: int, leaves: int) -> ActionList | None:
+        """Evict `pages` pages, or all evictable, of at most `leaves` leaves. Returns None in a hosted tree."""
+        if self._forest.hosted:
+            return None
+        freed = self._columns.evict(pages, leaves)
+        if not freed:
+            return _NOTHING
+        self._device_ids.release(freed)
+        return ActionList((FreePages(FULL, _DEVICE, page_array(freed)),))
+
     def evict(self, pages: int, room: PageIds) -> ActionList | None:
         """See PrefixTree.evict. Returns None if the core lacks the step, or the call may have to raise."""
         if self._forest.hosted:
@@ -198,13 +208,7 @@ class PlainSteps:
             if free:
                 self._host_ids.release(free[sum(len(dst) for _, _, dst in given_up[2]) :])
             return self._outcome(given_up)
-        if len(room):
-            return None
-        freed = self._columns.evict(pages)
-        if not freed:
-            return _NOTHING
-        self._device_ids.release(freed)
-        return ActionList((FreePages(FULL, _DEVICE, page_array(freed)),))
+        return None if len(room) else self.evict_step(pages, pages)
 
     def evict_host(self, pages: int) -> ActionList | None:
         """Evict at least `pages` host pages, or all evictable, as `PrefixTree.evict_host` does. Returns None if the

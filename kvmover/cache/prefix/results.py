@@ -66,12 +66,11 @@ class ActionList(msgspec.Struct, frozen=True, gc=False, eq=False):
         """Returns all ids freed of a component on a tier, int32, [page]. Raises PrefixError if `tier` is no Tier."""
         if tier.__class__ is not Tier:
             tier = member(Tier, tier, "tier", PrefixError)
-        if not self.actions:
-            return NO_IDS
-        found = [
-            a.page_ids for a in self.actions if isinstance(a, FreePages) and a.component == component and a.tier == tier
-        ]
-        return NO_IDS if not found else found[0] if len(found) == 1 else np.concatenate(found)
+        found = NO_IDS
+        for action in self.actions:
+            if isinstance(action, FreePages) and action.component == component and action.tier is tier:
+                found = np.concatenate([found, action.page_ids]) if len(found) else action.page_ids
+        return found
 
 
 class Inserted(ActionList, frozen=True, gc=False, eq=False):

@@ -41,8 +41,10 @@ from kvmover.cache.prefix.tree_config import DeviceOnly, EvictionGranularity, Ti
 from kvmover.errors import PrefixError
 from kvmover.fields import member, whole
 
-#: The pages of an eviction's step, with which leaves of one page each take 0.7 ms.
-_STEP_PAGES, _PYTHON_STEP_PAGES = 256, 32
+#: The most leaves and pages of an eviction's step on a plain tree: so many leaves of a page each take 0.7 ms.
+_STEP_LEAVES, _STEP_PAGES = 256 if NATIVE is not None else 32, 8192
+#: The most pages of a step on other trees.
+_GENERAL_STEP_PAGES = 32
 #: More than the pages of any pool.
 _MOST_PAGES = 1 << 31
 
@@ -346,24 +348,33 @@ class PrefixTree:
     def evict_in_steps(self, pages: Mapping[str, int]) -> Iterator[ActionList]:
         """Yield the results of steps that together evict what `evict_pools` would, each well below 1 ms.
 
-        A step is at most 256 pages, 32 where Python evicts them: other threads run between two. Carry each out before
-        the next. Write-back trees delete: they get no room.
+        A step is at most 256 leaves and 8192 pages; with further components, tiers or without the C core, 32 leaves or
+        pages. Other threads run between two. Carry each out before the next. Write-back trees delete: they get no room.
 
         >>> tree = PrefixTree(page_tokens=1)
-        >>> kept = tree.insert(range(600), range(600))
+        >>> for leaf in range(600):
+        ...     kept = tree.insert([leaf], [leaf])
         >>> [len(step.page_ids()) for step in tree.evict_in_steps({FULL: 500})]
         [256, 244]
         """
-        most = _STEP_PAGES if self._plain is not None and NATIVE is not None else _PYTHON_STEP_PAGES
         freed = dict.fromkeys(pages, 0)
         for name in sorted(pages, key=self.config.index):
-            while (left := _count(pages[name]) - freed[name]) > 0:
-                before, given = freed[name], self.evict_pools({name: min(left, most)})
+            wanted = _count(pages[name])
+            while (left := wanted - freed[name]) > 0:
+                before, given = freed[name], self._evict_step(name, left)
                 for each in freed:
                     freed[each] += len(given.page_ids(each))
                 if freed[name] == before:
                     break
                 yield given
+
+    def _evict_step(self, component: str, pages: int) -> ActionList:
+        if self._plain is not None and component == FULL:
+            self._forest.tell_room()
+            given_up = self._plain.evict_step(min(pages, _STEP_PAGES), _STEP_LEAVES)
+            if given_up is not None:
+                return self._told(given_up)
+        return self.evict_pools({component: min(pages, _GENERAL_STEP_PAGES)})
 
     def demote(self, node_id: int, *, room: PageIds = ()) -> ActionList:
         """Evict the device pages at the end of a path that have a host copy, or get one in `room` as in `evict`.

@@ -9,12 +9,17 @@ the table, found without a transfer to the device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvmover.cache.prefix import NO_IDS, PageArray, PrefixError, id_runs
-from kvmover.engines.sglang.index_table import ToDevice, index_table
+
+#: Copies a host row to the device in the current stream, without waiting for it.
+ToDevice: TypeAlias = Callable[[npt.NDArray[np.int64]], torch.Tensor]
 
 #: Default size of a table, pages.
 _FIRST_PAGES = 512
@@ -23,9 +28,7 @@ _TRIES, _RUNS = 4, 8
 
 
 class DeviceIndices:
-    """A device table from page id, counted from 0, to the number of a page, its token index // `page_tokens`.
-
-    Device work is queued on the caller's current stream, in order of the calls.
+    """An IndexTable on a device. Device work is queued on the caller's current stream, in order of the calls.
 
     >>> indices = DeviceIndices(4, torch.device("cpu"), torch.from_numpy)
     >>> kept = indices.keep(torch.tensor([8, 9, 10, 11, 4, 5, 6, 7]))
@@ -42,7 +45,7 @@ class DeviceIndices:
         """
         size = 2 * max(pages, 1)
         self._page_tokens = page_tokens
-        self._table = index_table(page_tokens, device, to_device, size)
+        self._table = _TensorTable(page_tokens, device, to_device, size)
         self._ids = _counted(size)
         #: In-use flag per id: a bytearray to search, and an array over the same memory.
         self._in_use, self._flags = _unused(size)
@@ -50,11 +53,11 @@ class DeviceIndices:
         self._count = self._next = 0
 
     def __len__(self) -> int:
-        """Returns the number of kept pages."""
+        """See IndexTable."""
         return self._count
 
     def keep(self, indices: torch.Tensor, first: int = 0, stop: int | None = None) -> PageArray:
-        """Returns new ids for the whole pages of `indices[first:stop]` [token], in order; to be read only."""
+        """See IndexTable."""
         count = ((indices.shape[0] if stop is None else stop) - first) // self._page_tokens
         if count == 0:
             return NO_IDS
@@ -68,18 +71,15 @@ class DeviceIndices:
         return ids
 
     def of(self, ids: PageArray) -> torch.Tensor:
-        """Returns the token indices of these pages, int64 [token], in order, in a tensor that the caller owns."""
+        """See IndexTable."""
         return self._table.tokens(ids, id_runs(ids, _RUNS))
 
     def replace(self, ids: PageArray, indices: torch.Tensor) -> None:
-        """Map these ids to the whole pages of `indices` [token] from now on."""
+        """See IndexTable."""
         self._table.write(ids, id_runs(ids, _RUNS), indices)
 
     def forget(self, ids: PageArray) -> torch.Tensor:
-        """Free these ids. Returns the page numbers they stood for, int64: token index // `page_tokens`.
-
-        Raises PrefixError for more ids than are kept.
-        """
+        """See IndexTable."""
         if len(ids) > self._count:
             raise PrefixError(f"{len(ids)} pages to forget, of {self._count} that are kept")
         runs = id_runs(ids, _RUNS)
@@ -128,3 +128,45 @@ def _counted(count: int) -> PageArray:
 def _unused(count: int) -> tuple[bytearray, npt.NDArray[np.uint8]]:
     in_use = bytearray(count)
     return in_use, np.frombuffer(in_use, np.uint8)
+
+
+class _TensorTable:
+    """A table on the device, never read by the host. `runs`: the ids as slices, if few enough."""
+
+    def __init__(self, page_tokens: int, device: torch.device, to_device: ToDevice, ids: int) -> None:
+        self._page_tokens, self._to_device = page_tokens, to_device
+        self._pages = torch.zeros(ids, dtype=torch.int64, device=device)
+        self._within = torch.arange(page_tokens, dtype=torch.int64, device=device)
+
+    def write(self, ids: PageArray, runs: list[slice], indices: torch.Tensor, first: int = 0) -> None:
+        """Write the page numbers of `indices` [token], from token `first` on, in order of `ids`."""
+        size = self._page_tokens
+        pages = indices[first : first + len(ids) * size : size]
+        if len(runs) != 1:
+            self._pages.index_copy_(0, self._placed(ids), torch.floor_divide(pages, size).to(torch.int64))
+        elif size == 1:
+            self._pages[runs[0]] = pages
+        else:
+            torch.floor_divide(pages, size, out=self._pages[runs[0]])
+
+    def pages(self, ids: PageArray, runs: list[slice]) -> torch.Tensor:
+        """Returns page numbers, int64 [page], in a tensor of the caller's."""
+        if len(runs) == 1:
+            return self._pages[runs[0]].clone()
+        if runs:
+            return torch.cat([self._pages[each] for each in runs])
+        return self._pages.index_select(0, self._placed(ids))
+
+    def tokens(self, ids: PageArray, runs: list[slice]) -> torch.Tensor:
+        """Returns token indices, int64 [token], in a tensor of the caller's."""
+        if self._page_tokens == 1:
+            return self.pages(ids, runs)
+        pages = self._pages[runs[0]] if len(runs) == 1 else self.pages(ids, runs)
+        return torch.add(self._within, pages.unsqueeze(1), alpha=self._page_tokens).view(-1)
+
+    def double(self) -> None:
+        """Make room for twice as many ids."""
+        self._pages = torch.cat([self._pages, torch.zeros_like(self._pages)])
+
+    def _placed(self, ids: PageArray) -> torch.Tensor:
+        return self._to_device(ids.astype(np.int64))

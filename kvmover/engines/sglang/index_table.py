@@ -1,115 +1,106 @@
-"""An index table holds the page number of each id where SGLang's indices are, on the device or in host memory."""
+"""An index table leads from the page ids of a prefix tree to SGLang's token indices, on the device or the host."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvmover.c_core import NATIVE
-from kvmover.cache.prefix import PageArray
-
-#: Copies a host row to the device in the current stream, without waiting for it.
-ToDevice: TypeAlias = Callable[[npt.NDArray[np.int64]], torch.Tensor]
+from kvmover.cache.prefix import NO_IDS, PageArray, PrefixError
+from kvmover.engines.sglang.device_indices import DeviceIndices, ToDevice
 
 #: A tensor over a row's memory, in a third of the time of `as_tensor`.
-_over: ToDevice = cast(Any, torch).from_numpy
+_over: Any = cast(Any, torch).from_numpy
 
 
 class IndexTable(Protocol):
-    """A table of page numbers, token index // `page_tokens`, by page id. `runs`: the ids as slices, if few enough."""
+    """A table from page id, counted from 0, to the number of a page, its token index // `page_tokens`."""
 
-    def write(self, ids: PageArray, runs: list[slice], indices: torch.Tensor, first: int = 0) -> None:
-        """Write the page numbers of `indices` [token], from token `first` on, in order of `ids`."""
+    def __len__(self) -> int:
+        """Returns the number of kept pages."""
         ...
 
-    def pages(self, ids: PageArray, runs: list[slice]) -> torch.Tensor:
-        """Returns page numbers, int64 [page], in a tensor of the caller's."""
+    def keep(self, indices: torch.Tensor, first: int = 0, stop: int | None = None) -> PageArray:
+        """Returns new ids for the whole pages of `indices[first:stop]` [token], in order; to be read only."""
         ...
 
-    def tokens(self, ids: PageArray, runs: list[slice]) -> torch.Tensor:
-        """Returns token indices, int64 [token], in a tensor of the caller's."""
+    def of(self, ids: PageArray) -> torch.Tensor:
+        """Returns the token indices of these pages, int64 [token], in order, in a tensor that the caller owns."""
         ...
 
-    def double(self) -> None:
-        """Make room for twice as many ids."""
+    def replace(self, ids: PageArray, indices: torch.Tensor) -> None:
+        """Map these ids to the whole pages of `indices` [token] from now on."""
+        ...
+
+    def forget(self, ids: PageArray) -> torch.Tensor:
+        """Free these ids. Returns the page numbers they stood for, int64: token index // `page_tokens`.
+
+        Raises PrefixError for more ids than are kept.
+        """
         ...
 
 
-class TensorTable:
-    """A table on the device, never read by the host. Work is queued on the current stream."""
+class HostIndices:
+    """An IndexTable in host memory, for servers without a device, with the C core: a call takes no tensor operation.
 
-    def __init__(self, page_tokens: int, device: torch.device, to_device: ToDevice, ids: int) -> None:
-        self._page_tokens, self._to_device = page_tokens, to_device
-        self._pages = torch.zeros(ids, dtype=torch.int64, device=device)
-        self._within = torch.arange(page_tokens, dtype=torch.int64, device=device)
+    No id needs a neighbour here, so the ids that were freed last are given first.
+    """
 
-    def write(self, ids: PageArray, runs: list[slice], indices: torch.Tensor, first: int = 0) -> None:
+    def __init__(self, page_tokens: int, pages: int) -> None:
+        """Allocate a table for `pages` pages, the size of the engine's pool. It grows when it fills up."""
+        self._core: Any = NATIVE
+        self._page_tokens, self._count = page_tokens, 0
+        self._pages = np.zeros(max(pages, 1), np.int64)
+        #: Every id once; those behind the first `_count` are unused, the last ones freed first.
+        self._ids = np.arange(len(self._pages), dtype=np.int32)
+
+    def __len__(self) -> int:
         """See IndexTable."""
-        size = self._page_tokens
-        pages = indices[first : first + len(ids) * size : size]
-        if len(runs) != 1:
-            self._pages.index_copy_(0, self._placed(ids), torch.floor_divide(pages, size).to(torch.int64))
-        elif size == 1:
-            self._pages[runs[0]] = pages
-        else:
-            torch.floor_divide(pages, size, out=self._pages[runs[0]])
+        return self._count
 
-    def pages(self, ids: PageArray, runs: list[slice]) -> torch.Tensor:
+    def keep(self, indices: torch.Tensor, first: int = 0, stop: int | None = None) -> PageArray:
         """See IndexTable."""
-        if len(runs) == 1:
-            return self._pages[runs[0]].clone()
-        if runs:
-            return torch.cat([self._pages[each] for each in runs])
-        return self._pages.index_select(0, self._placed(ids))
+        row = indices.numpy()[first:stop]
+        before, count = self._count, len(row) // self._page_tokens
+        if count == 0:
+            return NO_IDS
+        self._count = before + count
+        while len(self._ids) < self._count:
+            self._double()
+        ids = self._ids[before : self._count].copy()
+        self._core.keep_pages(self._pages, ids, row, self._page_tokens)
+        return ids
 
-    def tokens(self, ids: PageArray, runs: list[slice]) -> torch.Tensor:
-        """See IndexTable."""
-        if self._page_tokens == 1:
-            return self.pages(ids, runs)
-        pages = self._pages[runs[0]] if len(runs) == 1 else self.pages(ids, runs)
-        return torch.add(self._within, pages.unsqueeze(1), alpha=self._page_tokens).view(-1)
-
-    def double(self) -> None:
-        """See IndexTable."""
-        self._pages = torch.cat([self._pages, torch.zeros_like(self._pages)])
-
-    def _placed(self, ids: PageArray) -> torch.Tensor:
-        return self._to_device(ids.astype(np.int64))
-
-
-class HostTable:
-    """A table in host memory, for servers without a device: C reads it in less time than a tensor operation begins."""
-
-    def __init__(self, core: Any, page_tokens: int, ids: int) -> None:
-        self._core, self._page_tokens = core, page_tokens
-        self._pages = np.zeros(ids, np.int64)
-
-    def write(self, ids: PageArray, runs: list[slice], indices: torch.Tensor, first: int = 0) -> None:
-        """See IndexTable."""
-        row = indices.numpy()
-        self._core.keep_pages(self._pages, ids, row[first:] if first else row, self._page_tokens)
-
-    def pages(self, ids: PageArray, runs: list[slice]) -> torch.Tensor:
-        """See IndexTable."""
-        return _over(self._pages[ids] if len(runs) != 1 else self._pages[runs[0]].copy())
-
-    def tokens(self, ids: PageArray, runs: list[slice]) -> torch.Tensor:
+    def of(self, ids: PageArray) -> torch.Tensor:
         """See IndexTable."""
         row = np.empty(len(ids) * self._page_tokens, np.int64)
         self._core.page_tokens_of(self._pages, ids, row, self._page_tokens)
         return _over(row)
 
-    def double(self) -> None:
+    def replace(self, ids: PageArray, indices: torch.Tensor) -> None:
         """See IndexTable."""
+        self._core.keep_pages(self._pages, ids, indices.numpy(), self._page_tokens)
+
+    def forget(self, ids: PageArray) -> torch.Tensor:
+        """See IndexTable."""
+        before, count = self._count, self._count - len(ids)
+        if count < 0:
+            raise PrefixError(f"{len(ids)} pages to forget, of {before} that are kept")
+        pages = self._pages.take(ids)
+        self._ids[count:before] = ids
+        self._count = count
+        return _over(pages)
+
+    def _double(self) -> None:
+        size = len(self._ids)
         self._pages = np.concatenate([self._pages, np.zeros_like(self._pages)])
+        self._ids = np.concatenate([self._ids, np.arange(size, 2 * size, dtype=np.int32)])
 
 
-def index_table(page_tokens: int, device: torch.device, to_device: ToDevice, ids: int) -> IndexTable:
-    """Returns a table of `ids` ids: in host memory if `device` is the CPU and the C core was built."""
+def index_table(page_tokens: int, device: torch.device, to_device: ToDevice, pages: int) -> IndexTable:
+    """Returns a table for a pool of `pages` pages: in host memory if `device` is the CPU and the C core was built."""
     if device.type == "cpu" and NATIVE is not None:
-        return HostTable(cast(Any, NATIVE), page_tokens, ids)
-    return TensorTable(page_tokens, device, to_device, ids)
+        return HostIndices(page_tokens, pages)
+    return DeviceIndices(page_tokens, device, to_device, pages)

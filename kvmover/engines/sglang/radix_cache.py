@@ -39,9 +39,9 @@ from kvmover.cache.prefix import (
     coalesce,
 )
 from kvmover.engines.sglang import engine_radix
-from kvmover.engines.sglang.device_indices import DeviceIndices
 from kvmover.engines.sglang.engine_radix import FULL, MAMBA, SWA
 from kvmover.engines.sglang.event_publisher import CacheEvents
+from kvmover.engines.sglang.index_table import IndexTable, index_table
 from kvmover.engines.sglang.radix_accounts import Lookup, RadixAccounts
 from kvmover.engines.sglang.radix_components import STATE, WINDOW, SnapshotSlots, StateSlots, WindowPages
 from kvmover.engines.sglang.radix_hints import HintTerms, RadixHints
@@ -249,11 +249,10 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
             wanted[WINDOW] = -(-params.swa_num_tokens // self.page_size)
         if self._states is not None:
             wanted[STATE] = params.mamba_num
-        steps = self._evict(wanted)
-        counts = {name: sum(len(step.page_ids(name)) for step in steps) for name in wanted}
-        tokens = counts[ATTENTION] * self.page_size
+        freed = self._evict(wanted)
+        tokens = freed[ATTENTION] * self.page_size
         self.update_eviction_metrics(tokens, began)
-        return engine_radix.EvictResult(tokens, counts.get(WINDOW, 0) * self.page_size, counts.get(STATE, 0))
+        return engine_radix.EvictResult(tokens, freed.get(WINDOW, 0) * self.page_size, freed.get(STATE, 0))
 
     def lock(self, node: int, skip_lock_components: Sequence[Any] = ()) -> Any:
         """Lock a node as `inc_lock_ref` does, for one holder."""
@@ -464,15 +463,16 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         """Carry out the tree's answer to `pages`."""
         self._give_back(inserted)
 
-    def _evict(self, wanted: Mapping[str, int]) -> Sequence[ActionList]:
-        """Evict so many pages of each component. Returns the actions carried out, step by step."""
-        steps = list[ActionList]()
+    def _evict(self, wanted: Mapping[str, int]) -> dict[str, int]:
+        """Evict so many pages of each component, step by step. Returns the pages freed."""
+        freed = dict.fromkeys(wanted, 0)
         for given in self._tree.evict_in_steps(wanted):
             self._give_back(given)
             if self._states is not None:
                 self._states.give_back(given.page_ids(STATE))
-            steps.append(given)
-        return steps
+            for name in freed:
+                freed[name] += len(given.page_ids(name))
+        return freed
 
     def _adopt(self, of: WindowPages, inserted: Inserted, windows: PageArray, live: int) -> None:
         """Point window ids that the tree took, for pages it had without windows, at these pages' indices."""
@@ -518,6 +518,6 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         return Lookup(prompt, found, last)
 
 
-def _table(device: torch.device, tokens: int, page_tokens: int) -> DeviceIndices:
+def _table(device: torch.device, tokens: int, page_tokens: int) -> IndexTable:
     to_device = partial(engine_radix.to_device, device=device)
-    return DeviceIndices(page_tokens, device, to_device, tokens // page_tokens)
+    return index_table(page_tokens, device, to_device, tokens // page_tokens)

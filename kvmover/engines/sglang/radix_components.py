@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvmover.cache.prefix import PrefixError
-from kvmover.engines.sglang.device_indices import DeviceIndices
+from kvmover.engines.sglang.index_table import IndexTable
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ MakeRoom = Callable[[], object]
 class WindowPages:
     """The ids of window pages. Each stands for the full index whose mapping leads to the page."""
 
-    def __init__(self, allocator: Any, indices: DeviceIndices) -> None:
+    def __init__(self, allocator: Any, indices: IndexTable) -> None:
         self._allocator, self.indices = allocator, indices
 
     def __len__(self) -> int:
@@ -57,7 +57,7 @@ class WindowPages:
             self.indices.forget(ids)
 
     def forget(self, ids: PageArray) -> None:
-        """Forget ids as DeviceIndices.forget does; the caller clears the allocator."""
+        """Forget ids as IndexTable.forget does; the caller clears the allocator."""
         self.indices.forget(ids)
 
 
@@ -67,7 +67,7 @@ class StateSlots:
     This class is for a pool without snapshots: a request has only the state of all its tokens.
     """
 
-    def __init__(self, rows: Any, indices: DeviceIndices) -> None:
+    def __init__(self, rows: Any, indices: IndexTable) -> None:
         self._rows, self.indices = rows, indices
 
     def __len__(self) -> int:
@@ -123,7 +123,7 @@ class StateSlots:
             self._rows.mamba_allocator.free(self.indices.forget(ids))
 
     def forget(self, ids: PageArray) -> None:
-        """Forget ids as DeviceIndices.forget does; the caller clears the pool."""
+        """Forget ids as IndexTable.forget does; the caller clears the pool."""
         self.indices.forget(ids)
 
     def slots(self, ids: PageArray) -> torch.Tensor:

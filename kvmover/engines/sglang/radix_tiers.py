@@ -7,7 +7,7 @@ pass at once: each layer waits for its own KV. Every step polls, and operations 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,6 @@ from kvmover.cache.prefix import FULL as ATTENTION
 from kvmover.cache.prefix import (
     NO_IDS,
     ROOT,
-    ActionList,
     CopyOut,
     FreePages,
     Inserted,
@@ -313,8 +312,9 @@ class TieredRadixCache(KvmoverRadixCache):
         ours = tuple(action for action in inserted.actions if not _is_state(action))
         self._controller.kept(structs.replace(inserted, actions=ours), pages)
 
-    def _evict(self, wanted: Mapping[str, int]) -> Sequence[ActionList]:
-        return (self._controller.evict_pools(wanted),)
+    def _evict(self, wanted: Mapping[str, int]) -> dict[str, int]:
+        given = self._controller.evict_pools(wanted)
+        return {name: len(given.page_ids(name)) for name in wanted}
 
     def _device_pages(self) -> dict[str, DevicePages]:
         """Returns SGLang's pages of each component."""

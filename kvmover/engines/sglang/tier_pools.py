@@ -30,8 +30,8 @@ from kvmover.cache.tiers import (
 from kvmover.config import load
 from kvmover.engines.common import ParallelRank, Upkeep, as_bytes
 from kvmover.engines.sglang import engine_linker, sglang_api
-from kvmover.engines.sglang.device_indices import DeviceIndices
 from kvmover.engines.sglang.devicepool import Strand, checked_strands, part_of_strand, placement_of
+from kvmover.engines.sglang.index_table import IndexTable
 from kvmover.engines.sglang.page_parts import TpPlacement
 from kvmover.engines.sglang.radix_components import STATE, WINDOW
 from kvmover.engines.sglang.sglang_contract import RADIX, kept_window
@@ -210,7 +210,7 @@ class EnginePages:
     """
 
     def __init__(
-        self, allocator: Any, free: Callable[[torch.Tensor], object], indices: DeviceIndices, page_tokens: int
+        self, allocator: Any, free: Callable[[torch.Tensor], object], indices: IndexTable, page_tokens: int
     ) -> None:
         self._allocator, self._free, self._indices, self._page_tokens = allocator, free, indices, page_tokens
 
@@ -251,7 +251,7 @@ class EngineWindows(EnginePages):
     A page that is being loaded has such an index only once `loaded` names the attention page beside it.
     """
 
-    def __init__(self, allocator: Any, indices: DeviceIndices, attention: DeviceIndices, page_tokens: int) -> None:
+    def __init__(self, allocator: Any, indices: IndexTable, attention: IndexTable, page_tokens: int) -> None:
         super().__init__(allocator.swa_attn_allocator, allocator.swa_attn_allocator.free_page_ids, indices, page_tokens)
         self._hybrid, self._attention = allocator, attention
         self._unplaced: set[int] = set()

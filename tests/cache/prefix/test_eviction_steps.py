@@ -21,16 +21,20 @@ def leaves(count: int, pages: int, **shape: Any) -> PrefixTree:
     return tree
 
 
-@pytest.mark.parametrize(("count", "pages"), [(600, 1), (3, 400)])
+@pytest.mark.parametrize(
+    ("count", "pages", "wanted", "steps"),
+    [(600, 1, 550, [256, 256, 38]), (3, 400, 550, [550]), (300, 50, 14_700, [8192, 6508])],
+    ids=["small leaves", "large leaves", "more than a step's pages"],
+)
 @pytest.mark.parametrize("shape", [{}, {"grain": EvictionGranularity.NODE}], ids=["pages", "nodes"])
-def test_steps_evict_what_one_call_does(count: int, pages: int, shape: dict) -> None:
+def test_steps_evict_what_one_call_does(count: int, pages: int, wanted: int, steps: list[int], shape: dict) -> None:
     whole, stepped = leaves(count, pages, **shape), leaves(count, pages, **shape)
-    steps = [step.page_ids() for step in stepped.evict_in_steps({FULL: 550})]
-    assert sorted(np.concatenate(steps).tolist()) == sorted(whole.evict(550).page_ids().tolist())
+    freed = [step.page_ids() for step in stepped.evict_in_steps({FULL: wanted})]
+    assert sorted(np.concatenate(freed).tolist()) == sorted(whole.evict(wanted).page_ids().tolist())
     assert stepped.sizes() == whole.sizes()
     stepped.check()
     if not shape and NATIVE is not None and forest.C_CORE is not None:
-        assert [len(step) for step in steps] == [256, 256, 38]
+        assert [len(step) for step in freed] == steps
 
 
 def test_locked_pages_end_the_steps_and_windows_that_went_along_count() -> None:

@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
+from kvmover.c_core import NATIVE
 from kvmover.cache.prefix import PrefixError
-from kvmover.engines.sglang import index_table
 from kvmover.engines.sglang.device_indices import DeviceIndices
+from kvmover.engines.sglang.index_table import HostIndices, IndexTable, index_table
 
 
 def tokens_of(pages: list[int], page_tokens: int) -> torch.Tensor:
     return torch.tensor([page * page_tokens + token for page in pages for token in range(page_tokens)])
 
 
-@pytest.mark.parametrize("table", ["in host memory", "of a tensor"])
+def on_device(page_tokens: int) -> DeviceIndices:
+    return DeviceIndices(page_tokens, torch.device("cpu"), torch.from_numpy)
+
+
+def on_host(page_tokens: int) -> HostIndices:
+    return HostIndices(page_tokens, 512)
+
+
+by_c = pytest.mark.skipif(NATIVE is None, reason="the C core was not built")
+each_table = pytest.mark.parametrize("table", [on_device, pytest.param(on_host, marks=by_c)])
+
+
+@each_table
 @pytest.mark.parametrize("page_tokens", [1, 3, 4])
 def test_a_history_of_pages_is_read_back_as_it_was_written(
-    page_tokens: int, table: str, monkeypatch: pytest.MonkeyPatch
+    page_tokens: int, table: Callable[[int], IndexTable]
 ) -> None:
-    if table == "of a tensor":
-        monkeypatch.setattr(index_table, "NATIVE", None)
-    indices = DeviceIndices(page_tokens, torch.device("cpu"), torch.from_numpy)
+    indices = table(page_tokens)
     chance, known = random.Random(page_tokens), dict[int, int]()
     for step in range(400):
         fresh = [1 + 1000 * step + number for number in range(chance.randrange(20))]
@@ -49,7 +61,7 @@ def test_a_history_of_pages_is_read_back_as_it_was_written(
 
 
 def test_pages_that_are_kept_together_follow_each_other_while_others_come_and_go() -> None:
-    indices = DeviceIndices(1, torch.device("cpu"), torch.from_numpy)
+    indices = on_device(1)
     chance, rows, together = random.Random(3), list[np.ndarray](), 0
     for _ in range(2000):
         rows.append(indices.keep(torch.arange(chance.randrange(1, 200))))
@@ -60,19 +72,29 @@ def test_pages_that_are_kept_together_follow_each_other_while_others_come_and_go
     assert together > 1500
 
 
-def test_more_than_is_kept_cannot_be_forgotten() -> None:
-    indices = DeviceIndices(4, torch.device("cpu"), torch.from_numpy)
+@each_table
+def test_a_part_of_a_row_is_kept_where_it_ends_within_a_page(table: Callable[[int], IndexTable]) -> None:
+    indices = table(4)
+    kept = indices.keep(tokens_of([7, 3, 9, 5], 4).to(torch.int32), 4, 14)
+    assert indices.of(kept).tolist() == tokens_of([3, 9], 4).tolist()
+    assert len(indices.keep(tokens_of([7], 4), 0, 3)) == 0
+    assert len(indices) == 2
+
+
+@each_table
+def test_more_than_is_kept_cannot_be_forgotten(table: Callable[[int], IndexTable]) -> None:
+    indices = table(4)
     kept = indices.keep(tokens_of([1, 2], 4))
     indices.forget(kept)
     with pytest.raises(PrefixError, match="2 pages to forget, of 0 that are kept"):
         indices.forget(kept)
 
 
-@pytest.mark.skipif(index_table.NATIVE is None, reason="the C core was not built")
+@by_c
 def test_an_id_outside_the_table_and_a_row_that_is_too_short_are_refused() -> None:
-    table = index_table.index_table(4, torch.device("cpu"), torch.from_numpy, 8)
+    table = index_table(4, torch.device("cpu"), torch.from_numpy, 8)
     for ids in ([8], [-1]):
         with pytest.raises(ValueError, match=f"page {ids[0]} is not in a table of 8"):
-            table.write(np.array(ids, np.int32), [], torch.arange(4))
+            table.replace(np.array(ids, np.int32), torch.arange(4))
     with pytest.raises(ValueError, match="7 items are not 2 pages"):
-        table.write(np.array([1, 2], np.int32), [], torch.arange(7))
+        table.replace(np.array([1, 2], np.int32), torch.arange(7))
