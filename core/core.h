@@ -83,6 +83,9 @@ extern PyTypeObject *ReuseHistoryType, *HazardOrderType;
 extern PyType_Spec reuse_history_spec, hazard_order_spec;
 extern PyTypeObject *NodeType, *ComponentPagesType, *RecencyType, *EvictableSetType, *ColumnsType, *PagesInUseType, *ChildrenType;
 extern PyType_Spec node_spec, component_pages_spec, recency_spec, evictable_set_spec, columns_spec, pages_in_use_spec, children_spec;
+/* index_table.c */
+extern PyTypeObject *PageTableType;
+extern PyType_Spec page_table_spec;
 /* ideal.c, simulated.c: what a replay remembers beside the tree. */
 extern PyTypeObject *IdealType, *SimulatedStorageType;
 extern PyType_Spec ideal_spec, simulated_storage_spec;
@@ -204,15 +207,13 @@ PyObject *columns_settle(Columns *self, PyObject *node);
 PyObject *columns_evict_device(Columns *self, PyObject *const *args, Py_ssize_t count);
 PyObject *columns_evict_host(Columns *self, PyObject *pages);
 
-/* words.c, sha256.c, packed_rows.c, id_runs.c, index_table.c, simulated.c: functions of the module. */
+/* words.c, sha256.c, packed_rows.c, id_runs.c, simulated.c: functions of the module. */
 int words_init(void);
 int is_row_of_words(const Py_buffer *view); /* of 32 or 64 bits */
 PyObject *words(PyObject *module, PyObject *tokens);
 PyObject *multiples(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *chain(PyObject *module, PyObject *const *args, Py_ssize_t count);
 int has_sha_instructions(void);
-PyObject *keep_pages(PyObject *module, PyObject *const *args, Py_ssize_t count);
-PyObject *page_tokens_of(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *id_runs(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *pack_words(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *pack_hashes(PyObject *module, PyObject *hashes);

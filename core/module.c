@@ -6,8 +6,6 @@ static PyMethodDef functions[] = {{"words", words, METH_O, NULL},
                                   FASTCALL("multiples", multiples),
                                   FASTCALL("pack_words", pack_words),
                                   FASTCALL("id_runs", id_runs),
-                                  FASTCALL("keep_pages", keep_pages),
-                                  FASTCALL("page_tokens_of", page_tokens_of),
                                   {"pack_hashes", pack_hashes, METH_O, NULL},
                                   FASTCALL("copy_rows", copy_rows),
                                   FASTCALL("digest_rows", digest_rows),
@@ -32,7 +30,7 @@ PyMODINIT_FUNC PyInit__core(void)
     } types[] = {{&NodeType, &node_spec},       {&ComponentPagesType, &component_pages_spec},
                  {&RecencyType, &recency_spec}, {&EvictableSetType, &evictable_set_spec},
                  {&ReuseHistoryType, &reuse_history_spec}, {&HazardOrderType, &hazard_order_spec}, {&ColumnsType, &columns_spec}, {&PagesInUseType, &pages_in_use_spec},
-                 {&ChildrenType, &children_spec},
+                 {&ChildrenType, &children_spec}, {&PageTableType, &page_table_spec},
                  {&IdealType, &ideal_spec},     {&SimulatedStorageType, &simulated_storage_spec}};
     PyObject *module = PyModule_Create(&definition);
     for (size_t i = 0; module != NULL && i < sizeof types / sizeof *types; i++) {

@@ -309,7 +309,8 @@ class Forest:
         for i, component in enumerate(self.config.components):
             reached = path[: self.reach(path, component.reach_tokens)]
             self.held_device[i].order.touch(reached)
-            self.held_host[i].order.touch(reached)
+            if self.hosted:
+                self.held_host[i].order.touch(reached)
 
     def reach(self, path: Sequence[Node], tokens: int) -> int:
         """Returns the number of nodes, from the start of `path`, deepest first, that hold `tokens` tokens."""

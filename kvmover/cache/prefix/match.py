@@ -60,7 +60,9 @@ MISS = Match(0, NO_IDS, ROOT, 0, ROOT, 0, ROOT)
 
 def _anchors(forest: Forest, path: list[Node]) -> Match:
     """Returns the Match of a path, with its deepest ends usable from the device and from either tier."""
-    device, best = _usable(forest, path, (Tier.DEVICE,)), _usable(forest, path, (Tier.DEVICE, Tier.HOST))
+    device = best = _usable(forest, path, (Tier.DEVICE,))
+    if forest.hosted:
+        best = _usable(forest, path, (Tier.DEVICE, Tier.HOST))
     page_tokens = forest.config.page_tokens
     ends = [0, *(node.end * page_tokens for node in path)]
     ids = [ROOT, *(node.id for node in path)]
@@ -75,7 +77,7 @@ def _anchors(forest: Forest, path: list[Node]) -> Match:
         loads(forest, path[:best]) if best > device else (),
         _branches(forest, ends[-1], ends[best]),
         _held(forest, path[:device]),
-        waits(path),
+        waits(path) if forest.hosted else (),
     )
 
 

@@ -37,12 +37,16 @@ class PagesInUse:
 
     def release(self, ids: bytes) -> None:
         """Release ids. Raises ValueError, and releases none, at the first that is not in use or repeated."""
-        released = set[int]()
-        for page in np.frombuffer(ids, "<u4").tolist():
-            if page not in self._ids or page in released:
+        row = np.frombuffer(ids, "<u4").tolist()
+        released = set(row)
+        if len(released) == len(row) and self._ids >= released:
+            self._ids -= released
+            return
+        seen = set[int]()
+        for page in row:
+            if page not in self._ids or page in seen:
                 raise ValueError(f"page {page} is not in use")
-            released.add(page)
-        self._ids -= released
+            seen.add(page)
 
     def __contains__(self, page: int) -> bool:
         return page in self._ids

@@ -11,9 +11,6 @@ from kvmover.c_core import NATIVE
 from kvmover.cache.prefix import NO_IDS, PageArray, PrefixError
 from kvmover.engines.sglang.device_indices import DeviceIndices, ToDevice
 
-#: A tensor over a row's memory, in a third of the time of `as_tensor`.
-_over: Any = cast(Any, torch).from_numpy
-
 
 class IndexTable(Protocol):
     """A table from page id, counted from 0, to the number of a page, its token index // `page_tokens`."""
@@ -43,60 +40,42 @@ class IndexTable(Protocol):
 
 
 class HostIndices:
-    """An IndexTable in host memory, for servers without a device, with the C core: a call takes no tensor operation.
+    """An IndexTable in host memory, for servers without a device. Each method is one call of the C core.
 
     No id needs a neighbour here, so the ids that were freed last are given first.
     """
 
     def __init__(self, page_tokens: int, pages: int) -> None:
         """Allocate a table for `pages` pages, the size of the engine's pool. It grows when it fills up."""
-        self._core: Any = NATIVE
-        self._page_tokens, self._count = page_tokens, 0
-        self._pages = np.zeros(max(pages, 1), np.int64)
-        #: Every id once; those behind the first `_count` are unused, the last ones freed first.
-        self._ids = np.arange(len(self._pages), dtype=np.int32)
+        self._table = cast(Any, NATIVE).PageTable(page_tokens, max(pages, 1))
 
     def __len__(self) -> int:
         """See IndexTable."""
-        return self._count
+        return len(self._table)
 
     def keep(self, indices: torch.Tensor, first: int = 0, stop: int | None = None) -> PageArray:
         """See IndexTable."""
-        row = indices.numpy()[first:stop]
-        before, count = self._count, len(row) // self._page_tokens
-        if count == 0:
-            return NO_IDS
-        self._count = before + count
-        while len(self._ids) < self._count:
-            self._double()
-        ids = self._ids[before : self._count].copy()
-        self._core.keep_pages(self._pages, ids, row, self._page_tokens)
-        return ids
+        ids = self._table.keep(indices.numpy(), first, stop)
+        return np.frombuffer(ids, np.int32) if ids else NO_IDS
 
     def of(self, ids: PageArray) -> torch.Tensor:
         """See IndexTable."""
-        row = np.empty(len(ids) * self._page_tokens, np.int64)
-        self._core.page_tokens_of(self._pages, ids, row, self._page_tokens)
-        return _over(row)
+        return _numbers(self._table.tokens(ids))
 
     def replace(self, ids: PageArray, indices: torch.Tensor) -> None:
         """See IndexTable."""
-        self._core.keep_pages(self._pages, ids, indices.numpy(), self._page_tokens)
+        self._table.replace(ids, indices.numpy())
 
     def forget(self, ids: PageArray) -> torch.Tensor:
         """See IndexTable."""
-        before, count = self._count, self._count - len(ids)
-        if count < 0:
-            raise PrefixError(f"{len(ids)} pages to forget, of {before} that are kept")
-        pages = self._pages.take(ids)
-        self._ids[count:before] = ids
-        self._count = count
-        return _over(pages)
+        if len(ids) > len(self._table):
+            raise PrefixError(f"{len(ids)} pages to forget, of {len(self._table)} that are kept")
+        return _numbers(self._table.forget(ids))
 
-    def _double(self) -> None:
-        size = len(self._ids)
-        self._pages = np.concatenate([self._pages, np.zeros_like(self._pages)])
-        self._ids = np.concatenate([self._ids, np.arange(size, 2 * size, dtype=np.int32)])
+
+def _numbers(row: bytearray) -> torch.Tensor:
+    """Returns a tensor over a row's memory."""
+    return torch.frombuffer(row, dtype=torch.int64) if row else torch.empty(0, dtype=torch.int64)
 
 
 def index_table(page_tokens: int, device: torch.device, to_device: ToDevice, pages: int) -> IndexTable:

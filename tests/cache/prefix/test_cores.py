@@ -402,6 +402,21 @@ def test_arguments_that_no_part_of_kvmover_gives_end_no_process() -> None:
         core.SimulatedStorage.__new__(core.SimulatedStorage)
     with pytest.raises(ValueError, match="storage of -1 pages"):
         core.SimulatedStorage(-1)
+    for page_tokens, pages in ((0, 4), (4, 0), (-1, 4)):
+        with pytest.raises(ValueError, match=f"a table of {pages} pages of {page_tokens} tokens"):
+            core.PageTable(page_tokens, pages)
+    with pytest.raises(MemoryError):
+        core.PageTable(1, 2**31)
+    with pytest.raises(MemoryError):
+        core.PageTable(2**62, 2).tokens(np.zeros(2, np.int32))
+    table = core.PageTable(4, 2)
+    assert [len(table.keep(np.arange(8), first, stop)) for first, stop in ((8, None), (2**62, 2**62), (0, -1))] == [
+        0
+    ] * 3
+    with pytest.raises(ValueError, match="a first token"):
+        table.keep(np.arange(8), -1, 8)
+    with pytest.raises(ValueError, match="1 pages to forget, of 0 that are kept"):
+        table.forget(np.zeros(1, np.int32))
 
 
 @built
