@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 from kvmover.cache.prefix.columns import ID_BYTES, EvictableSet
@@ -18,12 +19,12 @@ from kvmover.errors import PrefixError
 class Eviction:
     """The victims of one call. Ids are gathered, so that a caller frees each component and tier once.
 
-    `room` are free host pages for victims of a write-back tree; unused ones stay the caller's. Raises PrefixError for
-    `room` in another tree.
+    `pools` takes from at most `leaves` nodes a component. `room` are free host pages for victims of a write-back tree;
+    unused ones stay the caller's. Raises PrefixError for `room` in another tree.
     """
 
-    def __init__(self, forest: Forest, room: PageIds = ()) -> None:
-        self._forest = forest
+    def __init__(self, forest: Forest, room: PageIds = (), leaves: int = sys.maxsize) -> None:
+        self._forest, self._leaves = forest, leaves
         self._room = words(room) if len(room) else b""
         if self._room and not isinstance(forest.config.tiers, WriteBack):
             raise PrefixError("only a tree that writes back evicts into host pages")
@@ -61,8 +62,8 @@ class Eviction:
 
     def _device(self, pages: int) -> None:
         forest, account, spared = self._forest, self._forest.device, list[Node]()
-        aim = account.evictable - pages
-        while account.evictable > aim and (node := account.order.first()) is not None:
+        aim, left = account.evictable - pages, self._leaves
+        while account.evictable > aim and left and (node := account.order.first()) is not None:
             if node.device_children:
                 # Re-added when its last child goes; if that child is spared, it keeps its place.
                 account.order.discard(node)
@@ -75,6 +76,7 @@ class Eviction:
                 self._note(-1, Tier.DEVICE, forest.trim(node, account.evictable - aim))
             else:
                 self._give_up(self._trimmed(node, account.evictable - aim, account))
+                left -= 1
         for node in reversed(spared):
             # A spared ancestor may have been evicted in this call, after its last child.
             if node.pages is not None:
@@ -97,11 +99,9 @@ class Eviction:
     def _held(self, index: int, pages: int) -> None:
         """Evict a further component's device ids; a backed leaf leaves the device whole."""
         account = self._forest.held_device[index]
-        aim = account.evictable - pages
-        while account.evictable > aim:
-            node = account.order.first()
-            if node is None:
-                break
+        aim, left = account.evictable - pages, self._leaves
+        while account.evictable > aim and left and (node := account.order.first()) is not None:
+            left -= 1
             if node.host is None or node.device_children or node.locks or node.children:
                 self._bury(node, index)
             else:

@@ -185,21 +185,13 @@ class PlainSteps:
         if forest.journal is not None:
             forest.journal.stored(node, _DEVICE)
 
-    def evict_step(self, pages: int, leaves: int) -> ActionList | None:
-        """Evict `pages` pages, or all evictable, of at most `leaves` leaves. Returns None in a hosted tree."""
-        if self._forest.hosted:
-            return None
-        freed = self._columns.evict(pages, leaves)
-        if not freed:
-            return _NOTHING
-        self._device_ids.release(freed)
-        return ActionList((FreePages(FULL, _DEVICE, page_array(freed)),))
-
-    def evict(self, pages: int, room: PageIds) -> ActionList | None:
-        """See PrefixTree.evict. Returns None if the core lacks the step, or the call may have to raise."""
+    def evict(self, pages: int, room: PageIds, leaves: int) -> ActionList | None:
+        """See PrefixTree.evict; at most `leaves` leaves go. Returns None if the core lacks the step, or the call may
+        have to raise.
+        """
         if self._forest.hosted:
             evict = self._columns.evict_device
-            if evict is None or (len(room) and not self._writes_back):
+            if evict is None or leaves < pages or (len(room) and not self._writes_back):
                 return None
             free = words(room) if len(room) else b""
             if free and self._host_ids.claim(free) >= 0:
@@ -208,7 +200,13 @@ class PlainSteps:
             if free:
                 self._host_ids.release(free[sum(len(dst) for _, _, dst in given_up[2]) :])
             return self._outcome(given_up)
-        return None if len(room) else self.evict_step(pages, pages)
+        if len(room):
+            return None
+        freed = self._columns.evict(pages, leaves)
+        if not freed:
+            return _NOTHING
+        self._device_ids.release(freed)
+        return ActionList((FreePages(FULL, _DEVICE, page_array(freed)),))
 
     def evict_host(self, pages: int) -> ActionList | None:
         """Evict at least `pages` host pages, or all evictable, as `PrefixTree.evict_host` does. Returns None if the

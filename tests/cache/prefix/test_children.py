@@ -42,7 +42,7 @@ def test_a_root_of_many_prompts_gives_them_all_back() -> None:
     assert tree.match([4_321, 7, 7]).page_ids.tolist() == [8_642, 8_643]
     tree.check()
     steps = list(tree.evict_in_steps({FULL: prompts}))
-    assert max(len(step.page_ids()) for step in steps) <= 512
+    assert max(len(step.page_ids()) for step in steps) <= 256
     steps += tree.evict_in_steps({FULL: 2 * prompts})
     freed = np.concatenate([step.page_ids() for step in steps])
     assert sorted(freed.tolist()) == list(range(2 * prompts))

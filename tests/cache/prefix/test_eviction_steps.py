@@ -23,7 +23,7 @@ def leaves(count: int, pages: int, **shape: Any) -> PrefixTree:
 
 @pytest.mark.parametrize(
     ("count", "pages", "wanted", "steps"),
-    [(600, 1, 550, [256, 256, 38]), (3, 400, 550, [550]), (300, 50, 14_700, [8192, 6508])],
+    [(600, 1, 550, [128, 128, 128, 128, 38]), (3, 400, 550, [550]), (300, 100, 14_700, [8192, 6508])],
     ids=["small leaves", "large leaves", "more than a step's pages"],
 )
 @pytest.mark.parametrize("shape", [{}, {"grain": EvictionGranularity.NODE}], ids=["pages", "nodes"])
