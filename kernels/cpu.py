@@ -35,8 +35,8 @@ def move(regions: Sequence[Region]) -> None:
         loops: tuple[Loop, ...] = (
             (region.tokens, src.token_bytes, dst.token_bytes),
             (region.heads, src.head_bytes, dst.head_bytes),
-            (region.planes, src.addresses(), dst.addresses()),
-            (region.units, _table(src.units), _table(dst.units)),
+            (len(src.planes.offset), src.planes.addresses, dst.planes.addresses),
+            (len(src.units), np.ascontiguousarray(src.units), np.ascontiguousarray(dst.units)),
         )
         NATIVE.copy_rows(loops, region.row_bytes, torch.get_num_threads())
 
@@ -66,13 +66,8 @@ def _keyed(region: Region, at: Side, logical: Logical) -> tuple[Loop, ...]:
         (logical.heads_in_row, head_bytes, head_key),
         (region.heads, at.head_bytes, head_key * logical.heads_in_row),
         (region.planes, at.addresses(), (logical.plane_keys().view(np.uint64) + first_head).view(np.int64)),
-        (region.units, _table(at.units), positions.view(np.int64)),
+        (region.units, np.ascontiguousarray(at.units), positions.view(np.int64)),
     )
-
-
-def _table(offsets: Offsets) -> Offsets:
-    """Return the offsets as C reads them: contiguous."""
-    return np.ascontiguousarray(offsets, np.int64)
 
 
 def _check_host(side: Side) -> None:

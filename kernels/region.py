@@ -254,7 +254,7 @@ class Side:
             raise RegionError(f"{name} {self.planes.fault}")
         if self.head_bytes < 0 or self.token_bytes < 0:
             raise RegionError(f"{name} strides {self.head_bytes}, {self.token_bytes} are negative")
-        if not len(self.units) or not len(self.planes):
+        if not len(self.units) or not len(self.planes.offset):
             return
         least, most = least_and_most(self.units)
         most += reach
@@ -300,19 +300,20 @@ class Region:
     @property
     def nbytes(self) -> int:
         """Payload bytes: planes x units x heads x tokens x row_bytes."""
-        return self.planes * self.units * self.heads * self.tokens * self.row_bytes
+        return len(self.src.planes.offset) * len(self.src.units) * self.heads * self.tokens * self.row_bytes
 
     def check(self) -> None:
         """Raise RegionError unless both sides have the same planes and units and lie inside their memory."""
-        if self.planes != len(self.dst.planes) or self.units != len(self.dst.units):
+        src, dst = self.src, self.dst
+        if len(src.planes.offset) != len(dst.planes.offset) or len(src.units) != len(dst.units):
             raise RegionError(
                 f"source has {self.planes} planes x {self.units} units,"
-                f" destination {len(self.dst.planes)} x {len(self.dst.units)}"
+                f" destination {len(dst.planes)} x {len(dst.units)}"
             )
-        for name, side in (("source", self.src), ("destination", self.dst)):
+        for name, side in (("source", src), ("destination", dst)):
             side.check(name, self.reach(side))
-        if self.src.device != self.dst.device:
-            raise RegionError(f"source on {self.src.device}, destination on {self.dst.device}")
+        if src.planes.memory[0].device != dst.planes.memory[0].device:
+            raise RegionError(f"source on {src.device}, destination on {dst.device}")
 
     def reach(self, side: Side) -> int:
         """Return the bytes from the first row of a unit to the end of its last."""
@@ -345,8 +346,9 @@ def check_apart(regions: Sequence[Region]) -> None:
     a page.
     """
     check_written_once(regions)
-    read, written = ({id(side.planes): side.planes for side in sides} for sides in _sides(regions))
-    if not any(source.meets(target) for source in read.values() for target in written.values()):
+    read = {id(region.src.planes): region.src.planes for region in regions}
+    written = {id(region.dst.planes): region.dst.planes for region in regions}
+    if not [source for source in read.values() for target in written.values() if source.meets(target)]:
         return
     sources, targets = (list(zip(regions, sides, strict=True)) for sides in _sides(regions))
     for extents in (_units, _rows):

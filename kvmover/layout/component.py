@@ -140,7 +140,8 @@ class Component:
 
     def rows(self, tokens: range) -> range:
         """Returns the component's own positions that are completed by `tokens`; or all the states."""
-        return range(self.states) if self.states else range(tokens.start // self.row_tokens, self.extent(tokens.stop))
+        each = self.row_tokens
+        return range(self.states) if self.states else range(tokens.start // each, tokens.stop // each)
 
     def extent(self, tokens: int) -> int:
         """Returns its number of positions in a request of `tokens`: 250 rows of 4 in 1,003 tokens; or the states."""
@@ -182,7 +183,7 @@ class Component:
     @property
     def row_bytes(self) -> int:
         """The bytes of one (layer, kv, head, position)."""
-        return self.dim * self.element_bytes
+        return self.dim * DTYPE_BYTES[self.dtype]
 
     @property
     def token_bytes(self) -> int:

@@ -134,12 +134,12 @@ class PoolSpec:
     @property
     def page_tokens(self) -> int:
         """The positions of a page: tokens, rows of several tokens, or 1 state."""
-        return self.layout.extent_of("token")
+        return self.layout.shape[self.layout.axes.index("token")]
 
     @property
     def pages(self) -> int:
         """The number of pages; page ids are below it."""
-        return self.layout.extent_of("page")
+        return self.layout.shape[self.layout.axes.index("page")]
 
     @property
     def allocations(self) -> int:

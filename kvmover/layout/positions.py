@@ -69,9 +69,12 @@ class Stripe:
 
     def clip(self, start: int, stop: int) -> Positions:
         """Returns the tokens in [start, stop): at most a cut run, whole runs, and a cut run."""
-        low, high = max(start, self.start), min(stop, self.stop)
+        held = self.start + (self.count - 1) * self.step + self.width
+        low, high = max(start, self.start), min(stop, held)
         if low >= high:
             return ()
+        if self.count == 1:
+            return (self,) if high - low == self.width else (Stripe(low, 1, high - low, high - low),)
         first, head = divmod(low - self.start, self.step)
         last, tail = divmod(high - 1 - self.start, self.step)
         if first == last:
@@ -90,9 +93,9 @@ class Stripe:
     def __and__(self, other: Stripe) -> Positions:
         """Returns the common tokens. Equal overlaps of runs recur every lcm(steps): one Span `&` for each."""
         if self.count == 1:
-            return other.clip(self.start, self.stop)
+            return other.clip(self.start, self.start + self.width)
         if other.count == 1:
-            return self.clip(other.start, other.stop)
+            return self.clip(other.start, other.start + other.width)
         pieces: list[Stripe] = []
         shift = max(self.width, other.width)  # keeps the moved starts positive
         every = gcd(self.step, other.step)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import gcd
+
+import msgspec
+from msgspec.structs import force_setattr
 
 from kvmover.errors import LayoutError
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(msgspec.Struct, frozen=True):
     """A progression of `count` numbers from `start`, `step` apart. Closed under `&`; in one canonical form, so that
     `==` compares sets. Raises LayoutError for negative numbers, or a step below 1.
 
@@ -28,9 +29,9 @@ class Span:
         if self.start < 0 or self.count < 0 or self.step < 1:
             raise LayoutError(f"span needs start >= 0, count >= 0 and step >= 1, got {self.triple()}")
         if self.count <= 1:
-            object.__setattr__(self, "step", 1)
+            force_setattr(self, "step", 1)
         if not self.count:
-            object.__setattr__(self, "start", 0)
+            force_setattr(self, "start", 0)
 
     @classmethod
     def share(cls, extent: int, parts: int, index: int) -> Span:

@@ -193,8 +193,7 @@ _FORGETTING = 0.99
 _CLEARLY, _CLEAR_SAMPLES = 1.5, 4
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(msgspec.Struct, frozen=True):
     """Completed writes under way together, `nbytes` in `runs` descriptors: `total_us` from before the first post to the
     last completion.
     """

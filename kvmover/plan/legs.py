@@ -8,6 +8,8 @@ from enum import StrEnum
 from functools import cached_property, lru_cache
 from math import gcd
 
+import msgspec
+
 from kvmover.errors import PlanError
 from kvmover.fields import settle
 from kvmover.layout.component import Component
@@ -23,8 +25,7 @@ class Replicas(StrEnum):
     ELECT = "elect"
 
 
-@dataclass(frozen=True, slots=True)
-class Leg:
+class Leg(msgspec.Struct, frozen=True):
     """The box that one source rank writes to one destination rank, in whole-model and whole-request coordinates."""
 
     src_rank: int
@@ -116,10 +117,10 @@ class Plan:
 
     def leg(self, src_rank: int, dst_rank: int) -> Leg | None:
         """Returns the leg from `src_rank` to `dst_rank`; None if it is empty."""
-        src, dst = self.src_shard(src_rank), self.dst_shard(dst_rank)
+        src, dst = self._src_shards[src_rank], self._dst_shards[dst_rank]
         layers = src.layers if src.layers is dst.layers else _both(src.layers, dst.layers)
         heads = src.heads if src.heads is dst.heads else _both(src.heads, dst.heads)
-        if not layers or not heads or src.positions is None or dst.positions is None:
+        if not layers.count or not heads.count or src.positions is None or dst.positions is None:
             return None
         positions = common(self._share(src_rank, dst_rank, src.positions), dst.positions)
         return Leg(src_rank, dst_rank, layers, heads, positions) if positions else None

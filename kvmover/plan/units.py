@@ -30,7 +30,7 @@ class Units(msgspec.Struct, frozen=True, eq=False):
 
     def slice(self, start: int, stop: int) -> Units:
         """Returns units [start, stop), as a view."""
-        if stop - start == len(self.src):
+        if stop - start == self.src.size:
             return self
         return Units(self.tokens, self.src[start:stop], self.dst[start:stop])
 

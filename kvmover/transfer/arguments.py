@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvmover.errors import LayoutError, PeerRefused, PlanError
 from kvmover.fields import member, whole
+from kvmover.kernels.region import least_and_most
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Fleet
 from kvmover.layout.pool import Pool, PoolSpec
@@ -69,9 +70,9 @@ def _layer_bytes(spec: PoolSpec) -> int:
 
 def page_tables(pages: object) -> PageTables:
     """Return a new table a component, of lists, ranges, arrays or tensors. Raises PlanError for other values."""
-    if isinstance(pages, (str, bytes)) or not isinstance(pages, Iterable):
+    if not isinstance(pages, (list, tuple)) and (isinstance(pages, (str, bytes)) or not isinstance(pages, Iterable)):
         raise PlanError(f"pages = {pages!r}; give one list of page ids a component")
-    return tuple(_table(number, table) for number, table in enumerate(pages))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    return tuple([_table(number, table) for number, table in enumerate(pages)])  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
 
 
 def _table(number: int, given: object) -> npt.NDArray[np.int64]:
@@ -85,6 +86,8 @@ def _table(number: int, given: object) -> npt.NDArray[np.int64]:
         odd = [each for each in table.tolist() if not isinstance(each, int) or isinstance(each, bool)]
         if odd:
             raise PlanError(f"page table {number} names page {odd[0]!r}; page ids are whole numbers")
+    if table.dtype == np.int64:
+        return table.copy()
     largest = max(table.tolist(), key=abs) if table.size and table.dtype.kind == "O" else table.max(initial=0)
     if abs(int(largest)) > _MOST:
         raise PlanError(f"page id {largest} of page table {number} is outside every pool")
@@ -102,10 +105,13 @@ def check_named(tables: Sequence[npt.NDArray[np.int64]], pools: Sequence[Pool]) 
     if len(tables) != len(pools):
         raise PlanError(f"{len(tables)} page tables for {len(pools)} components")
     for table, pool in zip(tables, pools, strict=True):
-        component = pool.spec.component
-        held = table[_leading_gaps(component, table) :]
-        if held.size and not 0 <= held.min() <= held.max() < pool.spec.pages:
-            odd = int(held.min() if held.min() < 0 else held.max())
+        component, held = pool.spec.component, table
+        least, most = least_and_most(held) if held.size else (0, -1)
+        if least < 0 and (gaps := _leading_gaps(component, table)):
+            held = table[gaps:]
+            least, most = least_and_most(held) if held.size else (0, -1)
+        if least < 0 or most >= pool.spec.pages:
+            odd = least if least < 0 else most
             raise PlanError(f"page id {odd} is outside a pool of {pool.spec.pages} pages of {component.name}")
         if component.window is None and not component.states:
             _check_once(held, pool)

@@ -156,7 +156,8 @@ class Core:
 
     `sandbox`: memory that peers may write to measure the link, empty if they may not. `later`: calls to run in order,
     outside the event being handled. `losses`: calls that each tell one attempt of a lost peer. `outbox`: encoded
-    messages by peer that have not left. `wall_ns`: nanoseconds since 1970, to which generations are held.
+    messages by peer that have not left. `wall_ns`: nanoseconds since 1970, to which generations are held. `in_pages`:
+    a row of some component is of several tokens.
     """
 
     transport: Transport
@@ -186,6 +187,7 @@ class Core:
     wall_ns: Callable[[], int] = time.time_ns
     dialect: Dialect = CURRENT
     components: tuple[Component, ...] = field(init=False)
+    in_pages: bool = field(init=False)
     bound: tuple[BoundMemory, ...] = field(init=False)
     compiler: Compiler = field(init=False)
 
@@ -193,6 +195,7 @@ class Core:
         self.bound = tuple(BoundMemory(pool.tensors) for pool in self.pools)
         self.compiler = Compiler(self.copier.device)
         self.components = tuple(pool.component for pool in self.end.pools)  # interned, as the pools are
+        self.in_pages = any(component.row_tokens > 1 for component in self.components)
 
     def seat(self, peer: Peer) -> tuple[str, ...]:
         """Seat an admitted peer and have its copies compiled. Returns the names of peers that lost their seats."""
@@ -270,7 +273,10 @@ class Core:
 
     def flush_to(self, peer: str) -> None:
         """Send the messages queued for one peer: before a write to it, whose note would overtake them."""
-        for note in notes(self.outbox.pop(peer, ())):
+        if peer not in self.outbox:
+            return
+        messages = self.outbox.pop(peer)
+        for note in notes(messages) if len(messages) > 1 else messages:
             self.meter.add(Count.NOTES)
             try:
                 self.transport.notify(peer, self.auth.sign(peer, note))
@@ -311,11 +317,15 @@ class Core:
         try:
             act(*arguments)
         except Exception as error:
-            self.meter.add(Count.FAULTS)
-            log.exception("request %s failed on this side", request, extra={"request": request})
-            words = str(error) if isinstance(error, KvmoverError) else f"{type(error).__name__}: {error}"
-            return f"{self.card.place.text()} failed: {words}"
+            return self.fault(request, error)
         return None
+
+    def fault(self, request: str, error: Exception) -> str:
+        """Count and log the exception being handled. Returns the reason for which the attempt at `request` fails."""
+        self.meter.add(Count.FAULTS)
+        log.exception("request %s failed on this side", request, extra={"request": request})
+        words = str(error) if isinstance(error, KvmoverError) else f"{type(error).__name__}: {error}"
+        return f"{self.card.place.text()} failed: {words}"
 
     def ended(self, verb: Literal["send", "receive"], request: str, result: Result) -> None:
         """Tell the watchers of an ended transfer. A watcher's exception is logged, and fails no transfer."""

@@ -162,7 +162,8 @@ class Mover:
             raise KvmoverError(f"{owner.name} is driven by a thread of its own: call the Progress or SharedMover")
 
     def _check_open(self) -> None:
-        self._check_thread()
+        if self._thread is not None:
+            self._check_thread()
         if self._closed is not None:
             raise TransportError(f"the mover of {self._core.card.place.text()} is closed: {self._closed}")
 
@@ -379,32 +380,36 @@ class Mover:
         the last poll leave together, in one note if they fit. Returns True if messages came in, went out or work was
         done: poll again soon then.
         """
-        self._check_thread()
-        before, began, left = self.meter.beats, self._core.clock(), MAX_HEARD
-        self.meter.counts[Count.POLLS] += 1
-        self._events += self._transport.poll()
-        while self._events and left > 0:  # one at a time: an error loses only its own event
-            event = self._events.popleft()
+        if self._thread is not None:
+            self._check_thread()
+        core, events = self._core, self._events
+        meter, began, left = core.meter, core.clock(), MAX_HEARD
+        before = meter.beats
+        meter.counts[Count.POLLS] += 1
+        events += self._transport.poll()
+        while events and left > 0:  # one at a time: an error loses only its own event
+            event = events.popleft()
             if isinstance(event, Note):
                 left -= self._hear(event)
-            elif not self._reads.handle(event) and not self._core.links.handle(event, self._core.clock()):
+            elif not self._reads.handle(event) and not core.links.handle(event, core.clock()):
                 self._writes.handle(event)
-        self._core.copier.poll()
-        due = self._core.timers.take(self._core.clock(), MAX_TIMERS)
+        core.copier.poll()
+        due = core.timers.take(core.clock(), MAX_TIMERS)
         for what, whose in due:
             self._when_due[what](whose)
         self._destination.poll()
         self._source.poll()
-        if self._core.losses:
-            self._core.tell_losses()
+        if core.losses:
+            core.tell_losses()
         self._writes.poll()
-        while self._core.later:
-            self._core.later.popleft()()
-        self._flush()
-        if self.meter.beats != before:
-            before_s, self._moved_s = self._moved_s, self._core.moving_s
-            self._core.links.polled(self._core.clock() - began - (self._moved_s - before_s))
-        return self.meter.beats != before or len(due) == MAX_TIMERS or bool(self._events or self._core.losses)
+        while core.later:
+            core.later.popleft()()
+        if core.outbox or core.lost:
+            self._flush()
+        if meter.beats != before:
+            before_s, self._moved_s = self._moved_s, core.moving_s
+            core.links.polled(core.clock() - began - (self._moved_s - before_s))
+        return meter.beats != before or len(due) == MAX_TIMERS or bool(events or core.losses)
 
     def _flush(self) -> None:
         """Send queued messages. Peers found lost are reported to both halves, which may send more."""
@@ -517,10 +522,12 @@ class Mover:
 
     def _told(self, name: str, message: wire.AnyMessage) -> None:
         """Handle a message. An exception ends its attempt only."""
-        about = message.request if isinstance(message, wire.About) else ""
-        wrong = self._core.contain(about, self._answer, name, message)
-        if wrong is not None and isinstance(message, wire.Want):  # the destination would wait for its deadline
-            self._core.say(name, wire.Abort(message.request, message.generation, wrong))
+        try:
+            self._answer(name, message)
+        except Exception as error:
+            wrong = self._core.fault(message.request if isinstance(message, wire.About) else "", error)
+            if isinstance(message, wire.Want):  # the destination would wait for its deadline
+                self._core.say(name, wire.Abort(message.request, message.generation, wrong))
 
     def _answer(self, name: str, message: wire.AnyMessage) -> None:
         if isinstance(message, wire.Hello):

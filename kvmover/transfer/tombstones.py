@@ -12,6 +12,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import msgspec
+
 #: Most bytes kept for one peer: its early Wants, the messages after them, and how its attempts ended. 1,000 early Wants
 #: of 2,048 pages each, 8 KiB a page table, are 9.2 MB of it; 64 peers that fill theirs take 1 GiB.
 PEER_BYTES = 16 << 20
@@ -67,7 +69,8 @@ class TtlMap(Generic[Key, Value]):
 
     def keep(self, key: Key, value: Value, until: float) -> None:
         """Set the entry of `key`, which expires at `until`. The oldest entry goes if there are `most`."""
-        self.forget(key)
+        if key in self._entries:
+            self.forget(key)
         if len(self._entries) >= self.most:
             self.forget(next(iter(self._entries)))
         self._entries[key] = value, until
@@ -112,8 +115,7 @@ HALF = 2
 SERVED = "it was served already"
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     """The end of an attempt: `reason` None is success."""
 
     generation: int
@@ -138,9 +140,10 @@ class Tombstones:
     def close(self, key: tuple[str, str], generation: int, reason: str | None, until: float) -> None:
         """Record how an attempt ended, by (request, peer), until `until`. An older generation is ignored."""
         before = self._attempts.get(key)
-        if before is not None and before.generation > generation:
-            return
-        self._attempts.forget(key)
+        if before is not None:
+            if before.generation > generation:
+                return
+            self._attempts.forget(key)
         outcome = Outcome(generation, reason)
         if self.budget.take(key[1], _bytes(key, outcome), HALF):
             self._attempts.keep(key, outcome, until)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -117,16 +118,14 @@ class Descriptors:
         return type(self).runs(self.kind, rows[:, ADDRESS] + nth * rows[:, STRIDE], rows[:, NBYTES], rows[:, DEVICE])
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(msgspec.Struct, frozen=True):
     """A notification from `peer`, after the data of its write."""
 
     peer: str
     payload: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(msgspec.Struct, frozen=True):
     """An operation's time in the call that posted it, and from there until `poll` saw its end."""
 
     post_us: float

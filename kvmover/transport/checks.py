@@ -11,6 +11,7 @@ from collections.abc import ItemsView, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -174,8 +175,7 @@ def check_runs(local: Descriptors, remote: Descriptors) -> None:
         raise DescriptorError(f"run {at} is {ours[at]} bytes here and {theirs[at]} bytes at the peer")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Operation:
+class Operation(msgspec.Struct, frozen=True, eq=False):
     """The arguments of `Transport.write` or `Transport.read`."""
 
     verb: Literal["WRITE", "READ"]

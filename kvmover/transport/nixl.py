@@ -244,14 +244,16 @@ class NixlTransport(Transport):
     def poll(self) -> list[Event]:
         """Returns events since the last call; a note's sender may be unconnected here."""
         agent = self._ready()
-        for flight in list(self._flights.values()):
-            self._advance(agent, flight, agent.nixl.check_xfer_state)
-        for flight in self._flights.values():
-            if flight.peer in self._lost and not flight.told:
-                self._tell(flight, PeerLost(self._lost[flight.peer]))
-        self._sweep(agent)
+        if self._flights:
+            for flight in list(self._flights.values()):
+                self._advance(agent, flight, agent.nixl.check_xfer_state)
+            for flight in self._flights.values():
+                if flight.peer in self._lost and not flight.told:
+                    self._tell(flight, PeerLost(self._lost[flight.peer]))
+        if self._retired:
+            self._sweep(agent)
         for sender, payloads in agent.nixl.get_new_notifs().items():
-            self._events.extend(Note(sender, payload) for payload in payloads)
+            self._events += [Note(sender, payload) for payload in payloads]
         events, self._events = self._events, []
         return events
 

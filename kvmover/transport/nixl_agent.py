@@ -82,7 +82,7 @@ class NixlAgent:
         try:
             for owner, descriptors in (("", local), (peer, remote)):
                 rows = descriptor_rows(descriptors, self.release)
-                lists.append(self.nixl.prep_xfer_dlist(owner, rows, descriptors.kind.value))
+                lists.append(self.nixl.prep_xfer_dlist(owner, rows, descriptors.kind))
             return self.nixl.make_prepped_xfer(verb, lists[0], runs, lists[1], runs, note)
         finally:
             for prepared in lists:
@@ -154,7 +154,7 @@ def descriptor_rows(descriptors: Descriptors, release: tuple[int, ...]) -> npt.N
     if release < _STRIDED_SINCE:
         return descriptors.dense().table[:, : DEVICE + 1].astype(np.uint64, order="C")
     table = descriptors.table
-    if not (table[:, STRIDE] < table[:, NBYTES]).any():
+    if not np.count_nonzero(table[:, STRIDE] < table[:, NBYTES]):
         return np.ascontiguousarray(table).view(np.uint64)
     table = table.astype(np.uint64, order="C")
     one = table[:, COUNT] == 1

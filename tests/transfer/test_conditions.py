@@ -252,7 +252,7 @@ MUTANTS: dict[tuple[type, Callable[[], None]], list[Mutant]] = {
     ],
     (registrations.Registrations, keys_are_loaded): [
         Mutant("_load", "= message.registration\n", "= 0\n", "loaded over a newer"),
-        Mutant("_load", "del self._waiting[peer]", "pass", "loaded already"),
+        Mutant("_load", "del self.waiting[peer]", "pass", "loaded already"),
     ],
     (registrations.Renewals, memory_is_granted_under_new_keys): [
         Mutant("granted", "self._known[source] = arena", "_ = arena", "without keys"),

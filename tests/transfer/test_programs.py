@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from kvmover.kernels import convert, digest, rows
 from kvmover.kernels.copy_engine import CopyEngine
@@ -362,7 +363,7 @@ def test_what_is_compiled_when_a_peer_is_seated_is_what_its_copies_launch(name: 
     assert len(seen) == compiled_kernels() == len({program for each in known.values() for program in each.all()})
     for copy in copies(shape, 2, 3):
         if copy.way in (Way.GATHER, Way.WRITE):
-            for launch in launches(replace(copy.work, logicals=None).using(known[copy.way]), RULES.sms, None):
+            for launch in launches(structs.replace(copy.work, logicals=None).using(known[copy.way]), RULES.sms, None):
                 counts, options = (launch.launch.regions, launch.launch.tiles), launch.program.options
                 launch.program.kernel.warmup(torch.int64, *counts, grid=(8,), **options)
     assert compiled_kernels() == len(seen)

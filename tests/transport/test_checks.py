@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -245,7 +245,7 @@ def test_an_operation_needs_a_finite_deadline(deadline_s: float) -> None:
     post = Operation("READ", "peer", rows((BASE, 16, 0, 16, 1)), rows((BASE, 16, 0, 16, 1)), b"", deadline_s)
     with pytest.raises(DescriptorError, match="deadline"):
         post.check(two_ranges(), two_ranges())
-    replace(post, deadline_s=1.0).check(two_ranges(), two_ranges())
+    msgspec.structs.replace(post, deadline_s=1.0).check(two_ranges(), two_ranges())
 
 
 def test_a_note_longer_than_the_limit_is_refused() -> None:

@@ -35,7 +35,7 @@ class PageClaims:
 
         A receive may name its own page again: a window's last page may be its first.
         """
-        if any(taken[ids].any() for taken, ids in zip(self._taken, pages, strict=True)):
+        if sum([np.count_nonzero(taken[ids]) for taken, ids in zip(self._taken, pages, strict=True)]):
             self.sweep()
             self._refuse_shared(transfer, pages)
         for taken, ids in zip(self._taken, pages, strict=True):
@@ -81,6 +81,8 @@ def _doing(owner: Transfer) -> str:
 def written(spans: Iterable[range], pages: Pages, before: Sequence[int]) -> Pages:
     """Returns the entries of page tables that lie in `spans`, without the first `before` ones, which were known."""
     return tuple(
-        table[max(span.start, known) : max(span.stop, known)]
-        for span, table, known in zip(spans, pages, before, strict=True)
+        [
+            table[max(span.start, known) : max(span.stop, known)]
+            for span, table, known in zip(spans, pages, before, strict=True)
+        ]
     )

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from msgspec.structs import replace
 
@@ -72,7 +73,7 @@ class ReceiveAttempt:
     pages in each table; None: all were given with the request. `routes`: the route of each source. `wants`: each
     source's Want, encoded. `writers`: source processes that copy into this rank's pages themselves. `theirs`: page
     tables of sources read from pages to pages. `copying`: chunks with a copy under way. `faults`: exceptions on this
-    side.
+    side. `id`: (request, generation).
     """
 
     state: Receiving
@@ -95,16 +96,15 @@ class ReceiveAttempt:
     resent: int = 0
     faults: int = 0
     spent_s: Spent = field(default_factory=lambda: Spent(float))
+    id: Id = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.id = self.state.request, self.state.generation
 
     @property
     def is_release(self) -> bool:
         """True for an attempt that asks for no tokens and no payload, and so lets the sources forget the request."""
         return not (self.positions or self.aux or self.state.awaited_aux)
-
-    @property
-    def id(self) -> Id:
-        """(request, generation)."""
-        return self.state.request, self.state.generation
 
     def name(self, core: Core, pages: Pages, claims: PageClaims) -> frozenset[WriterChunk]:
         """Append pages to the page tables. Returns the chunks that have all their pages now.
@@ -154,14 +154,15 @@ def close(attempt: ReceiveAttempt, core: Core, quarantined: frozenset[str]) -> N
     """Set the transfer's result, and count it. A release is not counted: only the engine is told."""
     state, lanes, transfer = attempt.state, attempt.lanes.values(), attempt.transfer
     seconds = core.clock() - transfer.started
+    routes = tuple([attempt.routes[peer] for peer, source in state.sources.items() if source.chunks])
     result = Result(
         state.reason,
         seconds,
-        sum(lane.nbytes for lane in lanes),
+        sum([lane.nbytes for lane in lanes]),
         attempt.runs,
-        sum(len(lane.chunks) for lane in lanes),
-        tuple(attempt.routes[peer] for peer, source in state.sources.items() if source.chunks),
-        sum(bool(lane.chunks) for lane in lanes),
+        sum([source.chunks for source in state.sources.values()]),
+        routes,
+        len(routes),
         bool(quarantined),
         attempt.cause,
         attempt.resent,
@@ -207,8 +208,7 @@ def spliced(known: Pages, more: Pages, first: Sequence[int], most: Sequence[int]
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ReceiveRequest:
+class ReceiveRequest(msgspec.Struct, frozen=True, eq=False):
     """The arguments of a receive: `positions` of a request of `engine` into `pages` (None: named later) within
     `deadline_s` seconds, and payloads of the ranks `aux_from`.
     """
@@ -303,8 +303,10 @@ def _spans(lanes: Iterable[Lane], components: int) -> tuple[range, ...]:
     spans = [range(0)] * components
     for found in {lane.target_spans for lane in lanes}:
         for number, (one, other) in enumerate(zip(spans, found, strict=True)):
-            both = [span for span in (one, other) if span]
-            spans[number] = range(min(s.start for s in both), max(s.stop for s in both)) if both else one
+            if one and other:
+                spans[number] = range(min(one.start, other.start), max(one.stop, other.stop))
+            elif other:
+                spans[number] = other
     return tuple(spans)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
 from msgspec.structs import replace
 
 from kvmover.errors import PlanError, TransportError
@@ -69,8 +69,7 @@ from kvmover.transfer.tombstones import TtlMap
 from kvmover.transport.base import Completed, Descriptors, Failed
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(msgspec.Struct, frozen=True, eq=False):
     """A read of a chunk from `peer`, by the attempt `id` (request, generation). `note`: the encoded message that
     reaches the peer after the bytes were read. `spent_s`: times of that attempt. `nbytes` in `runs`: posted.
     """
@@ -78,10 +77,10 @@ class Reading:
     id: tuple[str, int]
     peer: str
     chunk: int
-    note: bytes = field(compare=False)
-    spent_s: Spent = field(compare=False)
-    nbytes: int = field(default=0, compare=False)
-    runs: int = field(default=0, compare=False)
+    note: bytes
+    spent_s: Spent
+    nbytes: int = 0
+    runs: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -146,7 +145,7 @@ class Reads:
         now = core.clock()
         core.meter.took(Stage.POST, now - begun, reading.spent_s)
         core.meter.add(Count.DESCRIPTORS, local.count)
-        self.flights.add(ticket, dataclasses.replace(reading, nbytes=local.nbytes, runs=local.count), now)
+        self.flights.add(ticket, replace(reading, nbytes=local.nbytes, runs=local.count), now)
 
     def handle(self, event: Completed | Failed) -> bool:
         """Handle the end of a read. Returns False for an operation that is not of these reads."""
@@ -161,10 +160,6 @@ class Reads:
                 self.core.links.moved(peer.card.host, event, reading.nbytes, reading.runs, posted_s)
         self.tell(reading, ReadEnded(reading.peer, reading.chunk, landing.reason, landing.quiescent))
         return True
-
-    def settled(self) -> list[Reading]:
-        """Returns reads that failed earlier and can't touch memory any more."""
-        return self.flights.settled()
 
 
 #: Ended attempts that are remembered, so that a source that missed the end can be told.
@@ -352,18 +347,24 @@ class DestinationDriver:
 
     def poll(self) -> None:
         """Send Wants whose kernels are ready, reserve regions for queued chunks, and handle reads that settled late."""
-        arena = self.core.incoming.arena
-        for id_, peer in sorted(self._unasked):
+        for id_, peer in sorted(self._unasked) if self._unasked else ():
             attempt = self._attempts.get(id_)
             if attempt is not None:
                 self._ask(attempt, peer)
             else:
                 self._unasked.discard((id_, peer))
         if self._room:
-            for offset in self.renewals.renew():
-                self._eager.freed(offset)
+            self._reserve()
+        for reading in self.reads.flights.settled() if self.reads.flights.unsettled else ():
+            self._settled(reading)
+
+    def _reserve(self) -> None:
+        """Reserve regions for queued chunks as far as there is room, and grant them."""
+        for offset in self.renewals.renew():
+            self._eager.freed(offset)
+        arena = self.core.incoming.arena
         reserved: dict[tuple[ReceiveAttempt, str], list[tuple[int, int]]] = {}
-        while self._room and (found := self._credits.reserve(arena)) is not None:
+        while (found := self._credits.reserve(arena)) is not None:
             id_, (peer, chunk), offset = found
             attempt = self._attempts.get(id_)
             assert attempt is not None, f"{id_} has ended, and asks for regions"
@@ -373,8 +374,6 @@ class DestinationDriver:
         self._room = False
         for (attempt, peer), regions in reserved.items():  # granted in one message
             self._step(attempt, Reserved(peer, tuple(regions)))
-        for reading in self.reads.settled():
-            self._settled(reading)
 
     def tick(self, id_: Id) -> None:
         """Run an attempt's timer: its deadline, or a resend."""
@@ -454,9 +453,10 @@ class DestinationDriver:
 
     def _step(self, attempt: ReceiveAttempt, event: Event) -> None:
         """Advance an attempt. An exception ends this attempt only."""
-        wrong = self.core.contain(attempt.state.request, self._advance, attempt, event)
-        if wrong is not None:
-            self._fault(attempt, wrong)
+        try:
+            self._advance(attempt, event)
+        except Exception as error:
+            self._fault(attempt, self.core.fault(attempt.state.request, error))
 
     def _advance(self, attempt: ReceiveAttempt, event: Event) -> None:
         before = attempt.state
@@ -498,12 +498,17 @@ class DestinationDriver:
 
     def _apply(self, attempt: ReceiveAttempt, state: Receiving, actions: Sequence[Action]) -> None:
         attempt.state = state
-        if self._attempts.get(attempt.id) is not None:
+        if self._attempts.of(attempt.transfer) is attempt:
             self.core.timers.set((TimerKind.RECEIVE, attempt.id), destination_machine.due(state))
-        request = state.request
-        wrong = [why for action in actions if (why := self.core.contain(request, self._act, attempt, action))]
-        if wrong:
-            self._fault(attempt, wrong[0])
+        wrong = None
+        for action in actions:  # each action runs, even if another fails
+            try:
+                self._act(attempt, action)
+            except Exception as error:
+                why = self.core.fault(state.request, error)
+                wrong = wrong or why
+        if wrong is not None:
+            self._fault(attempt, wrong)
 
     def _act(self, attempt: ReceiveAttempt, action: Action) -> None:
         match action:

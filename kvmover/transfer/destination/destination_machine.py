@@ -236,17 +236,17 @@ class Receiving(msgspec.Struct, frozen=True):
     @property
     def missing(self) -> int:
         """The number of chunks that have not landed."""
-        return sum(source.chunks for source in self.sources.values()) - len(self.landed)
+        return sum([source.chunks for source in self.sources.values()]) - len(self.landed)
 
     @property
     def awaited_aux(self) -> frozenset[str]:
         """The sources whose payload is wanted and has not come."""
-        return frozenset(peer for peer, source in self.sources.items() if source.aux) - self.aux
+        return frozenset([peer for peer, source in self.sources.items() if source.aux]) - self.aux
 
     @property
     def unconfirmed(self) -> frozenset[str]:
         """The sources that are read and have not sent Kept."""
-        read = (peer for peer, source in self.sources.items() if source.verb is Verb.PULL and source.chunks)
+        read = [peer for peer, source in self.sources.items() if source.verb is Verb.PULL and source.chunks]
         return frozenset(read) - self.kept
 
     def owed(self, peer: str) -> list[WriterChunk]:
@@ -265,17 +265,20 @@ class Receiving(msgspec.Struct, frozen=True):
         chunks = {peer: source.chunks for peer, source in self.sources.items()}
         for keys in (self.unnamed, self.ready, self.reading, self.arrived):
             assert keys.within(chunks), "a chunk of no source, or no chunk of it"
-        for keys in (self.regions, self.rounds):
-            assert all(0 <= chunk < chunks[peer] for peer, chunk in keys), "a chunk of no source, or no chunk of it"
+        for peer, chunk in (*self.regions, *self.rounds):
+            assert 0 <= chunk < chunks[peer], "a chunk of no source, or no chunk of it"
         moving = (self.reading, self.arrived, self.regions.keys(), self.rounds.keys()) if self.unnamed else ()
-        assert not any(self.unnamed & keys for keys in moving), "a chunk moves that has no pages here"
+        for keys in moving:
+            assert not self.unnamed & keys, "a chunk moves that has no pages here"
         assert self.landed <= self.arrived, "a chunk landed that has not arrived"
-        assert not self.reading & self.landed, "a chunk is read that landed"
-        assert not any(key in self.landed for key in self.regions), "a landed chunk keeps its region"
-        unscattered = self.arrived - self.landed
-        assert all(key in self.regions or self.sources[key[0]].direct for key in unscattered), (
-            "a chunk is scattered out of no region"
-        )
+        assert not self.reading or not self.reading & self.landed, "a chunk is read that landed"
+        for key in self.regions:
+            assert key not in self.landed, "a landed chunk keeps its region"
+        if not self.arrived <= self.landed:
+            unscattered = self.arrived - self.landed
+            assert all(key in self.regions or self.sources[key[0]].direct for key in unscattered), (
+                "a chunk is scattered out of no region"
+            )
         assert len({*self.regions.values()}) == len(self.regions), "a region is reserved twice"
         assert self.undrained | self.gone | self.kept | self.told | self.aux <= chunks.keys(), (
             "a stranger drained, confirmed or left"
@@ -444,7 +447,7 @@ def _begin_read(state: Receiving, key: WriterChunk, remote: int) -> Stepped:
     lands = state.sources[peer].direct and key not in state.digests
     if lands and state.missing == 1 and not state.awaited_aux:
         after, state = wire.Done(*id_), replace(state, told=state.told | {peer})
-    state = replace(state, reading=state.reading | {key})
+    state = replace(state, reading=state.reading.having(key))
     return state, [Read(peer, chunk, remote, state.regions.get(key, 0), round_, after)]
 
 
@@ -518,13 +521,11 @@ def _arrived(state: Receiving, message: wire.Chunk, key: WriterChunk, now: float
 
 def _here(state: Receiving, key: WriterChunk, digest: int | None) -> Stepped:
     """Note that a chunk's bytes arrived. It has landed if it is in the pages and has no digest to compare."""
-    direct = state.sources[key[0]].direct
-    state = replace(state, arrived=state.arrived | {key})
-    if digest is not None:
-        state = replace(state, digests={**state.digests, key: digest})
-    elif direct:
-        return _progress(replace(state, landed=state.landed | {key}), [])
-    return state, [Scatter(*key, None if direct else state.regions[key])]
+    direct, arrived = state.sources[key[0]].direct, state.arrived.having(key)
+    if direct and digest is None:
+        return _progress(replace(state, arrived=arrived, landed=state.landed.having(key)), [])
+    digests = state.digests if digest is None else {**state.digests, key: digest}
+    return replace(state, arrived=arrived, digests=digests), [Scatter(*key, None if direct else state.regions[key])]
 
 
 def _staged(state: Receiving, message: wire.Staged, key: WriterChunk, now: float) -> Stepped:
@@ -540,7 +541,7 @@ def _staged(state: Receiving, message: wire.Staged, key: WriterChunk, now: float
         return _fail(state, wrong, now)
     if state.sources[key[0]].verb is Verb.PUSH:
         return _fail(state, f"{key[0]} wants chunk {key[1]} to be read, which is pushed", now)
-    state = replace(state, ready=state.ready | {key})
+    state = replace(state, ready=state.ready.having(key))
     if message.digest is not None:
         state = replace(state, digests={**state.digests, key: message.digest})
     return (state, []) if key in state.unnamed else _begin_read(state, key, message.offset)
@@ -550,7 +551,7 @@ def _read(state: Receiving, event: ReadEnded, key: WriterChunk, now: float) -> S
     if key not in state.reading:
         return state, []
     if event.quiescent:
-        state = replace(state, reading=state.reading - {key})
+        state = replace(state, reading=state.reading.without(key))
     if state.reason is not None:
         return _quiet(state, key) if event.quiescent else (state, [])
     if event.reason is not None:
@@ -571,7 +572,7 @@ def _without(of: dict[WriterChunk, int], key: WriterChunk) -> dict[WriterChunk, 
 
 def _quiet(state: Receiving, key: WriterChunk) -> Stepped:
     """End a read of a failed attempt, and free its region."""
-    state = replace(state, reading=state.reading - {key})
+    state = replace(state, reading=state.reading.without(key))
     if state.reason is None or key not in state.regions or key in state.arrived:
         return _settle(state, []) if state.reason is not None else (state, [])
     return _settle(replace(state, regions=_without(state.regions, key)), [Free(state.regions[key])])
@@ -588,15 +589,15 @@ def _scattered(state: Receiving, key: WriterChunk, digest: int | None, now: floa
     actions: list[Action] = [Free(state.regions[key])] if key in state.regions else []
     regions = _without(state.regions, key)
     if spoilt:  # the attempt has failed: the chunk is not asked for again
-        return _settle(replace(state, regions=regions, arrived=state.arrived - {key}), actions)
-    state = replace(state, regions=regions, digests=_without(state.digests, key), landed=state.landed | {key})
+        return _settle(replace(state, regions=regions, arrived=state.arrived.without(key)), actions)
+    state = replace(state, regions=regions, digests=_without(state.digests, key), landed=state.landed.having(key))
     return _settle(state, actions) if state.reason is not None else _progress(state, actions)
 
 
 def _mismatch(state: Receiving, key: WriterChunk, now: float) -> Stepped:
     peer, chunk = key
     round_ = state.rounds.get(key, 0) + 1
-    state = replace(state, arrived=state.arrived - {key})
+    state = replace(state, arrived=state.arrived.without(key))
     if round_ >= MAX_ROUNDS:
         state, actions = _fail(state, f"chunk {chunk} of {peer} did not match its digest {round_} times", now)
         return state, [Mismatch(peer, chunk), *actions]
@@ -611,8 +612,8 @@ def _progress(state: Receiving, actions: list[Action]) -> Stepped:
     done = wire.Done(state.request, state.generation)
     if state.unconfirmed:
         return state, [*actions, *(Send(peer, done) for peer in sorted(state.unconfirmed - state.told))]
-    pushed = [peer for peer in state.sources if peer not in state.kept]
-    return replace(state, finished=True), [*actions, *(Send(peer, done) for peer in pushed), EndReceive(None)]
+    pushed = [Send(peer, done) for peer in state.sources if peer not in state.kept]
+    return replace(state, finished=True), [*actions, *pushed, EndReceive(None)]
 
 
 def _kept(state: Receiving, peer: str) -> Stepped:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec.structs import replace
 
 from kvmover.kernels.copy_engine import BY_ROWS, EXPERIMENTAL, CopyEngine
 from kvmover.kernels.region import Region
@@ -44,8 +47,7 @@ class Programs:
         return [program for program in each if program is not None]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Work:
+class Work(msgspec.Struct, frozen=True, eq=False):
     """The regions to copy, or to read only if both ends are the same memory. `logicals`: for a digest of `end`.
 
     `conversions`: rows to convert instead of copy; their `logicals` follow those of the regions. `programs`: kernels
@@ -65,7 +67,7 @@ class Work:
     @property
     def moves(self) -> bool:
         """True if bytes are copied; work for a digest alone reads them in place."""
-        return any(region.src is not region.dst for region in self.regions)
+        return bool([region for region in self.regions if region.src is not region.dst])
 
     @property
     def digested(self) -> Sequence[Region]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from kvmover.c_core import NATIVE
 from kvmover.kernels.region import Region, at_end
+from kvmover.layout.layout import Dim
 from kvmover.layout.pool import Pool
 from kvmover.plan.lower import Box, BoxSide, nest
 from kvmover.regions import BoundMemory, bound, converted
@@ -30,8 +33,7 @@ from kvmover.transport.base import Completed, Failed, Transport
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Completion(Generic[T]):
+class Completion(msgspec.Struct, Generic[T], frozen=True, eq=False):
     """The end of an operation: success, or failure for `reason`. `quiescent`: it can't touch memory any more."""
 
     what: T
@@ -42,11 +44,13 @@ class Completion(Generic[T]):
 
 @dataclass(slots=True, eq=False)
 class InFlight(Generic[T]):
-    """The operations in flight by ticket, each with the caller's object."""
+    """The operations in flight by ticket, each with the caller's object. `unsettled`: those that failed, and may still
+    touch memory.
+    """
 
     transport: Transport
     _posted: dict[int, tuple[T, float]] = field(default_factory=dict[int, "tuple[T, float]"])
-    _unsettled: dict[int, T] = field(default_factory=dict[int, "T"])
+    unsettled: dict[int, T] = field(default_factory=dict[int, "T"])
 
     def add(self, ticket: int, what: T, now: float) -> None:
         """Record an operation posted under `ticket` at `now`."""
@@ -61,22 +65,22 @@ class InFlight(Generic[T]):
         if isinstance(event, Completed):
             return Completion(what, now - since)
         if not event.quiescent:
-            self._unsettled[event.ticket] = what
+            self.unsettled[event.ticket] = what
         return Completion(what, now - since, str(event.error), event.quiescent)
 
     def settled(self) -> list[T]:
         """Returns operations that failed earlier and can't touch memory any more."""
-        if not self._unsettled:
+        if not self.unsettled:
             return []
         still = self.transport.unsettled()
-        return [self._unsettled.pop(ticket) for ticket in list(self._unsettled) if ticket not in still]
+        return [self.unsettled.pop(ticket) for ticket in list(self.unsettled) if ticket not in still]
 
     def under_way(self) -> list[T]:
         """Returns all operations that may still touch memory."""
-        return [*(what for what, _ in self._posted.values()), *self._unsettled.values()]
+        return [*(what for what, _ in self._posted.values()), *self.unsettled.values()]
 
     def __len__(self) -> int:
-        return len(self._posted) + len(self._unsettled)
+        return len(self._posted) + len(self.unsettled)
 
 
 Numbers = npt.NDArray[np.int64]
@@ -127,10 +131,11 @@ def at_rest(work: Work) -> Work:
 
 def descriptors(boxes: Sequence[tuple[int, Box]], src: Rank, dst: Rank) -> tuple[Descriptors, Descriptors]:
     """Returns the runs of boxes from pool to pool [component] at the source and at the destination, in equal order."""
-    nests = [nest(b) for _, b in boxes]
-    counts = [
-        len(b.src.offset) * len(b.src.units) * rest.extent for (_, b), (*_, rest) in zip(boxes, nests, strict=True)
-    ]
+    nests, counts = list[tuple[Dim, Dim, Dim]](), list[int]()
+    for _, b in boxes:
+        loops = nest(b)
+        nests.append(loops)
+        counts.append(b.src.offset.size * b.src.units.size * loops[2].extent)
     tables = np.empty((2, sum(counts), 5), np.int64)
     stop = 0
     for (component, b), (run, inner, rest), count in zip(boxes, nests, counts, strict=True):

@@ -233,7 +233,9 @@ class Compiler:
         """Returns True if no compilation for a peer is under way in these directions. It may have failed: then
         `programs` raises.
         """
-        return all(begun.done() for way in ways if (begun := self._begun.get((peer, way))) is not None)
+        return not self._begun or all(
+            begun.done() for way in ways if (begun := self._begun.get((peer, way))) is not None
+        )
 
     def programs(self, peer: str, way: Way) -> Programs | None:
         """Returns the newest compiled programs of a peer and direction. Waits for the first ones unless `is_ready`.

@@ -86,11 +86,11 @@ class Renewals:
 
 @dataclass(slots=True, eq=False)
 class Registrations:
-    """The newest registration `_loaded` by destination, and one that waits until operations under way have ended."""
+    """The newest registration `_loaded` by destination, and in `waiting` one until operations under way have ended."""
 
     core: Core
     _loaded: dict[str, int] = field(default_factory=dict[str, int])
-    _waiting: dict[str, wire.Registered] = field(default_factory=dict[str, wire.Registered])
+    waiting: dict[str, wire.Registered] = field(default_factory=dict[str, wire.Registered])
 
     def known(self, peer: str) -> int:
         """Returns the newest registration to which writes to a destination are posted."""
@@ -103,21 +103,21 @@ class Registrations:
 
     def waits(self, peer: str) -> bool:
         """Returns True if no write may be posted to a destination until those under way have ended."""
-        return peer in self._waiting
+        return peer in self.waiting
 
     def heard(self, peer: str, message: wire.Registered) -> None:
         """Load a newer registration, now or once the transport can. Malformed ones, and those of another peer, are
         dropped.
         """
-        waiting = self._waiting.get(peer)
+        waiting = self.waiting.get(peer)
         if message.registration > max(self.known(peer), waiting.registration if waiting is not None else 0):
-            self._waiting[peer] = message
+            self.waiting[peer] = message
             self._load(peer)
-        left = self._waiting.get(peer)
+        left = self.waiting.get(peer)
         assert left is None or left.registration > self.known(peer), f"{peer} waits for keys that are loaded already"
 
     def _load(self, peer: str) -> None:
-        message = self._waiting[peer]
+        message = self.waiting[peer]
         try:
             name = self.core.transport.identify(message.transport)
             if name != peer:
@@ -130,14 +130,14 @@ class Registrations:
             log.warning("dropped a Registered from %s: %s", peer, error)
         except TransportError:
             return  # operations under way still use the old keys
-        del self._waiting[peer]
+        del self.waiting[peer]
 
     def poll(self) -> None:
         """Retry registrations that had to wait."""
-        for peer in list(self._waiting):
+        for peer in list(self.waiting):
             self._load(peer)
 
     def lost(self, peer: str) -> None:
         """Forget the registrations of a lost destination."""
         self._loaded.pop(peer, None)
-        self._waiting.pop(peer, None)
+        self.waiting.pop(peer, None)

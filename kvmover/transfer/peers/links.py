@@ -28,13 +28,16 @@ PROBE_DEADLINE_S = 5.0
 
 @dataclass(slots=True, eq=False)
 class _Link:
-    """One host's measurements, with the operations under way together, and the costs last fitted to them."""
+    """One host's measurements, with the operations under way together, and the costs last fitted to them. `costs`: of
+    the base and the fit.
+    """
 
     measured: Measurements = field(default_factory=Measurements)
     bursts: Bursts = field(default_factory=Bursts)
     fitted: Calibration | None = None
     fresh: int = 0
     fitted_at: float = float("-inf")
+    costs: tuple[Costs, Calibration, Costs] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -98,14 +101,8 @@ class Links:
     def moved(self, host: str, event: Completed, nbytes: int, runs: int, posted_s: float) -> None:
         """Record a successful write or read of `nbytes` bytes in `runs` runs, whose post was over at `posted_s`."""
         if event.timing is not None:
-            began_us, total_us = posted_s * 1e6 - event.timing.post_us, event.timing.total_us
-            self._measure(host, self._link(host).bursts.wrote(began_us, Sample(nbytes, runs, total_us)))
-
-    def _measure(self, host: str, sample: Sample | None) -> None:
-        if sample is not None:
-            link = self._link(host)
-            link.measured.wrote(sample)
-            link.fresh += 1
+            began_us, total_us, link = posted_s * 1e6 - event.timing.post_us, event.timing.total_us, self._link(host)
+            _measure(link, link.bursts.wrote(began_us, Sample(nbytes, runs, total_us)))
 
     def gathered(self, host: str, nbytes: int, seconds: float) -> None:
         """Record the gather of a packed chunk for a host."""
@@ -130,14 +127,21 @@ class Links:
 
     def polled(self, seconds: float) -> None:
         """Record a poll's time without its copies and posts, shared equally among its packed chunks."""
+        if not self._packed:
+            return
         for host in self._packed:
             self._link(host).measured.waited(seconds / len(self._packed) * 1e6)
         self._packed.clear()
 
     def costs(self, host: str, base: Costs, now: float) -> Costs:
         """Returns `base` with the measured costs of the path to `host`."""
-        calibration = self._calibration(host, base, now)
-        return base if calibration is None else calibration.costs(base)
+        fitted = self._calibration(host, base, now)
+        if fitted is None:
+            return base
+        link = self._links[host]
+        if link.costs is None or link.costs[0] is not base or link.costs[1] is not fitted:
+            link.costs = base, fitted, fitted.costs(base)
+        return link.costs[2]
 
     def calibrations(self, base: Costs, now: float) -> Sequence[Calibration]:
         """Returns the calibration of each measured host, to store or inspect."""
@@ -148,10 +152,16 @@ class Links:
         link = self._links.get(host)
         if link is None:
             return None
-        self._measure(host, link.bursts.over(now * 1e6))
+        _measure(link, link.bursts.over(now * 1e6))
         if link.fresh and now >= link.fitted_at + REFIT_S:
             link.fitted, link.fresh, link.fitted_at = link.measured.calibrate(host, self.kind, base), 0, now
         return link.fitted
+
+
+def _measure(link: _Link, sample: Sample | None) -> None:
+    if sample is not None:
+        link.measured.wrote(sample)
+        link.fresh += 1
 
 
 def _runs(memory: Memory, probe: Probe) -> Descriptors:

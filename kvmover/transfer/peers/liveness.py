@@ -50,8 +50,8 @@ class Liveness:
 
     def awaits(self, peer: str) -> bool:
         """Add one awaited reply. Returns True if it is the peer's first: set its timer to `due`."""
-        self._awaited[peer] += 1
-        return self._awaited[peer] == 1
+        awaited = self._awaited[peer] = self._awaited.get(peer, 0) + 1
+        return awaited == 1
 
     def awaits_no_more(self, peer: str) -> None:
         """Remove one awaited reply. A peer without any may be silent."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Set
-from typing import TypeVar, cast
+from typing import TypeVar
 
 V = TypeVar("V")
 
@@ -20,22 +20,38 @@ class Chunks(Set[int]):
         """Raises ValueError for a negative chunk."""
         self._bits = _bits(chunks)
 
+    def having(self, chunk: int) -> Chunks:
+        """Returns the set with a chunk, which may be in it."""
+        made = _bare(Chunks)
+        made._bits = self._bits | 1 << chunk
+        return made
+
+    def without(self, chunk: int) -> Chunks:
+        """Returns the set without a chunk, which may be absent."""
+        made = _bare(Chunks)
+        made._bits = self._bits & ~(1 << chunk)
+        return made
+
     def __or__(self, other: Iterable[int]) -> Chunks:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self._of(self._bits | (other._bits if isinstance(other, Chunks) else _bits(other)))
+        made = _bare(Chunks)
+        made._bits = self._bits | (other._bits if type(other) is Chunks else _bits(other))
+        return made
 
     def __sub__(self, other: Iterable[int]) -> Chunks:
-        return self._of(self._bits & ~(other._bits if isinstance(other, Chunks) else _bits(other)))
+        made = _bare(Chunks)
+        made._bits = self._bits & ~(other._bits if type(other) is Chunks else _bits(other))
+        return made
 
     def __le__(self, other: Set[object]) -> bool:
-        return not self._bits & ~other._bits if isinstance(other, Chunks) else super().__le__(other)
+        return not self._bits & ~other._bits if type(other) is Chunks else super().__le__(other)
 
     def within(self, count: int) -> bool:
         """Returns True if all chunks are below `count`."""
         return not self._bits >> count
 
     def __contains__(self, chunk: object) -> bool:
-        number = cast(int, chunk)
-        return number >= 0 and bool(self._bits >> number & 1)
+        number: int = chunk  # pyright: ignore[reportAssignmentType]
+        return number >= 0 and self._bits >> number & 1 == 1
 
     def __iter__(self) -> Iterator[int]:
         return _chunks(self._bits)
@@ -52,11 +68,9 @@ class Chunks(Set[int]):
     def __repr__(self) -> str:
         return f"Chunks({[*self]})"
 
-    @classmethod
-    def _of(cls, bits: int) -> Chunks:
-        made = cls.__new__(cls)
-        made._bits = bits
-        return made
+
+#: Makes a set without its bits.
+_bare = object.__new__
 
 
 class WriterChunks(Set[WriterChunk]):
@@ -68,35 +82,49 @@ class WriterChunks(Set[WriterChunk]):
         """Raises ValueError for a negative chunk."""
         self._bits = _bits_of(keys)
 
+    def having(self, key: WriterChunk) -> WriterChunks:
+        """Returns the set with a chunk, which may be in it."""
+        made, (writer, chunk) = _bare(WriterChunks), key
+        made._bits = {**self._bits, writer: self._bits.get(writer, 0) | 1 << chunk}
+        return made
+
+    def without(self, key: WriterChunk) -> WriterChunks:
+        """Returns the set without a chunk, which may be absent."""
+        made, (writer, chunk) = _bare(WriterChunks), key
+        made._bits = {**self._bits, writer: self._bits.get(writer, 0) & ~(1 << chunk)}
+        return made
+
     def __or__(self, other: Iterable[WriterChunk]) -> WriterChunks:  # pyright: ignore[reportIncompatibleMethodOverride]
         bits = self._bits.copy()
-        for writer, added in (other._bits if isinstance(other, WriterChunks) else _bits_of(other)).items():
+        for writer, added in (other._bits if type(other) is WriterChunks else _bits_of(other)).items():
             bits[writer] = bits.get(writer, 0) | added
         return self._of(bits)
 
     def __sub__(self, other: Iterable[WriterChunk]) -> WriterChunks:
         bits = self._bits.copy()
-        for writer, removed in (other._bits if isinstance(other, WriterChunks) else _bits_of(other)).items():
+        for writer, removed in (other._bits if type(other) is WriterChunks else _bits_of(other)).items():
             if writer in bits:
                 bits[writer] &= ~removed
         return self._of(bits)
 
     def __and__(self, other: Iterable[WriterChunk]) -> WriterChunks:  # pyright: ignore[reportIncompatibleMethodOverride]
-        theirs = other._bits if isinstance(other, WriterChunks) else _bits_of(other)
+        theirs = other._bits if type(other) is WriterChunks else _bits_of(other)
         return self._of({writer: bits & theirs[writer] for writer, bits in self._bits.items() if writer in theirs})
 
     def __le__(self, other: Set[object]) -> bool:
-        if not isinstance(other, WriterChunks):
+        if type(other) is not WriterChunks:
             return super().__le__(other)
-        return not any(bits & ~other._bits.get(writer, 0) for writer, bits in self._bits.items())
+        theirs = other._bits
+        return not [bits for writer, bits in self._bits.items() if bits & ~theirs.get(writer, 0)]
 
     def __contains__(self, key: object) -> bool:
-        writer, chunk = cast(WriterChunk, key)
-        return chunk >= 0 and bool(self._bits.get(writer, 0) >> chunk & 1)
+        found: WriterChunk = key  # pyright: ignore[reportAssignmentType]
+        writer, chunk = found
+        return chunk >= 0 and self._bits.get(writer, 0) >> chunk & 1 == 1
 
     def within(self, counts: Mapping[str, int]) -> bool:
         """Returns True if all writers are among those of `counts`, and their chunks below its numbers."""
-        return not any(bits >> counts.get(writer, 0) for writer, bits in self._bits.items())
+        return not [bits for writer, bits in self._bits.items() if bits >> counts.get(writer, 0)]
 
     def count(self, writer: str) -> int:
         """Returns the number of a writer's chunks."""
@@ -164,7 +192,7 @@ class ChunkMap(Mapping[int, V]):
         return self._inner[chunk >> _INNER_BITS][chunk]
 
     def __contains__(self, chunk: object) -> bool:
-        number = cast(int, chunk)
+        number: int = chunk  # pyright: ignore[reportAssignmentType]
         return number in self._inner.get(number >> _INNER_BITS, ())
 
     def __iter__(self) -> Iterator[int]:

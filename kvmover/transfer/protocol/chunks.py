@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import islice
 from typing import Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from kvmover.c_core import NATIVE
 from kvmover.errors import PlanError
@@ -91,9 +91,10 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
     """The legs between two ranks, one a component (None: the component sends no tokens), with their units and chunks.
 
     Chunks are derived when they are first asked for: a lane is often cut anew before. `forms`: the form in which each
-    component travels; None: as both sides store it.
+    component travels; None: as both sides store it. `layer_bytes` [component]: of a token in one layer, as it travels.
 
-    `_cuts`, `_placed`: caches of pool cuts and unit offsets, by side (True: the source) and component.
+    `nbytes`: payload of all chunks. `direct_runs`: byte runs if every leg went straight from pool to pool, with
+    scattered pages. `_cuts`, `_placed`: caches of pool cuts and unit offsets, by side (True: the source) and component.
     """
 
     src: tuple[Held, ...]
@@ -102,6 +103,9 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
     units: tuple[tuple[Units, ...], ...]
     cut: Cut
     forms: tuple[Forms | None, ...]
+    layer_bytes: tuple[int, ...]
+    nbytes: int
+    direct_runs: int
     _cuts: dict[tuple[bool, int, int, int], PoolCut] = msgspec.field(
         default_factory=dict[tuple[bool, int, int, int], PoolCut]
     )
@@ -122,16 +126,32 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
             held_src.append(Held(source, shards[0]))
             held_dst.append(Held(target, shards[1]))
             legs.append(plan.leg(src.rank, dst.rank) if plan else None)
-        units = tuple(units_of(leg, s, d) if leg else () for leg, s, d in zip(legs, held_src, held_dst, strict=True))
-        forms = tuple(
-            forms_of(s, d, leg.layers) if leg else None for leg, s, d in zip(legs, held_src, held_dst, strict=True)
-        )
-        return cls(tuple(held_src), tuple(held_dst), tuple(legs), units, cut, forms)
+        units, forms, layer_bytes = list[tuple[Units, ...]](), list[Forms | None](), list[int]()
+        nbytes = direct_runs = 0
+        for leg, s, d in zip(legs, held_src, held_dst, strict=True):
+            if leg is None:
+                units.append(())
+                forms.append(None)
+                layer_bytes.append(0)
+                continue
+            form, groups = forms_of(s, d, leg.layers), units_of(leg, s, d)
+            carried = form.wire if form else s.spec.component
+            each = carried.kv * leg.heads.count * carried.row_bytes
+            units.append(groups)
+            forms.append(form)
+            layer_bytes.append(each)
+            for group in groups:
+                nbytes += group.src.size * group.tokens * leg.layers.count * each
+            direct_runs += count_runs(leg, s, d, groups)
+        held = tuple(held_src), tuple(held_dst), tuple(legs), tuple(units)
+        return cls(*held, cut, tuple(forms), tuple(layer_bytes), nbytes, direct_runs)
 
     def recut(self, cut: Cut) -> Lane:
         """Returns the same lane cut into other chunks, with all that is known of it but its chunks."""
-        made = Lane(self.src, self.dst, self.legs, self.units, cut, self.forms, self._cuts, self._placed)
-        vars(made).update((name, known) for name, known in vars(self).items() if name != "chunks")
+        made = replace(self, cut=cut)
+        known = vars(made)
+        known.update(vars(self))
+        known.pop("chunks", None)
         return made
 
     @cached_property
@@ -139,11 +159,10 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
         """The chunks, in order. Raises PlanError for more than MAX_CHUNKS, so that a peer can't make this side derive
         more.
         """
-        return _chunks(self.legs, self._carried(), self.units, self.cut)
-
-    def _carried(self) -> list[Component]:
-        """Returns each component in the form in which it travels."""
-        return [own.wire if own else held.spec.component for own, held in zip(self.forms, self.src, strict=True)]
+        chunks = list[ChunkPlan]()
+        for parts in _groups(self.legs, self.cut):
+            _fill(chunks, parts, self.layer_bytes, self.units, self.cut.nbytes)
+        return tuple(chunks)
 
     @property
     def converts(self) -> bool:
@@ -163,25 +182,6 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
         raise PlanError(
             f"route = {route.value}, but {one.name} is stored as {form_text(one)} at the source and {form_text(other)}"
             " at the destination: only the packed route converts"
-        )
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Payload bytes of all chunks."""
-        tokens = [sum(len(units) * units.tokens for units in groups) for groups in self.units]
-        return sum(
-            count * _token_bytes(leg, component)
-            for count, leg, component in zip(tokens, self.legs, self._carried(), strict=True)
-            if leg
-        )
-
-    @cached_property
-    def direct_runs(self) -> int:
-        """The number of byte runs if every leg went straight from pool to pool, with scattered pages."""
-        return sum(
-            count_runs(leg, src, dst, units)
-            for leg, src, dst, units in zip(self.legs, self.src, self.dst, self.units, strict=True)
-            if leg
         )
 
     def gather_boxes(self, chunk: int, pages: Sequence[npt.NDArray[np.int64]]) -> list[tuple[int, Box]]:
@@ -244,10 +244,13 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
         return self._reads(self.dst)
 
     def _reads(self, held: Sequence[Held]) -> tuple[int, ...]:
-        last = [
-            max((least_and_most(self._at(units, held))[1] for units in groups), default=-1) for groups in self.units
-        ]
-        return tuple(at // own.spec.page_tokens + 1 for at, own in zip(last, held, strict=True))
+        reads, from_source = list[int](), held is self.src
+        for groups, own in zip(self.units, held, strict=True):
+            last = -1
+            for units in groups:
+                last = max(last, least_and_most(units.src if from_source else units.dst)[1])
+            reads.append(last // own.spec.page_tokens + 1)
+        return tuple(reads)
 
     @cached_property
     def target_spans(self) -> tuple[range, ...]:
@@ -256,8 +259,10 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
         """
         spans = list[range]()
         for groups, own in zip(self.units, self.dst, strict=True):
-            ends = [end for units in groups if len(units) for end in least_and_most(units.dst)]
-            page = own.spec.page_tokens
+            ends, page = list[int](), own.spec.page_tokens
+            for units in groups:
+                if units.dst.size:
+                    ends += least_and_most(units.dst)
             spans.append(range(min(ends) // page, max(ends) // page + 1) if ends else range(0))
         return tuple(spans)
 
@@ -309,11 +314,12 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
             raise PlanError(f"{len(pages)} page tables for {len(held)} components")
         for component, (leg, table) in enumerate(zip(self.legs, pages, strict=True)):
             if leg is not None:
-                cut = self._cut(held, component, leg)
-                every = (
-                    unit_offsets(cut, held[component], self._at(units, held), table) for units in self.units[component]
-                )
-                self._placed[held is self.src, component] = _Placed(table, tuple(every))
+                cut, own, from_source = self._cut(held, component, leg), held[component], held is self.src
+                every = [
+                    unit_offsets(cut, own, units.src if from_source else units.dst, table)
+                    for units in self.units[component]
+                ]
+                self._placed[from_source, component] = _Placed(table, tuple(every))
 
     def _cut(self, held: Sequence[Held], component: int, leg: Leg) -> PoolCut:
         """Returns the cut of a leg's layers and heads in the pool of one side. All legs of a component here have the
@@ -332,7 +338,7 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
         if len(pages) != len(held):
             raise PlanError(f"{len(pages)} page tables for {len(held)} components")
         reads = self.source_reads if held is self.src else self.target_reads
-        if all(len(table) >= most for table, most in zip(pages, reads, strict=True)):
+        if not [most for table, most in zip(pages, reads, strict=True) if len(table) < most]:
             self.check_pages(held, pages)
             return
         for groups, own, table in zip(self.units, held, pages, strict=True):
@@ -375,8 +381,10 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
         """Returns the side of a box for a piece in the pool of `held`: from the cache if `table` was checked whole."""
         cut, placed = self._cut(held, piece.component, piece.leg), self._placed.get((held is self.src, piece.component))
         if placed is None or placed.table is not table:
-            return cut.place(unit_offsets(cut, held[piece.component], self._at(piece.units, held), table))
-        return cut.place(placed.units[piece.group][piece.first_unit : piece.first_unit + len(piece.units)])
+            units = unit_offsets(cut, held[piece.component], self._at(piece.units, held), table)
+        else:
+            units = placed.units[piece.group][piece.first_unit : piece.first_unit + piece.units.src.size]
+        return BoxSide(cut.allocation, cut.offset, units, cut.head_bytes, cut.token_bytes)
 
 
 def unit_offsets(
@@ -453,67 +461,56 @@ def recoded_box(src: BoxSide, dst: BoxSide, piece: Piece, recode: Recode) -> Box
     return Box(src, dst, piece.leg.heads.count, piece.units.tokens, recode.reads.row_bytes, recode)
 
 
-def _token_bytes(leg: Leg, component: Component) -> int:
-    """Returns the bytes of one token of a leg, in the form in which it travels."""
-    return leg.layers.count * component.kv * leg.heads.count * component.row_bytes
-
-
-def _chunks(
-    legs: Sequence[Leg | None], carried: Sequence[Component], units: Sequence[tuple[Units, ...]], cut: Cut
-) -> tuple[ChunkPlan, ...]:
-    """Returns all chunks of a lane. Raises PlanError for more than MAX_CHUNKS."""
-    chunks = tuple(islice(_each_chunk(legs, carried, units, cut), MAX_CHUNKS + 1))
-    if len(chunks) > MAX_CHUNKS:
-        raise PlanError(f"more than {MAX_CHUNKS} chunks of {cut.nbytes} bytes between two ranks; make them larger")
-    return chunks
-
-
-def _each_chunk(
-    legs: Sequence[Leg | None], carried: Sequence[Component], units: Sequence[tuple[Units, ...]], cut: Cut
-) -> Iterator[ChunkPlan]:
-    """Yields chunks group by group of layers; within a group they are filled unit by unit, in order."""
-    groups = sorted({group for leg in legs if leg for group in _groups(leg, cut)})
-    for first in groups:
-        parts = [
-            (number, part, units[number])
-            for number, leg in enumerate(legs)
-            if leg and (part := _of_group(leg, first, cut))
-        ]
-        yield from _filled(parts, [carried[number] for number, _, _ in parts], cut.nbytes)
-
-
-def _groups(leg: Leg, cut: Cut) -> set[int]:
-    """Returns the first layer of each layer group that the leg reaches."""
-    return {layer // cut.layers * cut.layers for layer in leg.layers} if cut.layers else {0}
-
-
-def _of_group(leg: Leg, first: int, cut: Cut) -> Leg | None:
+def _groups(legs: Sequence[Leg | None], cut: Cut) -> list[list[tuple[int, Leg]]]:
+    """Returns the component and the leg, or its part, of each component in each group of layers."""
+    whole = [(number, leg) for number, leg in enumerate(legs) if leg]
     if not cut.layers:
-        return leg
-    layers = leg.layers & Span(first, cut.layers)
-    return replace(leg, layers=layers) if layers else None
+        return [whole]
+    spans = [
+        Span(first, cut.layers) for first in sorted({_first(cut, each) for _, leg in whole for each in leg.layers})
+    ]
+    return [
+        [(number, replace(leg, layers=leg.layers & span)) for number, leg in whole if leg.layers & span]
+        for span in spans
+    ]
 
 
-def _filled(
-    parts: Sequence[tuple[int, Leg, tuple[Units, ...]]], carried: Sequence[Component], chunk_bytes: int
-) -> Iterator[ChunkPlan]:
-    """Yields chunks filled up to `chunk_bytes`. A unit that is larger gets its own chunk."""
+def _first(cut: Cut, layer: int) -> int:
+    """Returns the first layer of the group of a layer."""
+    return layer // cut.layers * cut.layers
+
+
+def _fill(
+    chunks: list[ChunkPlan],
+    parts: Sequence[tuple[int, Leg]],
+    layer_bytes: Sequence[int],
+    units: Sequence[tuple[Units, ...]],
+    chunk_bytes: int,
+) -> None:
+    """Append the chunks of a group of layers, filled unit by unit up to `chunk_bytes`. A larger unit gets its own."""
     pieces: list[Piece] = []
     used = payload = 0
-    for (number, leg, groups), component in zip(parts, carried, strict=True):
-        token_bytes = _token_bytes(leg, component)
-        for group, units in enumerate(groups):
-            unit_bytes = units.tokens * token_bytes
+    for number, leg in parts:
+        token_bytes = leg.layers.count * layer_bytes[number]
+        for group, whole in enumerate(units[number]):
+            unit_bytes, count = whole.tokens * token_bytes, whole.src.size
             done = 0
-            while done < len(units):
+            while done < count:
                 used = -(-used // PIECE_ALIGN_BYTES) * PIECE_ALIGN_BYTES
-                take = min((chunk_bytes - used) // unit_bytes, len(units) - done)
+                take = min((chunk_bytes - used) // unit_bytes, count - done)
                 if take < 1 and pieces:
-                    yield ChunkPlan(tuple(pieces), payload, used)
+                    _append(chunks, ChunkPlan(tuple(pieces), payload, used), chunk_bytes)
                     pieces, used, payload = [], 0, 0
                     continue
                 take = max(take, 1)
-                pieces.append(Piece(number, leg, units.slice(done, done + take), used, group, done))
+                part = whole if take == count else whole.slice(done, done + take)
+                pieces.append(Piece(number, leg, part, used, group, done))
                 used, payload, done = used + take * unit_bytes, payload + take * unit_bytes, done + take
     if pieces:
-        yield ChunkPlan(tuple(pieces), payload, used)
+        _append(chunks, ChunkPlan(tuple(pieces), payload, used), chunk_bytes)
+
+
+def _append(chunks: list[ChunkPlan], chunk: ChunkPlan, chunk_bytes: int) -> None:
+    if len(chunks) == MAX_CHUNKS:
+        raise PlanError(f"more than {MAX_CHUNKS} chunks of {chunk_bytes} bytes between two ranks; make them larger")
+    chunks.append(chunk)

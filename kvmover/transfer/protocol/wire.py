@@ -399,7 +399,7 @@ PAGE_ID_BYTES = 4
 
 def encoded(pages: Sequence[npt.NDArray[np.int64]]) -> tuple[bytes, ...]:
     """Returns page tables as messages carry them: int32, little endian."""
-    return tuple(table.astype("<i4").tobytes() for table in pages)
+    return tuple([table.astype("<i4").tobytes() for table in pages])
 
 
 def lengths(tables: Sequence[bytes]) -> tuple[int, ...]:
@@ -409,4 +409,4 @@ def lengths(tables: Sequence[bytes]) -> tuple[int, ...]:
 
 def decoded(tables: Sequence[bytes]) -> tuple[npt.NDArray[np.int64], ...]:
     """Returns the page tables. Raises ValueError if a table's bytes are not a multiple of PAGE_ID_BYTES."""
-    return tuple(np.frombuffer(table, "<i4").astype(np.int64) for table in tables)
+    return tuple([np.frombuffer(table, "<i4").astype(np.int64) for table in tables])

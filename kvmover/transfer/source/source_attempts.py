@@ -63,7 +63,7 @@ class Needs:
 
 
 def _covers(named: Sequence[int], needed: Sequence[int]) -> bool:
-    return all(need <= there for need, there in zip(needed, named, strict=True))
+    return not [need for need, there in zip(needed, named, strict=True) if need > there]
 
 
 @dataclass(slots=True, eq=False)
@@ -176,9 +176,11 @@ class Request:
     @property
     def all_asked(self) -> bool:
         """True if engines have asked, with every expected rank of those that have not failed."""
+        if not self.expected:
+            return False
         asked = {attempt.job.peer.card.place.seat for attempt in self.attempts.values()}
-        waited = ((engine, rank) for engine, ranks in self.expected.items() for rank in ranks)
-        return bool(self.expected) and all(seat in asked for seat in waited if seat[0] not in self.failed)
+        waited = [(engine, rank) for engine, ranks in self.expected.items() for rank in ranks]
+        return not [seat for seat in waited if seat not in asked and seat[0] not in self.failed]
 
     def part(self) -> dict[str, SendAttempt]:
         """Remove engines that are served or failed as a whole, so that they may ask again. Returns their attempts."""
@@ -204,8 +206,9 @@ class Request:
     @property
     def is_over(self) -> bool:
         """True if the transfer has ended and its attempts have finished, without a write in flight."""
-        attempts = self.attempts.values()
-        return self.transfer.ended and all(a.state.finished and not a.state.in_flight for a in attempts)
+        if not self.transfer.ended:
+            return False
+        return not [a for a in self.attempts.values() if not a.state.finished or a.state.in_flight]
 
     def name_contents(self, contents: Iterable[Content]) -> None:
         """Record the prompts of longer prefixes; the longest 1,024 are kept."""
@@ -314,7 +317,8 @@ class Request:
                 attempt.job.check_source(chunk)
                 attempt.forget(chunk)
         gone = frozenset(ready)
-        attempt.waiting = tuple(chunk for chunk in attempt.waiting if chunk not in gone)
+        left = () if len(gone) == len(attempt.waiting) else [each for each in attempt.waiting if each not in gone]
+        attempt.waiting = tuple(left)
         return ready
 
 
@@ -337,20 +341,21 @@ def close(request: Request, core: Core) -> None:
     """Set the transfer's result, and count it."""
     attempts, transfer = request.attempts.values(), request.transfer
     chunks = [chunk for attempt in attempts for chunk in attempt.job.lane.chunks]
+    routes = tuple([attempt.job.want.route for attempt in attempts if attempt.job.lane.chunks])
     seconds = core.clock() - transfer.started
     core.meter.ended["send", request.cause.value if request.cause else "landed"] += 1
     core.meter.took(Stage.SEND, seconds)
     result = Result(
         request.reason,
         seconds,
-        request.given_bytes + sum(chunk.nbytes for chunk in chunks),
-        sum(attempt.job.lane.direct_runs for attempt in attempts),
+        request.given_bytes + sum([chunk.nbytes for chunk in chunks]),
+        sum([attempt.job.lane.direct_runs for attempt in attempts]),
         len(chunks),
-        tuple(attempt.job.want.route for attempt in attempts if attempt.job.lane.chunks),
-        sum(bool(attempt.job.lane.chunks) for attempt in attempts),
+        routes,
+        len(routes),
         request.quarantined,
         request.cause,
-        spent_s=summed(attempt.job.spent_s for attempt in attempts),
+        spent_s=summed([attempt.job.spent_s for attempt in attempts]),
     )
     transfer.end(result)
     core.ended("send", transfer.request, result)
@@ -398,7 +403,7 @@ def attempt_for(core: Core, request: Request, peer: Peer, want: wire.Want) -> Se
     state = Sending(
         want.request,
         want.generation,
-        tuple(chunk.span_bytes for chunk in lane.chunks),
+        tuple([chunk.span_bytes for chunk in lane.chunks]),
         core.patience,
         now + request.deadline_s,
         direct,

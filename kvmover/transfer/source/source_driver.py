@@ -156,7 +156,9 @@ class EarlyWants:
         """Remove and return the reasons, by engine, why a rank that waited for a request was lost, unless the engine
         asked again.
         """
-        lost = self._lost.get(request) or {}
+        lost = self._lost.get(request)
+        if lost is None:
+            return {}
         self._lost.forget(request)
         return lost
 
@@ -207,11 +209,12 @@ MAX_GATES = 400
 class GateWatch:
     """The poller of gates. `ask_one` queries a single gate, and fails its request if that raises.
 
-    `_events`: the events of `_gates`, all that are watched; None: to be listed anew.
+    `requests`: those that are watched, by name. `_events`: the events of `_gates`, all that are watched; None: to be
+    listed anew.
     """
 
     ask_one: Callable[[Request, Gate], bool]
-    _requests: dict[str, Request] = field(default_factory=dict[str, Request])
+    requests: dict[str, Request] = field(default_factory=dict[str, Request])
     _gates: list[tuple[Request, Gate]] = field(default_factory=list["tuple[Request, Gate]"])
     _events: list[Passed] | None = None
     _next: int = 0
@@ -220,21 +223,21 @@ class GateWatch:
         """Query the request's gates in every poll, as long as it has gates and attempts."""
         name = request.transfer.request
         if request.gates and request.attempts and not request.transfer.ended:
-            self._requests[name] = request
-        elif self._requests.pop(name, None) is None:
+            self.requests[name] = request
+        elif self.requests.pop(name, None) is None:
             return
         self._events = None
 
     def clear(self) -> None:
         """Watch no requests any more."""
-        self._requests.clear()
+        self.requests.clear()
 
     def passed(self) -> list[Request]:
         """Returns the requests of which a gate passed since it was last queried."""
-        if not self._requests:
+        if not self.requests:
             return []
         if self._events is None:
-            self._gates = [(request, gate) for request in self._requests.values() for gate in request.gates or ()]
+            self._gates = [(request, gate) for request in self.requests.values() for gate in request.gates or ()]
             self._events = [gate.event for _, gate in self._gates if gate.event is not None]
             assert len(self._events) == len(self._gates), "a gate without an event has passed when it is named"
         first = self._next if self._next < len(self._events) else 0
@@ -297,16 +300,18 @@ class SourceDriver:
         request = Request.sent(transfer, pages, gates, aux, deadline_s, service, self.core)
         self._requests[transfer.request] = request
         self.core.timers.set((TimerKind.REQUEST, transfer.request), request.deadline)
-        lost = self.early.loss(transfer.request)
-        self.reopen(transfer.request)
-        request.failed.update((engine, (reason, Cause.PEER_LOST)) for engine, reason in lost.items())
-        request.expected.update(dict.fromkeys(lost, frozenset[int]()))
+        self._closed.reopen(transfer.request)
+        for engine, reason in self.early.loss(transfer.request).items():
+            request.failed[engine], request.expected[engine] = (reason, Cause.PEER_LOST), frozenset()
         self._hear_early(transfer.request)
         self._settle(request)
 
     def _hear_early(self, name: str) -> None:
         """Handle all early Wants, then the messages that followed them, which may end the request."""
-        said = [(early.peer, message) for early in self._take_early(name) for message in early.messages()]
+        taken = self._take_early(name)
+        if not taken:
+            return
+        said = [(early.peer, message) for early in taken for message in early.messages()]
         for peer, message in sorted(said, key=lambda each: not isinstance(each[1], wire.Want)):
             assert isinstance(message, wire.About)
             self.hear(peer, message)
@@ -424,14 +429,13 @@ class SourceDriver:
             self.core.say(peer.name, wire.Abort(want.request, want.generation, reason))
             return
         request = self._requests.get(want.request)
-        if request is not None and self._forget(request):
+        if request is not None and request.transfer.ended and self._forget(request):
             request = None
         if request is None or request.is_behind(want.content):
             self._ask_early(peer, want)
             return
         fleet = peer.card.place.fleet
-        in_pages = any(component.row_tokens > 1 for component in self.core.components)
-        beyond = fleet.page_tokens * fleet.cp - 1 if in_pages else 0
+        beyond = fleet.page_tokens * fleet.cp - 1 if self.core.in_pages else 0
         unlike = request.disagrees(want, self.core.config.identity, beyond)
         if unlike is not None:  # the request goes on for other peers
             self.core.refused(peer.name, RefusedFor.IDENTITY, f"{want.request}: {unlike}")
@@ -459,7 +463,8 @@ class SourceDriver:
             self.core.say(peer.name, wire.Abort(want.request, want.generation, str(error)))
             self._turn_away(request, peer.card.place.engine, error)
             return
-        wrong = None if request.attempts else self.core.contain(want.request, request.look)  # gates not queried yet
+        unasked = request.gates and not request.attempts
+        wrong = self.core.contain(want.request, request.look) if unasked else None
         if wrong is not None:
             self._fail(request, wrong, Cause.FAULT)
             self.core.say(peer.name, wire.Abort(want.request, want.generation, wrong))
@@ -467,7 +472,6 @@ class SourceDriver:
         request.attempts[peer.name] = attempt
         self._asked.setdefault(peer.name, {})[want.request] = None
         self.core.awaits(peer.name)
-        self._schedule(request, attempt)
         self._gated.watch(request)
         if not self._offer(request, attempt):
             self._step(request, attempt, want)  # sends Noted
@@ -592,7 +596,8 @@ class SourceDriver:
 
     def poll(self) -> None:
         """Offer chunks of passed gates, and forget ended requests."""
-        self._look()
+        if self._gated.requests:
+            self._look()
         while self._over:
             self._forget(self._over.popitem()[1])
 
@@ -648,9 +653,10 @@ class SourceDriver:
 
     def _step(self, request: Request, attempt: SendAttempt, event: Event) -> None:
         """Advance an attempt. An exception ends this attempt only."""
-        wrong = self.core.contain(attempt.state.request, self._advance, request, attempt, event)
-        if wrong is not None:
-            self._fault(request, attempt, wrong)
+        try:
+            self._advance(request, attempt, event)
+        except Exception as error:
+            self._fault(request, attempt, self.core.fault(attempt.state.request, error))
 
     def _advance(self, request: Request, attempt: SendAttempt, event: Event) -> None:
         finished = attempt.state.finished
@@ -661,9 +667,10 @@ class SourceDriver:
         if __debug__ and attempt.state.finished:
             attempt.state.check()
         for action in actions:  # each action runs, even if another fails
-            wrong = self.core.contain(attempt.state.request, self._act, request, attempt, action)
-            if wrong is not None:
-                self._fault(request, attempt, wrong)
+            try:
+                self._act(request, attempt, action)
+            except Exception as error:
+                self._fault(request, attempt, self.core.fault(attempt.state.request, error))
         if attempt.state.reason is not None:
             self._part(request, attempt.engine, attempt.state.reason, cause_of(event))
         if attempt.state.finished:  # a request ends and is forgotten after all its attempts
@@ -729,14 +736,15 @@ class SourceDriver:
         if request.transfer.ended:
             self._over[request.transfer.request] = request
             return
-        if any(not a.state.finished for a in request.attempts.values()):
+        if [a for a in request.attempts.values() if not a.state.finished]:
             return
         if request.service is Service.REPEATED and request.reason is None:
             self._part_from_served(request)
             return
-        if request.reason is None and request.all_asked and request.expected.keys() <= request.failed.keys():
+        all_asked = request.all_asked
+        if request.reason is None and all_asked and request.expected.keys() <= request.failed.keys():
             request.reason, request.cause = next(iter(request.failed.values()))
-        if request.reason is not None or request.all_asked:
+        if request.reason is not None or all_asked:
             self._end(request)
 
     def _part_from_served(self, request: Request) -> None:

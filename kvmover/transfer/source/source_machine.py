@@ -169,11 +169,12 @@ class Sending(msgspec.Struct, frozen=True):
         """Check the rules of DESIGN section 6, in O(chunks). Raises AssertionError."""
         assert self.ready.within(self.chunks), f"chunks {[*self.ready]} are ready, of {self.chunks}"
         assert self.granted <= self.ready, "a chunk was granted that is not ready"
-        moving = (self.in_flight, self.staged.keys(), self.written)
-        assert all(chunks <= self.granted for chunks in moving), "a chunk moved that nobody granted"
-        assert not any(chunk in self.written for chunk in self.staged), "a chunk waits to be read that was read"
-        assert self.verb is Verb.PULL or not self.staged, "a chunk of a push waits to be read"
-        assert self.reason is None or not self.staged, "a failed attempt keeps chunks to be read"
+        assert self.in_flight | self.written <= self.granted, "a chunk moved that nobody granted"
+        if self.staged:
+            assert self.staged.keys() <= self.granted, "a chunk waits to be read that nobody granted"
+            assert not any(chunk in self.written for chunk in self.staged), "a chunk waits to be read that was read"
+            assert self.verb is Verb.PULL, "a chunk of a push waits to be read"
+            assert self.reason is None, "a failed attempt keeps chunks to be read"
         assert not (self.finished and self.reason is None and self.in_flight), "it landed with a write in flight"
 
 
@@ -192,7 +193,7 @@ def step(state: Sending, event: Event, now: float) -> Stepped:
         case Cancel(reason):
             return _fail(state, reason, now)
         case Ready(chunks, pages):
-            ready = _wait_anew(replace(state, ready=state.ready | chunks, pages=pages), now)
+            ready = replace(state, ready=state.ready | chunks, pages=pages, quiet_since=now, repeats=0)
             if state.eager is not None and state.eager.chunk in chunks and not _ended(state):
                 return _eagerly(ready, state.eager, tuple(c for c in chunks if c != state.eager.chunk), now)
             return _offer(ready, chunks)
@@ -200,7 +201,7 @@ def step(state: Sending, event: Event, now: float) -> Stepped:
             return replace(state, aux=payload), [Say(wire.Aux(state.request, state.generation, payload))]
         case _:
             after, actions = _heard(state, event, now)
-            return after if after is state else _wait_anew(after, now), actions
+            return after if after is state else replace(after, quiet_since=now, repeats=0), actions
 
 
 def due(state: Sending) -> float:
@@ -210,12 +211,10 @@ def due(state: Sending) -> float:
 
 def _again_at(state: Sending) -> float:
     """Returns when to resend to a silent destination: at growing intervals until a chunk is ready."""
-    repeats = 0 if state.ready or state.reason is not None else state.repeats
-    return state.quiet_since + state.patience.again_s(repeats, state.request, state.generation)
-
-
-def _wait_anew(state: Sending, now: float) -> Sending:
-    return replace(state, quiet_since=now, repeats=0)
+    patience = state.patience
+    if not state.repeats or state.reason is not None or state.ready:
+        return state.quiet_since + patience.resend_s
+    return state.quiet_since + patience.again_s(state.repeats, state.request, state.generation)
 
 
 def _own(state: Sending, event: Own, now: float) -> Stepped:
@@ -224,19 +223,19 @@ def _own(state: Sending, event: Own, now: float) -> Stepped:
         case Posted(chunk, digest):
             if digest is not None:
                 state = replace(state, digests=state.digests.having(chunk, digest))
-            return replace(state, in_flight=state.in_flight | {chunk}), []
+            return replace(state, in_flight=state.in_flight.having(chunk)), []
         case Written(chunk):
-            state = replace(state, in_flight=state.in_flight - {chunk}, written=state.written | {chunk})
+            state = replace(state, in_flight=state.in_flight.without(chunk), written=state.written.having(chunk))
             return _settle(state, [])
         case Gathered(chunk, offset, digest):
             return _staged(state, chunk, offset, digest)
         case Lapsed(chunk):
             return _lapsed(state, chunk)
         case WriteFailed(chunk, reason, quiescent):
-            left = state.in_flight - {chunk} if quiescent else state.in_flight
+            left = state.in_flight.without(chunk) if quiescent else state.in_flight
             return _fail(replace(state, in_flight=left), reason, now)
         case Settled(chunk):
-            return _settle(replace(state, in_flight=state.in_flight - {chunk}), [])
+            return _settle(replace(state, in_flight=state.in_flight.without(chunk)), [])
 
 
 def _heard(state: Sending, event: Message | PeerGone, now: float) -> Stepped:
@@ -343,8 +342,8 @@ def _lapsed(state: Sending, chunk: int) -> Stepped:
     """Offer the chunk again, so that it is granted under a new lease."""
     state = replace(
         state,
-        in_flight=state.in_flight - {chunk},
-        granted=state.granted - {chunk},
+        in_flight=state.in_flight.without(chunk),
+        granted=state.granted.without(chunk),
         rounds=state.rounds.without(chunk),
     )
     if _ended(state):
@@ -415,7 +414,7 @@ def _accept(state: Sending, fresh: dict[int, wire.Grant]) -> Sending:
 
 
 def _staged(state: Sending, chunk: int, offset: int, digest: int | None) -> Stepped:
-    state = replace(state, in_flight=state.in_flight - {chunk})
+    state = replace(state, in_flight=state.in_flight.without(chunk))
     if _ended(state):
         return _settle(state, [Unstage(chunk)])
     if digest is not None:
@@ -433,7 +432,7 @@ def _place(state: Sending, chunk: int) -> Say:
 def _taken(state: Sending, chunk: int, round_: int) -> Stepped:
     if chunk not in state.staged or state.rounds.get(chunk, 0) != round_:
         return state, []
-    return replace(state, staged=state.staged.without(chunk), written=state.written | {chunk}), [Unstage(chunk)]
+    return replace(state, staged=state.staged.without(chunk), written=state.written.having(chunk)), [Unstage(chunk)]
 
 
 def _done(state: Sending, now: float) -> Stepped:

@@ -6,8 +6,10 @@ import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -59,8 +61,7 @@ class OwnTables(PlanError):
     """An error of the page tables that this side's engine sent: both sides must learn of it."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Job:
+class Job(msgspec.Struct, frozen=True, eq=False):
     """The transfer of one attempt. `want`: the destination's request.
 
     `source`: this side's page tables so far, a list shared with the request. `target`: the destination's tables so far,
@@ -73,7 +74,7 @@ class Job:
     source: Sequence[npt.NDArray[np.int64]]
     target: list[npt.NDArray[np.int64]] | None
     mapped: Mapped | None = None
-    spent_s: Spent = field(default_factory=lambda: Spent(float))
+    spent_s: Spent = msgspec.field(default_factory=partial(Spent, float))
 
     def check_source(self, chunk: int | None = None) -> None:
         """Raise OwnTables if this side's page tables don't cover a chunk (None: all chunks), or name a page outside its
@@ -192,8 +193,8 @@ class Writes:
 
     def forget(self, job: Job) -> None:
         """Drop an ended attempt's queued chunks."""
-        waiting = self._queue.pop(job.peer.name, ())
-        if left := deque(entry for entry in waiting if entry.job is not job):
+        waiting = self._queue.pop(job.peer.name, None)
+        if waiting and (left := deque([entry for entry in waiting if entry.job is not job])):
             self._queue[job.peer.name] = left
 
     def drop(self, job: Job) -> None:
@@ -206,8 +207,10 @@ class Writes:
         """Run a step of a chunk. An exception fails its attempt only, and frees its staging memory unless it was being
         posted.
         """
-        wrong = self.core.contain(entry.job.want.request, act, entry, *arguments)
-        if wrong is not None:
+        try:
+            act(entry, *arguments)
+        except Exception as error:
+            wrong = self.core.fault(entry.job.want.request, error)
             if not entry.posting:
                 self._release(entry)
             self.tell(entry.job, Faulted(entry.chunk, wrong, not entry.posting))
@@ -230,11 +233,12 @@ class Writes:
 
     def poll(self) -> None:
         """Handle writes that settled late, and begin chunks that wait for staging memory."""
-        self.registrations.poll()
-        for entry in self.flights.settled():
+        if self.registrations.waiting:
+            self.registrations.poll()
+        for entry in self.flights.settled() if self.flights.unsettled else ():
             self._release(entry)
             self.tell(entry.job, Settled(entry.chunk))
-        begun = True
+        begun = bool(self._queue)
         while begun:
             begun = False
             for peer in list(self._queue):  # a turn each; `tell` may call `forget` and change the queue
@@ -295,7 +299,7 @@ class Writes:
             if entry.staged is None:
                 return False
         core.meter.took(Stage.STAGING_WAIT, core.clock() - entry.since, job.spent_s)
-        core.meter.routes[job.want.route.value] += 1
+        core.meter.routes[job.want.route] += 1
         self.tell(job, Posted(entry.chunk))
         self._do(entry, self._begin)
         return True
