@@ -245,6 +245,8 @@ def payload_of(given: object) -> bytes:
 
 def ranks_of(given: object) -> tuple[int, ...]:
     """Return numbers of ranks. Raises PlanError for other values."""
+    if given == ():
+        return ()
     if not isinstance(given, Iterable):
         raise PlanError(f"aux_from = {given!r}; give a list of ranks, as [0]")
     return tuple(whole(rank, "a rank of aux_from", PlanError) for rank in cast("Iterable[object]", given))

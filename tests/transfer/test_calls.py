@@ -16,10 +16,10 @@ KV, FLEET = Component.attention(2, 2, 16, "bfloat16"), Fleet(page_tokens=16)
 
 #: Calls of both sides together for a request of one chunk, with the polls of the loopback transport.
 MOST = {
-    (Route.DIRECT, Verb.PUSH): 800,
-    (Route.DIRECT, Verb.PULL): 930,
-    (Route.PACKED, Verb.PUSH): 1090,
-    (Route.PACKED, Verb.PULL): 1270,
+    (Route.DIRECT, Verb.PUSH): 775,
+    (Route.DIRECT, Verb.PULL): 900,
+    (Route.PACKED, Verb.PUSH): 1010,
+    (Route.PACKED, Verb.PULL): 1180,
 }
 
 

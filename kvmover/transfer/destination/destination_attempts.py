@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -95,7 +96,7 @@ class ReceiveAttempt:
     cause: Cause | None = None
     resent: int = 0
     faults: int = 0
-    spent_s: Spent = field(default_factory=lambda: Spent(float))
+    spent_s: Spent = field(default_factory=partial(Spent, float))
     id: Id = field(init=False)
 
     def __post_init__(self) -> None:

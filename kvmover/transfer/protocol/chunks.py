@@ -347,11 +347,24 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
                 page_ids(own, at[at < len(table) * own.spec.page_tokens], table)
 
     def check_chunk(self, chunk: int, pages: Sequence[npt.NDArray[np.int64]]) -> None:
-        """Check the source's page tables for one chunk of a request whose pages are named as they are computed. Raises
-        PlanError if they don't cover the chunk.
+        """Check the source's page tables for one chunk of a request whose pages are named as they are computed: for all
+        chunks, and once, if the tables cover them. Raises PlanError if they don't cover the chunk.
         """
+        if len(pages) == len(self.src) and not [
+            most for table, most in zip(pages, self.source_reads, strict=True) if len(table) < most
+        ]:
+            self._check_whole(pages)
+            return
         for piece in self.chunks[chunk].pieces:
             self._source(piece, pages)
+
+    def _check_whole(self, pages: Sequence[npt.NDArray[np.int64]]) -> None:
+        """Check the source's page tables, which cover the lane, unless they were the last ones checked."""
+        for component, table in enumerate(pages):
+            placed = self._placed.get((True, component))
+            if self.legs[component] is not None and (placed is None or placed.table is not table):
+                self.check_pages(self.src, pages)
+                return
 
     def target_pages(self, chunk: int) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
         """Yields (component, indices into the destination's page table) for each piece of a chunk."""

@@ -170,10 +170,11 @@ class Writes:
     def renew(self, peer: str, lease: wire.WriteLease) -> None:
         """Extend a destination's lease. A lease of an earlier term or an earlier end is ignored."""
         known = self._leases.get(peer)
-        if known is None or (lease.term, lease.until_us) > (known.term, known.until_us):
-            self._leases[peer] = lease
-        kept = self._leases[peer]
-        assert (kept.term, kept.until_us) >= (lease.term, lease.until_us), f"{peer} granted {lease}, and {kept} is kept"
+        newer = known is None or (lease.term, lease.until_us) > (known.term, known.until_us)
+        kept = self._leases[peer] = lease if newer or known is None else known
+        assert kept is lease or (kept.term, kept.until_us) >= (lease.term, lease.until_us), (
+            f"{peer} granted {lease}, and {kept} is kept"
+        )
 
     def lost(self, peer: str) -> None:
         """Drop a lost destination's lease and registrations."""
