@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 from tests.test_imports import PACKAGE, modules
 
@@ -29,10 +27,10 @@ OF_ENGINES = {
 }
 
 
-def functions(path: Path) -> Iterator[Function]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
+@cache
+def functions(path: Path) -> tuple[Function, ...]:
+    tree = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return tuple(node for node in tree if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def parameters(function: Function) -> list[ast.arg]:
@@ -53,15 +51,27 @@ def is_kernel(function: Function) -> bool:
     return any("jit" in ast.unparse(each) for each in function.decorator_list)
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_module_and_its_functions_are_short(path: Path) -> None:
-    place = path.relative_to(PACKAGE).as_posix()
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= MODULE_LINES
-    long = {each.name: lines(each) for each in functions(path) if lines(each) > FUNCTION_LINES}
-    assert not long, f"over {FUNCTION_LINES} lines: {long}"
-    many = {each.name: len(parameters(each)) for each in functions(path) if not is_kernel(each)}
-    many = {name: n for name, n in many.items() if n > PARAMETERS and (place, name) not in CALLED_BY_ENGINES}
-    assert not many, f"over {PARAMETERS} parameters: {many}"
+def place(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def test_a_module_is_short() -> None:
+    assert not [path for path in modules() if len(path.read_text(encoding="utf-8").splitlines()) > MODULE_LINES]
+
+
+def test_a_function_is_short() -> None:
+    found = {(place(path), each.name): lines(each) for path in modules() for each in functions(path)}
+    assert not {name: count for name, count in found.items() if count > FUNCTION_LINES}
+
+
+def test_a_function_has_few_parameters_but_where_an_engine_calls_it_so() -> None:
+    found = {
+        (place(path), each.name): len(parameters(each))
+        for path in modules()
+        for each in functions(path)
+        if len(each.args.args) + len(each.args.kwonlyargs) > PARAMETERS and not is_kernel(each)
+    }
+    assert {name for name, count in found.items() if count > PARAMETERS} == CALLED_BY_ENGINES
 
 
 def lines(function: Function) -> int:
@@ -71,7 +81,7 @@ def lines(function: Function) -> int:
 
 def test_no_public_function_takes_a_bool_but_where_an_engine_calls_it_so() -> None:
     found = {
-        (path.relative_to(PACKAGE).as_posix(), each.name, one.arg)
+        (place(path), each.name, one.arg)
         for path in modules()
         for each in functions(path)
         if is_public(each)
