@@ -29,7 +29,7 @@ class Growing:
 
     def __init__(self, verb: Verb = Verb.PULL, route: Route = Route.PACKED, deadline_s: float = DEADLINE_S) -> None:
         self.clock, self.network = HandClock(), FaultyNetwork()
-        config = replace(CONFIG, route=route, verb=verb, silence_s=3.0, ping_s=0.5)
+        config = replace(CONFIG, route=route, verb=verb, silence_s=3.0, ping_s=0.5, deadline_s=300.0)
         self.bench = Bench((Component.attention(2, 2, 64, "bfloat16"),), config, self.clock, self.network)
         self.source = self.bench.engine("running", Fleet(tp=2, page_tokens=PAGE))
         self.engines = {name: self.bench.engine(name, Fleet(tp=tp, page_tokens=8)) for name, tp in (("A", 1), ("B", 2))}
@@ -160,10 +160,8 @@ def test_messages_that_are_lost_or_doubled_cost_time_and_no_byte(verb: Verb, see
         name = rng.choice("AB") if scene.computed < TOKENS else "A"
         for each in (name, "B") if scene.computed == TOKENS else name:
             asked = scene.ask(each, had[each], scene.computed)
-            for _ in range(80):
+            while not all(transfer.ended for transfer in asked):
                 scene.pass_time(0.25)
-                if all(transfer.ended for transfer in asked):
-                    break
             assert [transfer.landed().reason for transfer in asked] == [None] * len(asked)
             had[each] = scene.computed
     scene.holds_all("A")

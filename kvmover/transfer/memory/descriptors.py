@@ -70,8 +70,6 @@ class InFlight(Generic[T]):
 
     def settled(self) -> list[T]:
         """Returns operations that failed earlier and can't touch memory any more."""
-        if not self.unsettled:
-            return []
         still = self.transport.unsettled()
         return [self.unsettled.pop(ticket) for ticket in list(self.unsettled) if ticket not in still]
 

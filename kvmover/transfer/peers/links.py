@@ -127,8 +127,6 @@ class Links:
 
     def polled(self, seconds: float) -> None:
         """Record a poll's time without its copies and posts, shared equally among its packed chunks."""
-        if not self._packed:
-            return
         for host in self._packed:
             self._link(host).measured.waited(seconds / len(self._packed) * 1e6)
         self._packed.clear()

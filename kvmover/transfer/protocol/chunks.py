@@ -338,7 +338,7 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
         if len(pages) != len(held):
             raise PlanError(f"{len(pages)} page tables for {len(held)} components")
         reads = self.source_reads if held is self.src else self.target_reads
-        if not [most for table, most in zip(pages, reads, strict=True) if len(table) < most]:
+        if _covered(reads, pages):
             self.check_pages(held, pages)
             return
         for groups, own, table in zip(self.units, held, pages, strict=True):
@@ -350,9 +350,7 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
         """Check the source's page tables for one chunk of a request whose pages are named as they are computed: for all
         chunks, and once, if the tables cover them. Raises PlanError if they don't cover the chunk.
         """
-        if len(pages) == len(self.src) and not [
-            most for table, most in zip(pages, self.source_reads, strict=True) if len(table) < most
-        ]:
+        if len(pages) == len(self.src) and _covered(self.source_reads, pages):
             self._check_whole(pages)
             return
         for piece in self.chunks[chunk].pieces:
@@ -474,23 +472,22 @@ def recoded_box(src: BoxSide, dst: BoxSide, piece: Piece, recode: Recode) -> Box
     return Box(src, dst, piece.leg.heads.count, piece.units.tokens, recode.reads.row_bytes, recode)
 
 
+def _covered(reads: Sequence[int], pages: Sequence[npt.NDArray[np.int64]]) -> bool:
+    """Returns True if each page table has the entries that are read of it."""
+    return not [most for most, table in zip(reads, pages, strict=True) if len(table) < most]
+
+
 def _groups(legs: Sequence[Leg | None], cut: Cut) -> list[list[tuple[int, Leg]]]:
     """Returns the component and the leg, or its part, of each component in each group of layers."""
     whole = [(number, leg) for number, leg in enumerate(legs) if leg]
     if not cut.layers:
         return [whole]
-    spans = [
-        Span(first, cut.layers) for first in sorted({_first(cut, each) for _, leg in whole for each in leg.layers})
-    ]
+    numbers = sorted({layer // cut.layers for _, leg in whole for layer in leg.layers})
+    spans = [Span(number * cut.layers, cut.layers) for number in numbers]
     return [
-        [(number, replace(leg, layers=leg.layers & span)) for number, leg in whole if leg.layers & span]
+        [(number, replace(leg, layers=layers)) for number, leg in whole if (layers := leg.layers & span)]
         for span in spans
     ]
-
-
-def _first(cut: Cut, layer: int) -> int:
-    """Returns the first layer of the group of a layer."""
-    return layer // cut.layers * cut.layers
 
 
 def _fill(

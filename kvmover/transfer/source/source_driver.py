@@ -234,8 +234,6 @@ class GateWatch:
 
     def passed(self) -> list[Request]:
         """Returns the requests of which a gate passed since it was last queried."""
-        if not self.requests:
-            return []
         if self._events is None:
             self._gates = [(request, gate) for request in self.requests.values() for gate in request.gates or ()]
             self._events = [gate.event for _, gate in self._gates if gate.event is not None]

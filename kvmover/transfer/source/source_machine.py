@@ -211,10 +211,8 @@ def due(state: Sending) -> float:
 
 def _again_at(state: Sending) -> float:
     """Returns when to resend to a silent destination: at growing intervals until a chunk is ready."""
-    patience = state.patience
-    if not state.repeats or state.reason is not None or state.ready:
-        return state.quiet_since + patience.resend_s
-    return state.quiet_since + patience.again_s(state.repeats, state.request, state.generation)
+    repeats = 0 if state.ready or state.reason is not None else state.repeats
+    return state.quiet_since + state.patience.again_s(repeats, state.request, state.generation)
 
 
 def _own(state: Sending, event: Own, now: float) -> Stepped:
