@@ -141,11 +141,22 @@ def usage(server: Server, within_s: float = 10.0) -> int:
         time.sleep(0.2)
 
 
+def uncomputed(server: Server) -> int:
+    """Requests that a prefill has still to compute."""
+    load = _load(server)
+    return load["num_running_reqs"] + load["num_waiting_reqs"] + load["disaggregation"]["prefill_bootstrap_queue_reqs"]
+
+
 def loads(server: Server) -> int:
     """Tokens that requests hold now, and requests wherever they wait."""
-    (load,) = json.loads(server.get("/v1/loads")[1])["loads"]
+    load = _load(server)
     queues = (value for name, value in load["disaggregation"].items() if name.endswith("_queue_reqs"))
     return load["num_used_tokens"] + load["num_running_reqs"] + load["num_waiting_reqs"] + sum(queues)
+
+
+def _load(server: Server) -> dict[str, Any]:
+    (load,) = json.loads(server.get("/v1/loads")[1])["loads"]
+    return load
 
 
 def counted(server: Server, name: str) -> float:

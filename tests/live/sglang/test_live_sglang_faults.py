@@ -17,7 +17,7 @@ import pytest
 from tests.live.answers import Answer, Prompt, many, prompts_of
 from tests.live.conftest import ModelMaker, Servers
 from tests.live.server import Server
-from tests.live.sglang_client import Room, ask, counted, halves, loads, room_at, split, usage, warm
+from tests.live.sglang_client import Room, ask, counted, halves, loads, room_at, split, uncomputed, usage, warm
 from tests.live.sglang_servers import DECODE_WITH_PREFIXES, PREFILL, router, sglang
 from tests.live.table import Results
 
@@ -239,12 +239,13 @@ def test_clients_are_told_that_a_prefill_was_killed_long_before_the_pages_are_fr
 
 
 def test_a_decode_that_is_killed_while_transfers_are_open(pair: Pair, results: Results) -> None:
-    """What it had asked for fails when it is lost, what it had not at the prefill's deadline."""
+    """It had asked for some, which fail when it is lost; the others fail at a deadline from their computation on."""
     prompts = prompts_of(20, seed=55, least_tokens=600, most_tokens=1500)
     wanted = pair.wanted(prompts)
     with pair.under_way(prompts) as begun:
         opened = counted(pair.decode, "kvmover_open_receives")
         pair.decode.kill()
+        until(lambda: not uncomputed(pair.prefill), 60)
         since = time.monotonic()
         both = [each.result() for each in begun]
         took = time.monotonic() - since
