@@ -65,6 +65,8 @@ ONLY_AT_PAGE_64 = {
     "kvmover in sglang",
     "kvmover in sglang gathering",
     "kvmover in sglang events",
+    "kvmover in sglang windows",
+    "sglang rust core windows",
     "sglang rust core list",
     "sglang rust core events",
     "sglang rust gathering",
@@ -75,6 +77,7 @@ ALIKE = {
     "kvmover events": "sglang rust core events",
     "kvmover in sglang gathering": "sglang rust gathering",
     "kvmover in sglang events": "sglang rust core events",
+    "kvmover in sglang windows": "sglang rust core windows",
 }
 #: Tokens of device, host and storage.
 REPLAYED = ((3_000_000, 0, 0), (3_000_000, 10_000_000, 0), (3_000_000, 10_000_000, 40_000_000))
@@ -170,7 +173,7 @@ def _row(
         "p90_us": round(passes[0].request_us.high, 1),
         "bytes_a_token": round(passes[0].bytes_a_token, 2) if label == "unlimited" else "",
     }
-    for operation in ("hash", "match", "lock", "evict", "insert", "unlock", "events", "ledger"):
+    for operation in ("hash", "match", "lock", "evict", "alloc", "insert", "unlock", "events", "ledger"):
         row[f"{operation}_us"] = round(split.operations_s.get(operation, 0.0) / requests * 1e6, 2)
     print(
         f"page {page_tokens:>2} {label:>9} {name:<20} {row['requests_per_s']:>7,} requests/s,"

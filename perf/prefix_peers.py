@@ -46,6 +46,8 @@ def load() -> dict[str, Maker]:
                 "kvmover in sglang": lambda page, capacity: Sglang(page, capacity, "kvmover"),
                 "kvmover in sglang gathering": lambda page, capacity: SglangGathering(page, capacity, "kvmover"),
                 "kvmover in sglang events": lambda page, capacity: SglangEvents(page, capacity, "kvmover"),
+                "sglang rust core windows": lambda page, capacity: SglangWindows(page, capacity, "rust"),
+                "kvmover in sglang windows": lambda page, capacity: SglangWindows(page, capacity, "kvmover"),
             }
         else:
             found["vllm"] = Vllm
@@ -131,6 +133,8 @@ class Sglang:
 
     #: Whether KV events are made: what `CacheInitParams` calls `enable_kv_cache_events`.
     events = False
+    #: The tokens of a sliding window that some layers have; 0: none has one.
+    window_tokens = 0
 
     def __init__(self, page_tokens: int, capacity_tokens: int, core: str) -> None:
         import torch
@@ -146,16 +150,17 @@ class Sglang:
             )
         )
         self.page_tokens = page_tokens
-        self.allocator = _Counting(page_tokens, capacity_tokens)
+        self.allocator: Any = self.pools(page_tokens, capacity_tokens)
         self.legacy = core == "legacy"
-        more: dict[str, Any] = (
-            {"tree_components": (kinds.ComponentType.FULL,), "tree_core_backend": core} if core in _CORES else {}
-        )
+        full, self.swa = kinds.ComponentType.FULL, kinds.ComponentType.SWA
+        components = (full, self.swa) if self.window_tokens else (full,)
+        more: dict[str, Any] = {"tree_components": components, "tree_core_backend": core} if core in _CORES else {}
         params = params_of.CacheInitParams(
             disable=False,
             req_to_token_pool=None,
             token_to_kv_pool_allocator=self.allocator,
             page_size=page_tokens,
+            sliding_window_size=self.window_tokens or None,
             enable_kv_cache_events=self.events,
             **more,
         )
@@ -166,6 +171,10 @@ class Sglang:
 
     def prepare(self, tokens: Any) -> Any:
         return array("q", tokens.astype("int64").tobytes())
+
+    def pools(self, page_tokens: int, capacity_tokens: int) -> Any:
+        """The allocator of so many tokens."""
+        return _Counting(page_tokens, capacity_tokens)
 
     def held(self, prompt: Any) -> array[int]:
         """The prompt as its keys have it: SGLang's scheduler holds it so."""
@@ -238,6 +247,53 @@ class SglangEvents(Sglang):
     def tell(self, lap: Lap) -> None:
         self.encoder.encode(self.batch(ts=0.0, events=self.tree.take_events()))
         lap("events")
+
+
+class SglangWindows(Sglang):
+    """The same where half of the layers see the last 4096 tokens. Windows have a quarter of the capacity.
+
+    A page of windows is told by SGLang's own allocator alone, so that it runs here, and its allocations are timed too.
+    """
+
+    window_tokens = 4096
+
+    def pools(self, page_tokens: int, capacity_tokens: int) -> Any:
+        """SGLang's allocator over pools of a byte a token and layer."""
+        import torch
+
+        kind = import_module("sglang.srt.mem_cache.allocator.swa").SWATokenToKVPoolAllocator
+        of_pool = import_module("sglang.srt.mem_cache.swa_memory_pool").SWAKVPool
+        sizes = (capacity_tokens, capacity_tokens // 4, page_tokens, torch.int8)
+        pool = of_pool(*sizes, 1, 1, [0], [1], "cpu", enable_memory_saver=False)
+        return kind(*sizes, "cpu", pool, need_sort=False)
+
+    def serve(self, prompt: Any, lap: Lap) -> int:
+        import torch
+
+        tree, base, allocator = self.tree, self.base, self.allocator
+        lap("start")
+        key = self.key(self.held(prompt))
+        match = tree.match_prefix(base.MatchPrefixParams(key=key))
+        hit, row = match.device_prefix_len, tree.path_device_indices(match.last_device_node)
+        lap("match")
+        lock = tree.lock(match.last_device_node)
+        lap("lock")
+        end = len(prompt) - len(prompt) % self.page_tokens
+        live = max(hit, end - self.window_tokens)
+        short = end - hit - allocator.full_available_size(), end - live - allocator.swa_available_size()
+        if max(short) > 0:
+            tree.evict(base.EvictParams(num_tokens=max(0, short[0]), swa_num_tokens=max(0, short[1])))
+        lap("evict")
+        fresh, windows = allocator.full_attn_allocator.alloc(end - hit), allocator.swa_attn_allocator.alloc(end - live)
+        allocator.set_full_to_swa_mapping(fresh[live - hit :], windows)
+        lap("alloc")
+        kept = base.InsertParams(key=key, value=torch.cat([row, fresh]), prev_prefix_len=hit)
+        kept.set_evicted_seqlen(self.swa, live)
+        tree.insert(kept)
+        lap("insert")
+        tree.unlock(lock)
+        lap("unlock")
+        return hit
 
 
 class Vllm:

@@ -488,11 +488,13 @@ def _prefix() -> list[str]:
         "kvmover in sglang": "kvmover at SGLang's own interface",
         "kvmover in sglang gathering": "kvmover at SGLang's own interface, indices gathered",
         "kvmover in sglang events": "kvmover at SGLang's own interface, with KV events",
+        "kvmover in sglang windows": "kvmover at SGLang's own interface, with windows and allocations",
         "kvmover in python": "kvmover without its C core",
         "sglang rust core": "SGLang, Rust core",
         "sglang rust core list": "SGLang, Rust core, of tokens in a list",
         "sglang rust gathering": "SGLang, Rust core, indices gathered",
         "sglang rust core events": "SGLang, Rust core, with KV events",
+        "sglang rust core windows": "SGLang, Rust core, with windows and allocations",
         "sglang radix cache": "SGLang, RadixCache",
         "vllm": "vLLM, KVCacheManager, with its hashing",
     }
