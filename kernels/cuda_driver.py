@@ -1,4 +1,4 @@
-"""Calls of the CUDA driver add batched copies, and host memory pinned to the byte, which torch lacks.
+"""Calls of the CUDA driver load and launch kernels, and copy in batches.
 
 The driver works in the calling thread's context, which torch makes on the thread's first CUDA call.
 """
@@ -6,16 +6,13 @@ The driver works in the calling thread's context, which torch makes on the threa
 from __future__ import annotations
 
 import ctypes
-import weakref
+from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from .region import Offsets
-
-if TYPE_CHECKING:
-    import torch
 
 #: Most copies of a call: 51,828 in one call crashed driver 580 (vllm#49276).
 BATCH_COPIES = 4096
@@ -30,8 +27,14 @@ ORDER_STREAM = 1
 #: 32-bit words of `CUmemcpyAttributes`: the order, two locations of two words for managed memory only, and flags.
 ATTRIBUTE_WORDS = 6
 
-#: `CU_MEMHOSTALLOC_PORTABLE`: pinned for every context.
-PORTABLE = 1
+#: The most dynamic shared memory of a block without `CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES`.
+PLAIN_SHARED_BYTES, MOST_SHARED = 48 << 10, 8
+
+#: `CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES`.
+LOCAL_BYTES = 3
+
+#: `CU_STREAM_CAPTURE_MODE_THREAD_LOCAL`: captures of other threads are ignored.
+CAPTURE_THREAD_LOCAL = 1
 
 
 class CudaError(RuntimeError):
@@ -41,7 +44,71 @@ class CudaError(RuntimeError):
 @cache
 def library() -> ctypes.CDLL:
     """Return libcuda, which torch has loaded already."""
-    return ctypes.CDLL("libcuda.so.1")
+    found = ctypes.CDLL("libcuda.so.1")
+    # Types that are told once halve the 3 us of a launch.
+    pointer, sizes = ctypes.c_void_p, [ctypes.c_uint] * 7
+    found.cuLaunchKernel.argtypes = [pointer, *sizes, pointer, pointer, pointer]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A kernel in the context that loaded it, in blocks of `threads` with `shared_bytes` of dynamic shared memory."""
+
+    handle: int
+    threads: int
+    shared_bytes: int
+
+
+@dataclass(slots=True, eq=False)
+class Arguments:
+    """The arguments of a launch, ctypes numbers, packed for the driver once. A launch reads them before it returns."""
+
+    values: tuple[Any, ...]
+    pointers: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pointers = (ctypes.c_void_p * len(self.values))(*map(ctypes.addressof, self.values))
+
+
+def load(cubin: bytes, name: str, threads: int, shared_bytes: int) -> Function:
+    """Load a kernel into the current context, which keeps it. Raises CudaError if the driver refuses.
+
+    It may wait for running kernels: CUDA may synchronise the context to load code.
+    """
+    driver, module, handle = library(), ctypes.c_void_p(), ctypes.c_void_p()
+    check(driver.cuModuleLoadData(ctypes.byref(module), cubin), f"cuModuleLoadData of {name}")
+    check(driver.cuModuleGetFunction(ctypes.byref(handle), module, name.encode()), f"cuModuleGetFunction of {name}")
+    assert handle.value is not None
+    if hasattr(driver, "cuFuncLoad"):  # from CUDA 12.4 on functions are loaded lazily
+        check(driver.cuFuncLoad(handle), f"cuFuncLoad of {name}")
+    if shared_bytes > PLAIN_SHARED_BYTES:
+        check(driver.cuFuncSetAttribute(handle, MOST_SHARED, shared_bytes), f"{shared_bytes} bytes shared by {name}")
+    return Function(handle.value, threads, shared_bytes)
+
+
+def local_bytes(function: Function) -> int:
+    """Returns the bytes of a thread that did not fit into registers. Raises CudaError if the driver refuses."""
+    found = ctypes.c_int()
+    call = library().cuFuncGetAttribute
+    check(call(ctypes.byref(found), LOCAL_BYTES, ctypes.c_void_p(function.handle)), "cuFuncGetAttribute")
+    return found.value
+
+
+def launch(function: Function, blocks: int, stream: int, arguments: Arguments) -> None:
+    """Queue a kernel. Raises CudaError if the driver refuses."""
+    shape = blocks, 1, 1, function.threads, 1, 1, function.shared_bytes
+    check(library().cuLaunchKernel(function.handle, *shape, stream, arguments.pointers, None), "cuLaunchKernel")
+
+
+def leave_captures_alone() -> None:
+    """Let this thread's calls pass while another captures a graph in CUDA's default mode: they would void it.
+
+    Such are queries of events, pinning, registrations, synchronisation. Raises CudaError if the driver refuses.
+    """
+    mode = ctypes.c_int(CAPTURE_THREAD_LOCAL)
+    call = library().cuThreadExchangeStreamCaptureMode
+    check(call(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
 
 
 def can_batch() -> bool:
@@ -81,26 +148,6 @@ def copy_each(src: Offsets, dst: Offsets, sizes: Offsets, stream: int) -> None:
     address = ctypes.c_uint64
     for source, target, size in zip(src.tolist(), dst.tolist(), sizes.tolist(), strict=True):
         check(call(address(target), address(source), ctypes.c_size_t(size), on), "cuMemcpyAsync")
-
-
-def pinned(nbytes: int) -> torch.Tensor:
-    """Return uint8 [nbytes] of pinned, page-aligned host memory for every device; plain memory without a GPU.
-
-    The memory is freed with its last tensor: keep one until all moves that use it are done. torch's `pin_memory` would
-    take the next power of two: 64 GiB for a pool of 33. Raises CudaError if the driver refuses.
-    """
-    import torch
-
-    if nbytes == 0 or not torch.cuda.is_available():
-        return torch.empty(nbytes, dtype=torch.uint8)
-    torch.cuda.mem_get_info()
-    driver, address = library(), ctypes.c_void_p()
-    result = driver.cuMemHostAlloc(ctypes.byref(address), ctypes.c_size_t(nbytes), ctypes.c_uint(PORTABLE))
-    check(result, f"cuMemHostAlloc of {nbytes} bytes")
-    assert address.value is not None
-    array = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address.value))
-    weakref.finalize(array, driver.cuMemFreeHost, address).atexit = False
-    return torch.from_numpy(array)
 
 
 def check(result: int, call: str) -> None:

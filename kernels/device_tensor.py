@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from .releases import RELEASES
 
 if TYPE_CHECKING:
     import torch
@@ -25,12 +26,12 @@ class DeviceMemory:
     def of(cls, device: torch.device, nbytes: int, take: Callable[[], tuple[int, Callable[[], None]]]) -> DeviceMemory:
         """Call `take` in the context of `device` for an address and the function that releases it.
 
-        The release waits until the device has done all work queued before it. Raises any exception of `take`.
+        See `Releases` for when it is called. Raises any exception of `take`.
         """
         with driver_context(device):
             address, give_back = take()
         found = cls(address, nbytes, device)
-        weakref.finalize(found, _given_back, device, give_back).atexit = False
+        RELEASES.when_dead(found, device, give_back)
         return found
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
@@ -40,15 +41,6 @@ class DeviceMemory:
         found = tensor_at(self.address + offset, nbytes, self.device)
         found.keeps = self  # pyright: ignore[reportAttributeAccessIssue]
         return found
-
-
-def _given_back(device: torch.device, give_back: Callable[[], None]) -> None:
-    with driver_context(device):
-        if device.type == "cuda":
-            import torch
-
-            torch.cuda.synchronize(device)
-        give_back()
 
 
 def driver_context(device: torch.device) -> AbstractContextManager[Any]:

@@ -175,7 +175,7 @@ def _tile(table, at, out, tile, SHAPES: tl.constexpr, I: tl.constexpr, BLOCK: tl
     tl.atomic_add(out + tl.load(at + OUT), _sum(word, live[:, None], key, first, words), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["regions", "tiles"])
+@triton.jit(do_not_specialize=["regions", "tiles"], do_not_specialize_on_alignment=["out"])
 def digest_kernel(table, out, regions, tiles, SHAPES: tl.constexpr, BLOCK: tl.constexpr, COPY: tl.constexpr):
     """Digest all tiles of all regions; the grid is the SM budget, or every tile without one.
 

@@ -22,7 +22,7 @@ import torch
 
 from . import cuda_driver
 from .copy_engine import CopyEngine
-from .cuda_driver import ORDER_STREAM, OVERLAP_BYTES, check
+from .cuda_driver import ORDER_STREAM, OVERLAP_BYTES, Arguments, Function, check
 from .launch import DEFAULT_SMS, Program, Upload, off_legacy, on
 from .region import Offsets, Region, RegionError, Side, even_distance, merged
 
@@ -247,24 +247,11 @@ def run(launch: Launch, uploaded: torch.Tensor, sms: int) -> None:
     """Launch on the current stream of the device that holds the uploaded table, on at most `sms` blocks, one an SM."""
     device, (ring,) = uploaded.device, launch.shapes
     blocks = min(sms, launch.tiles, torch.cuda.get_device_properties(device).multi_processor_count)
-    arguments = ctypes.c_uint64(uploaded.data_ptr()), ctypes.c_uint32(launch.tiles)
-    shape = blocks, THREADS, ring.nbytes
+    arguments = Arguments((ctypes.c_uint64(uploaded.data_ptr()), ctypes.c_uint32(launch.tiles)))
     with on(device):
-        stream = torch.cuda.current_stream(device).cuda_stream
-        launch_kernel(kernel(device, ring).kernel.ptr, shape, stream, arguments)
-
-
-def launch_kernel(function: int, shape: tuple[int, int, int], stream: int, arguments: Sequence[Any]) -> None:
-    """Queue a kernel that CuPy loaded: `shape` is blocks, threads a block, and bytes of dynamic shared memory.
-
-    CuPy itself takes a stream of torch's by a class that warns since CuPy 14, or by a method new in 14. Raises
-    CudaError if the driver refuses.
-    """
-    blocks, threads, shared_bytes = shape
-    sizes = (ctypes.c_uint(size) for size in (blocks, 1, 1, threads, 1, 1, shared_bytes))
-    pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-    call = cuda_driver.library().cuLaunchKernel
-    check(call(ctypes.c_void_p(function), *sizes, ctypes.c_void_p(stream), pointers, None), "cuLaunchKernel")
+        # CuPy itself takes a stream of torch's by a class that warns since CuPy 14, or by a method new in 14.
+        function = Function(kernel(device, ring).kernel.ptr, THREADS, ring.nbytes)
+        cuda_driver.launch(function, blocks, torch.cuda.current_stream(device).cuda_stream, arguments)
 
 
 # Rows at a pitch as boxes, each one tensor copy (`UTMALDG`, `UTMASTG`): a head's rows of a page. A tensor map is a

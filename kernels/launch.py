@@ -1,7 +1,8 @@
-"""Launches get their configuration, measured on this GPU or by rule, and their tables on the device."""
+"""Launches get their configuration, measured on this GPU or by rule, their tables on the device, and their code."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -9,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
+from hashlib import sha256
 from math import log2
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -16,7 +18,11 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 import torch
+import triton
 
+from . import cuda_driver
+from .code_store import Code, find
+from .cuda_driver import Arguments, Function
 from .region import RegionError
 
 if TYPE_CHECKING:
@@ -89,6 +95,25 @@ def device_key(name: str) -> str:
     return "-".join(name.lower().split())
 
 
+#: Boards with the GPU and the memory of another, by file name: a superchip is measured as its GPU is.
+_SAME_GPU = {
+    "nvidia-h200-nvl": "nvidia-h200",
+    "nvidia-gh200-144g-hbm3e": "nvidia-h200",
+    "nvidia-gh200-480gb": "nvidia-h100-80gb-hbm3",
+}
+
+
+def table_keys(name: str) -> tuple[str, ...]:
+    """Returns the file names of the tables that hold for a GPU, its own first.
+
+    >>> table_keys("NVIDIA GH200 144G HBM3e MIG 1g.18gb")
+    ('nvidia-gh200-144g-hbm3e-mig-1g.18gb', 'nvidia-gh200-144g-hbm3e', 'nvidia-h200')
+    """
+    own = device_key(name)
+    whole = own.partition("-mig-")[0]
+    return tuple(dict.fromkeys((own, whole, _SAME_GPU.get(whole, whole))))
+
+
 @cache
 def tuned(key: str) -> tuple[Tuned, ...]:
     """Return the table of a GPU; empty if the GPU was never tuned."""
@@ -119,14 +144,15 @@ RULES: Mapping[Kernel, tuple[RowConfig, RowConfig]] = {
 def choose(kind: RowKind, sms: int | None, device: torch.device, kernel: Kernel = Kernel.ROWS) -> RowConfig:
     """Returns the configuration of `kernel` measured on this GPU for the nearest kind, or that of `RULES`."""
     if device.type != "cpu":
-        table = tuned(device_key(torch.cuda.get_device_name(device)))
-        alike = [entry for entry in table if entry.kernel is kernel and entry.budgeted == (sms is not None)]
-        if alike:
-            return min(alike, key=lambda entry: entry.kind.distance(kind)).config
+        for key in table_keys(torch.cuda.get_device_name(device)):
+            alike = [entry for entry in tuned(key) if entry.kernel is kernel and entry.budgeted == (sms is not None)]
+            if alike:
+                return min(alike, key=lambda entry: entry.kind.distance(kind)).config
     return RULES[kernel][sms is not None]
 
 
-RING_BUFFERS = 8
+#: Pinned buffers of a ring, and the words of each at first.
+RING_BUFFERS, RING_WORDS = 8, 1 << 12
 
 
 @dataclass(slots=True)
@@ -139,12 +165,20 @@ class _Buffer:
 class Upload:
     """A ring of pinned buffers, of one thread and device: no other thread fills its buffers.
 
-    `to_device` copies on the device's current stream; the returned tensor lives on that stream.
+    `to_device` copies on the device's current stream; the returned tensor lives on that stream. All buffers are pinned
+    at first, in one piece, as pinning may wait for the device.
     """
 
     device: torch.device
-    _ring: list[_Buffer] = field(default_factory=list[_Buffer])
+    _ring: list[_Buffer] = field(init=False)
     _next: int = 0
+
+    def __post_init__(self) -> None:
+        self._ring = []
+        if self.device.type != "cpu":
+            with on(self.device):
+                block = torch.empty(RING_BUFFERS * RING_WORDS, dtype=torch.int64, pin_memory=True)
+                self._ring += [_Buffer(part, torch.cuda.Event()) for part in block.chunk(RING_BUFFERS)]
 
     @classmethod
     def here(cls, device: torch.device) -> Upload:
@@ -169,19 +203,12 @@ class Upload:
 
     def _take(self, words: int) -> _Buffer:
         """Return the ring's oldest buffer once its last copy is done, grown to a power of two if too small."""
-        if len(self._ring) < RING_BUFFERS:
-            self._ring.append(self._new(words))
-            return self._ring[-1]
-        at = self._next
-        self._next = (at + 1) % RING_BUFFERS
-        self._ring[at].copied.synchronize()
-        if self._ring[at].pinned.numel() < words:
-            self._ring[at] = self._new(words)
-        return self._ring[at]
-
-    def _new(self, words: int) -> _Buffer:
-        size = 1 << max(12, (words - 1).bit_length())
-        return _Buffer(torch.empty(size, dtype=torch.int64, pin_memory=True), torch.cuda.Event())
+        found = self._ring[self._next]
+        self._next = (self._next + 1) % RING_BUFFERS
+        found.copied.synchronize()
+        if found.pinned.numel() < words:
+            found.pinned = torch.empty(1 << (words - 1).bit_length(), dtype=torch.int64, pin_memory=True)
+        return found
 
 
 class _Rings(threading.local):
@@ -195,6 +222,13 @@ _rings = _Rings()
 def on(device: torch.device) -> AbstractContextManager[object]:
     """Make `device` current: launches and records inside go to its current stream. Does no work for the CPU."""
     return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
+
+
+@cache
+def architecture(device: torch.device) -> int:
+    """Returns 90 for a GPU of sm_90."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 @cache
@@ -246,35 +280,84 @@ class Program:
         """
         return {"SHAPES": tuple(map(tuple, self.shapes)), "num_warps": self.config.warps, **dict(self.constants)}
 
-    def compile(self, device: torch.device) -> None:
-        """Compile now the code of a first launch on `device`, for most of a second. Callable from any thread."""
-        with on(device):
-            self.kernel.warmup(*[torch.int64] * (1 + self.outputs), 1, 1, grid=(1,), **self.options)
+    def code_name(self, architecture: int) -> str:
+        """Returns the name of the code for sm_`architecture` in the code store: a hash of source and constants.
+
+        Triton's `cache_key` covers the kernel's source, that of the functions it calls, and the constants they name.
+        """
+        options = sorted(self.options.items())
+        told = triton.__version__, architecture, self.kernel.cache_key, options, self.outputs
+        return sha256(repr(told).encode()).hexdigest()
+
+    def compiled(self, architecture: int) -> Code:
+        """Compile in this process, for most of a second, for the GPU that Triton has, of sm_`architecture`.
+
+        Raises RegionError if the code would write a profile.
+        """
+        given = *[torch.int64] * (1 + self.outputs), 1, 1
+        found = self.kernel.warmup(*given, grid=(1,), **self.options)
+        metadata = found.metadata
+        assert metadata.target.arch == architecture
+        if metadata.global_scratch_size or metadata.profile_scratch_size:
+            raise RegionError(f"{found.name} was compiled to write a profile, which no launch here reads")
+        return Code(found.asm["cubin"], found.name, 32 * metadata.num_warps, metadata.shared)
+
+    def function(self, device: torch.device, compile: Callable[[Program, int], Code] | None = None) -> Function:
+        """Returns the code loaded on `device`: by an earlier call, or now from the code store, or as compiled by
+        `compile` (None: `compiled`). Callable from any thread. Raises CudaError if the driver refuses the code.
+        """
+        found = _functions.get((self, device))
+        if found is None:
+            with on(device):
+                target = architecture(device)
+                make = compile or Program.compiled
+                code = find(self.code_name(target)) or make(self, target)
+                found = cuda_driver.load(code.cubin, code.name, code.threads, code.shared_bytes)
+            _functions[self, device] = found
+        return found
+
+
+#: The loaded code by program and device.
+_functions: dict[tuple[Program, torch.device], Function] = {}
+
+#: A compiled kernel's last parameters: Triton's two addresses of scratch memory, of which ours need none.
+_SCRATCH = ctypes.c_uint64(0), ctypes.c_uint64(0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
     """A launch with its table on the device, which may be run again and captured in a CUDA graph.
 
-    The regions' memory must stay allocated. `outputs` follow the table.
+    The regions' memory must stay allocated. `outputs` follow the table. `function` is None on a CPU, where Triton
+    interprets the kernel.
     """
 
     program: Program
     launch: Launch
     table: torch.Tensor
     blocks: int
-    outputs: tuple[torch.Tensor, ...] = ()
+    outputs: tuple[torch.Tensor, ...]
+    function: Function | None
+    arguments: Arguments
 
     @classmethod
-    def of(
-        cls, program: Program, launch: Launch, device: torch.device, sms: int | None, *outputs: torch.Tensor
-    ) -> Self:
+    def of(cls, program: Program, laid: Launch, device: torch.device, sms: int | None, *outputs: torch.Tensor) -> Self:
         """Upload the table on the device's current stream, without a synchronise. `sms`: None for no budget."""
-        table = Upload.here(device).to_device(launch.table)
-        return cls(program, launch, table, program.config.programs(launch.tiles, sms, device), outputs)
+        table = Upload.here(device).to_device(laid.table)
+        function = None if device.type == "cpu" else program.function(device)
+        addresses = (ctypes.c_uint64(each.data_ptr()) for each in (table, *outputs))
+        arguments = Arguments((*addresses, ctypes.c_uint32(laid.regions), ctypes.c_uint32(laid.tiles), *_SCRATCH))
+        blocks = program.config.programs(laid.tiles, sms, device)
+        return cls(program, laid, table, blocks, outputs, function, arguments)
 
-    def run(self, **constants: object) -> None:
-        """Launch on the current stream of the regions' device. `constants` join those that are compiled in."""
-        counts = self.launch.regions, self.launch.tiles
-        with on(self.table.device):
-            self.program.kernel[(self.blocks,)](self.table, *self.outputs, *counts, **self.program.options, **constants)
+    def run(self) -> None:
+        """Launch on the current stream of the regions' device."""
+        device, laid = self.table.device, self.launch
+        if self.function is None:
+            interpreted = self.program.kernel[(self.blocks,)]
+            interpreted(self.table, *self.outputs, laid.regions, laid.tiles, **self.program.options)
+            return
+        with on(device):
+            cuda_driver.launch(
+                self.function, self.blocks, torch.cuda.current_stream(device).cuda_stream, self.arguments
+            )

@@ -198,11 +198,14 @@ class Table:
         self.add(tiles, shape, counts, pieces, grains, further)
 
     def add(self, tiles: int, shape: int, counts: Counts, pieces: int, grains: int, further: Sequence[int]) -> None:
-        """Describe the next region, of `tiles` tiles. Raises RegionError if a launch reaches 2^31 tiles."""
+        """Describe the next region, of `tiles` tiles. Raises RegionError if a launch reaches 2^30 tiles.
+
+        A program adds the number of programs, at most `tiles`, to its last tile, in 32 bits.
+        """
         loops = counts.units, counts.planes, counts.heads, counts.tokens
         self._rows.append([self.tiles, shape, *loops, pieces, grains, *further])
         self.tiles += tiles
-        if self.tiles >= 1 << 31:
+        if self.tiles >= 1 << 30:
             raise RegionError(f"{self.tiles} tiles in one launch; the kernel counts them in 32 bits")
 
     def launch(self, shapes: tuple[Any, ...]) -> Launch:

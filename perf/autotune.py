@@ -2,7 +2,8 @@
 
 `python -m perf.autotune` measures on a GPU and writes `kernels/tuned/<gpu>.json`; it resumes where it was stopped.
 Every candidate is compared with the checked default's bytes before it is timed. `--dry-run` compiles the whole sweep
-without a GPU and reports registers, access widths and spills, so that no sweep dies on a GPU for a compile error.
+without a GPU and reports registers, access widths and spills, so that no sweep dies on a GPU for a compile error. A
+candidate that spills is left out, and named.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import track
 
-from kvmover.kernels import rows
+from kvmover.kernels import cuda_driver, rows
 from kvmover.kernels.launch import RULES, TUNED, Kernel, RowConfig, RowKind, device_key
 from kvmover.kernels.region import Region
 from perf.conversions import NARROW, back, conversion
 
 if TYPE_CHECKING:
     from kvmover.kernels.convert_reference import Conversion
+    from kvmover.kernels.launch import Prepared
     from perf.cases import Case, Move
 
 #: Tiles and warps to try without a budget, and where each program has an SM to itself.
@@ -118,12 +120,23 @@ def is_done(case: Case, entries: Sequence[Mapping[str, Any]]) -> bool:
     return any(entry["case"] == case.text() and entry.get("kernel") == last for entry in entries)
 
 
+def swept(ready: Mapping[RowConfig, Prepared | None]) -> dict[RowConfig, Callable[[], object]]:
+    """The candidates' launches, but those that spill, which are named."""
+    found: dict[RowConfig, Callable[[], object]] = {}
+    for config, launch in ready.items():
+        assert launch is not None
+        if launch.function is not None and (spilled := cuda_driver.local_bytes(launch.function)):
+            print(f"left out: {launch.program.kernel.__name__} with {config} spills {spilled} bytes a thread")
+        else:
+            found[config] = launch.run
+    return found
+
+
 def best(regions: Sequence[Region], sms: int | None) -> dict[str, object]:
     """The kind of row, the fastest candidate, and the measured table, fastest first."""
-    from perf.bench_kernels import launcher
     from perf.copy_engines import same_bytes
 
-    calls = {config: launcher(list(regions), sms, config) for config in candidates(sms)}
+    calls = swept({config: rows.prepare(regions, config, sms) for config in candidates(sms)})
     same_bytes(regions, lambda: rows.move(regions), list(calls.values()))
     return fastest(rows.kind_of(regions[0]), sum(region.nbytes for region in regions), calls)
 
@@ -148,11 +161,7 @@ def best_digest(move: Move, sms: int | None) -> dict[str, object]:
 
     logicals, out = coordinates(move), torch.zeros(1, dtype=torch.int64, device="cuda")
     tried = dict.fromkeys((RULES[Kernel.DIGEST][sms is not None], *candidates(sms)))
-    calls: dict[RowConfig, Callable[[], object]] = {}
-    for config in tried:
-        ready = digest.prepare(move.gather, logicals, out, config, sms)
-        assert ready is not None
-        calls[config] = ready.run
+    calls = swept({config: digest.prepare(move.gather, logicals, out, config, sms) for config in tried})
     same_bytes(move.gather, lambda: rows.move(move.gather), list(calls.values()))
     sums = set[int]()
     for call in calls.values():
@@ -178,11 +187,7 @@ def best_conversion(conversions: Sequence[Conversion], sms: int | None) -> dict[
     from kvmover.kernels import convert
     from perf.copy_engines import same_bytes
 
-    calls: dict[RowConfig, Callable[[], object]] = {}
-    for config in conversion_candidates(sms):
-        ready = convert.prepare(conversions, config, sms)
-        assert ready is not None
-        calls[config] = ready.run
+    calls = swept({config: convert.prepare(conversions, config, sms) for config in conversion_candidates(sms)})
     same_bytes(conversions, lambda: convert.convert(conversions), list(calls.values()))
     nbytes = sum(convert.widest([each]).nbytes for each in conversions)
     return {"kernel": Kernel.CONVERT.value, **fastest(convert.kind_of_most(conversions), nbytes, calls)}

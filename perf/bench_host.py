@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvmover.kernels import bulk, cuda_driver
+from kvmover.kernels import bulk
 from kvmover.kernels.bulk import CopyEngine
+from kvmover.kernels.pinned import pinned
 from kvmover.kernels.region import Region, Side
 from perf.gpu_time import interleaved, need_gpu
 from perf.record import RESULTS, write
@@ -58,9 +59,7 @@ class Pools:
     @classmethod
     def of(cls, nbytes: int) -> Pools:
         words = torch.randint(-(2**62), 2**62, (nbytes // 8,), dtype=torch.int64, device="cuda")
-        return cls(
-            cuda_driver.pinned(nbytes), torch.empty(nbytes, dtype=torch.uint8, device="cuda"), words.view(torch.uint8)
-        )
+        return cls(pinned(nbytes), torch.empty(nbytes, dtype=torch.uint8, device="cuda"), words.view(torch.uint8))
 
     def ends(self, way: str, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Source, filled, and destination."""

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -98,12 +99,59 @@ def of_conversions(conversions: Sequence[Conversion], config: RowConfig, archite
 
 
 def of_program(program: Program, architecture: int) -> MachineCode:
-    """A kernel as a launch compiles it. What no argument of it is called goes to the compiler."""
+    """A kernel as a launch compiles it."""
+    return read(_compiled(program, GPUTarget("cuda", architecture, 32))["cubin"])
+
+
+@dataclass(frozen=True, slots=True)
+class AmdCode:
+    """Of one kernel for an AMD GPU: vector registers and private bytes a thread, registers that spilled, and the bits
+    of each load and store of global memory: all stores are payload, and so are the loads as wide as these.
+    """
+
+    registers: int
+    private_bytes: int
+    spills: int
+    loads: Mapping[int, int]
+    stores: Mapping[int, int]
+
+
+#: Bits of an access, by the end of its name.
+_AMD_BITS = {
+    "ubyte": 8,
+    "byte": 8,
+    "ushort": 16,
+    "short": 16,
+    "dword": 32,
+    "dwordx2": 64,
+    "dwordx3": 96,
+    "dwordx4": 128,
+}
+
+
+def of_amd(program: Program, architecture: str) -> AmdCode:
+    """A kernel for gfx942 or another of 64 lanes, as Triton compiles it; nobody has run it there."""
+    text = _compiled(program, GPUTarget("hip", architecture, 64))["amdgcn"]
+
+    def told(name: str) -> int:
+        found = re.search(rf"\.{name}:\s+(\d+)", text)
+        assert found is not None, name
+        return int(found[1])
+
+    widths = [
+        Counter(map(_AMD_BITS.__getitem__, re.findall(rf"\bglobal_{kind}_(\w+)", text))) for kind in ("load", "store")
+    ]
+    spills = told("vgpr_spill_count") + told("sgpr_spill_count")
+    return AmdCode(told("vgpr_count"), told("private_segment_fixed_size"), spills, *map(dict, widths))
+
+
+def _compiled(program: Program, target: GPUTarget) -> Mapping[str, Any]:
+    """Forms of the code by name. What no argument of the kernel is called goes to the compiler."""
     names, options = program.kernel.arg_names, program.options
     constants = {name: options.pop(name) for name in names if name in options}
     given = {**dict.fromkeys(names, "*i64"), "regions": "i32", "tiles": "i32", **dict.fromkeys(constants, "constexpr")}
     source = ASTSource(program.kernel, given, constants, {(0,): [["tt.divisibility", 16]]})
-    return read(triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options).asm["cubin"])
+    return triton.compile(source, target=target, options=options).asm
 
 
 def read(cubin: bytes) -> MachineCode:

@@ -11,9 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from kvmover.kernels import bulk, cuda_driver, experimental, reference  # noqa: E402
+from kvmover.kernels import bulk, experimental, reference  # noqa: E402
 from kvmover.kernels.bulk import CopyEngine  # noqa: E402
 from kvmover.kernels.experimental import Pieces, TensorBoxes, tensor_boxes  # noqa: E402
+from kvmover.kernels.pinned import pinned  # noqa: E402
 from kvmover.kernels.region import Region, RegionError, Side, merged  # noqa: E402
 
 pytestmark = [
@@ -87,7 +88,7 @@ def _random(nbytes: int, seed: int):
 
 
 def _pinned(content):
-    memory = cuda_driver.pinned(content.numel())
+    memory = pinned(content.numel())
     memory.copy_(content)
     return memory
 
@@ -314,7 +315,7 @@ def test_addresses_beyond_two_to_the_32_bytes_are_reached(engine: CopyEngine) ->
     starts = np.array([0, (2 << 30) - 4096, (5 << 30) + 4096, (9 << 30) - 4096], np.int64)
     for number, start in enumerate(starts.tolist()):
         pool[start : start + 4096] = number + 1
-    host, zero = cuda_driver.pinned(4 * 4096), np.zeros(1, np.int64)
+    host, zero = pinned(4 * 4096), np.zeros(1, np.int64)
     src, dst = Side.of((pool,), zero, zero, starts, 0, 0), Side.of((host,), zero, zero, np.arange(4) * 4096, 0, 0)
     bulk.move([Region(src, dst, 1, 1, 4096)], engine=engine)
     torch.cuda.synchronize()
@@ -325,7 +326,7 @@ def test_many_moves_in_a_row_keep_their_tables(engine: CopyEngine) -> None:
     """Twenty at once: the pinned ring of tables holds eight."""
     pool = _random(1 << 20, 1)
     on_gpu, zero = pool.cuda(), np.zeros(1, np.int64)
-    outs = [cuda_driver.pinned(1 << 16) for _ in range(20)]
+    outs = [pinned(1 << 16) for _ in range(20)]
     starts = [np.random.default_rng(number).permutation(256)[:16].astype(np.int64) * 4096 for number in range(20)]
     for units, out in zip(starts, outs, strict=True):
         dst = Side.of((out,), zero, zero, np.arange(16) * 4096, 0, 0)
@@ -361,7 +362,7 @@ def test_bulk_copies_refuse_rows_off_a_16_byte_border(ring: CopyEngine) -> None:
 
 def test_pinned_memory_is_what_was_asked_for() -> None:
     for nbytes in (1, 4097, (1 << 20) + 1):
-        memory = cuda_driver.pinned(nbytes)
+        memory = pinned(nbytes)
         assert memory.is_pinned()
         assert memory.numel() == nbytes
         assert memory.data_ptr() % 4096 == 0

@@ -32,14 +32,17 @@ LIMIT_S = 480.0
 
 @dataclass(frozen=True)
 class Compiler:
-    """A Triton, `oldest` or `newest`; the compute capability it compiles for, 90 for 9.0; and cases, `few` or `all`."""
+    """A Triton, `oldest` or `newest`; the compute capability it compiles for, 90 for 9.0, or an AMD GPU's name; and
+    cases, `few` or `all`.
+    """
 
     triton: str
-    architecture: int
+    architecture: int | str
     cases: str
 
     def __str__(self) -> str:
-        return f"{self.triton}-sm_{self.architecture}-{self.cases}"
+        target = self.architecture if isinstance(self.architecture, str) else f"sm_{self.architecture}"
+        return f"{self.triton}-{target}-{self.cases}"
 
     def reports(self, worker: str) -> dict[str, dict]:
         """What `worker`, a file of this folder, prints of its cases, compiled without anybody's cache. Skips the test

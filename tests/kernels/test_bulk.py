@@ -185,36 +185,6 @@ def test_bad_input_is_refused_before_anything_moves() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, good.dst.memory, strict=True))
 
 
-def test_pinned_memory_is_plain_without_a_gpu() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
-    for nbytes in (0, 1, 4097):
-        assert (cuda_driver.pinned(nbytes).shape, cuda_driver.pinned(nbytes).dtype) == ((nbytes,), torch.uint8)
-
-
-def test_pinned_memory_is_freed_with_its_last_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory, freed = ctypes.create_string_buffer(4097), []
-
-    def allocate(out: Any, nbytes: ctypes.c_size_t, flags: ctypes.c_uint) -> int:
-        assert (nbytes.value, flags.value) == (4097, cuda_driver.PORTABLE)
-        out._obj.value = ctypes.addressof(memory)
-        return 0
-
-    fake = SimpleNamespace(cuMemHostAlloc=allocate, cuMemFreeHost=lambda address: freed.append(address.value))
-    monkeypatch.setattr(cuda_driver, "library", lambda: fake)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
-    pinned = cuda_driver.pinned(4097)
-    pinned[4096] = 7
-    assert memory.raw[4096] == 7
-    assert (pinned.dtype, pinned.shape) == (torch.uint8, (4097,))
-    view = pinned[1:].view(-1)
-    del pinned
-    assert freed == []
-    del view
-    assert freed == [ctypes.addressof(memory)]
-
-
 class FakeDriver:
     """Copies at once, and notes how it was asked to. CUDA 12 has one more parameter than CUDA 13."""
 

@@ -239,9 +239,9 @@ def test_more_words_than_32_bits_count_are_refused(sparse: torch.Tensor) -> None
 
 def test_more_tiles_than_32_bits_count_are_refused() -> None:
     memory = torch.zeros(16, dtype=torch.uint8)
-    planes, units = np.zeros(1 << 16, np.int64), np.zeros(1 << 15, np.int64)
+    planes, units = np.zeros(1 << 15, np.int64), np.zeros(1 << 15, np.int64)
     side = Side.of((memory,), planes, planes, units, 0, 0)
-    with pytest.raises(RegionError, match=f"{1 << 31} tiles in one launch"):
+    with pytest.raises(RegionError, match=f"{1 << 30} tiles in one launch"):
         rows.describe([Region(side, side, 1, 1, 16)], 16)
 
 

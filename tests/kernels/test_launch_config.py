@@ -40,6 +40,16 @@ def test_the_nearest_measured_kind_of_the_same_budget_is_taken(table: tuple[Tune
     assert choose(RowKind(2048, 65536), 8, GPU) == RowConfig(65536, 16)
 
 
+@pytest.mark.parametrize("name", ["NVIDIA Test MIG 3g.71gb", "NVIDIA Superchip", "NVIDIA Superchip MIG 1g.18gb"])
+def test_a_part_of_a_gpu_and_a_superchip_take_the_table_of_their_gpu(
+    name: str, table: tuple[Tuned, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setitem(launch._SAME_GPU, "nvidia-superchip", "nvidia-test")
+    choose.cache_clear()
+    assert choose(RowKind(256, 8192), None, GPU) == RowConfig(2048, 2)
+
+
 def test_each_kernel_has_entries_of_its_own_and_else_the_rule(table: tuple[Tuned, ...]) -> None:
     assert choose(RowKind(256, 256), 8, GPU, Kernel.DIGEST) == RowConfig(65536, 16)
     assert choose(RowKind(256, 256), None, GPU, Kernel.DIGEST) == RULES[Kernel.DIGEST][0]

@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +23,9 @@ from kvmover.kernels import bulk, cuda_driver, experimental
 from kvmover.kernels.copy_engine import CopyEngine
 from kvmover.kernels.experimental import RING, Ring
 from kvmover.kernels.region import Region, RegionError, Side, merged
+from kvmover.kernels.table import Launch
 from perf.machine_code import CUOBJDUMP, MachineCode, read
+from tests.counting_driver import CountingDriver
 from tests.proofs import family
 
 #: Shared memory of an SM on sm_90 and sm_100. A block takes 1 KiB of it for the system, which its size includes.
@@ -127,18 +128,18 @@ def test_a_cupy_that_cannot_compile_is_one_that_is_missing(monkeypatch: pytest.M
 
 
 def test_a_launch_hands_over_what_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[object] = []
-
-    def launch(function: Any, *rest: Any) -> int:
-        *sizes, stream, pointers, extra = rest
-        table = ctypes.c_uint64.from_address(pointers[0]).value
-        items = ctypes.c_uint32.from_address(pointers[1]).value
-        seen.extend([function.value, [size.value for size in sizes], stream.value, len(pointers), table, items, extra])
-        return 0
-
-    monkeypatch.setattr(cuda_driver, "library", lambda: SimpleNamespace(cuLaunchKernel=launch))
-    experimental.launch_kernel(5, (4, 64, RING.nbytes), 77, (ctypes.c_uint64(1 << 47), ctypes.c_uint32(3)))
-    assert seen == [5, [4, 1, 1, 64, 1, 1, RING.nbytes], 77, 2, 1 << 47, 3, None]
+    driver, table = (
+        CountingDriver(parameters=(8, 4)),
+        SimpleNamespace(device=torch.device("cuda", 0), data_ptr=lambda: 1 << 47),
+    )
+    found = SimpleNamespace(kernel=SimpleNamespace(ptr=5))
+    monkeypatch.setattr(cuda_driver, "library", lambda: driver)
+    monkeypatch.setattr(experimental, "on", lambda device: nullcontext())
+    monkeypatch.setattr(experimental, "kernel", lambda device, ring: found)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=77))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    experimental.run(Launch(np.zeros(1, np.int64), 1, 1, 3, (RING,)), table, 4)  # pyright: ignore[reportArgumentType]
+    assert driver.launched == [(5, (3, 1, 1, experimental.THREADS, 1, 1, RING.nbytes), 77, (1 << 47, 3))]
 
 
 # The CUDA source, compiled by NVRTC, which needs no GPU and no driver.

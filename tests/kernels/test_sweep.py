@@ -9,14 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvmover.kernels import bulk, convert_reference, launch, reference
+from kvmover.kernels import bulk, convert_reference, cuda_driver, launch, reference
 from kvmover.kernels.copy_engine import CopyEngine
+from kvmover.kernels.cuda_driver import Function
 from kvmover.kernels.launch import RowConfig, RowKind
 from kvmover.kernels.region import Region
-from perf import autotune, bench_kernels, compile_sweep, conversions, copy_engines, gpu_time
+from perf import autotune, compile_sweep, conversions, copy_engines, gpu_time
 from perf.autotune import BUDGETS, candidates
 from perf.cases import CASES
-from perf.compile_sweep import compile_one, convert_one
+from perf.compile_sweep import Verdict, compile_one, convert_one
+from tests.counting_driver import CountingDriver
 
 
 @pytest.mark.parametrize("sms", BUDGETS, ids=lambda sms: f"sms-{sms}")
@@ -39,9 +41,22 @@ def test_an_entry_has_the_fastest_launch_and_a_launch_reads_it(monkeypatch: pyte
 
     monkeypatch.setattr(gpu_time, "interleaved", interleaved)
     monkeypatch.setattr(copy_engines, "same_bytes", lambda regions, truth, calls: None)
-    monkeypatch.setattr(bench_kernels, "launcher", lambda regions, sms, config: lambda: None)
     read = launch._entry({"sms": 8, **json.loads(json.dumps(autotune.best([region()], 8)))})
     assert (read.config.block_bytes, read.kind, read.budgeted) == (131072, RowKind(256, 16384), True)
+
+
+def test_a_candidate_that_spills_is_left_out_and_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cuda_driver, "library", lambda: CountingDriver(spilled_bytes={2: 8}))
+    kernel = SimpleNamespace(__name__="move_kernel")
+    ready = {
+        config: SimpleNamespace(function=Function(number, 128, 0), program=SimpleNamespace(kernel=kernel), run=number)
+        for number, config in enumerate([RowConfig(2048, 1), RowConfig(4096, 2)], start=1)
+    }
+    assert autotune.swept(ready) == {RowConfig(2048, 1): 1}  # pyright: ignore[reportArgumentType]
+    said = capsys.readouterr().out
+    assert said == "left out: move_kernel with RowConfig(block_bytes=4096, warps=2) spills 8 bytes a thread\n"
 
 
 def test_engines_that_cannot_move_a_case_or_not_in_time_are_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,26 +74,46 @@ def test_engines_that_cannot_move_a_case_or_not_in_time_are_left_out_and_said(mo
 
 @pytest.mark.filterwarnings("ignore")  # Triton's own
 def test_the_dry_run_says_what_is_wrong_with_a_candidate() -> None:
-    line, good = compile_one((256, 64, RowConfig(4096, 4), 90))
-    assert good
+    line, verdict = compile_one((256, 64, RowConfig(4096, 4), 90))
+    assert verdict is Verdict.SWEPT
     assert line == "sm_90  256 B x 64   4 KiB  4 warps:  32 registers, [128] bit, 0 spills, 0 B shared"
-    line, good = compile_one((256, 64, RowConfig(262144, 32), 90))
-    assert not good
+    line, verdict = compile_one((256, 64, RowConfig(262144, 32), 90))
+    assert verdict is Verdict.SPILLS
     assert " 0 spills" not in line
+
+
+@pytest.mark.parametrize(("verdict", "wrong"), [(Verdict.SPILLS, 0), (Verdict.WRONG, 1)])
+def test_the_dry_run_fails_for_what_is_wrong_and_not_for_what_is_left_out(
+    verdict: Verdict, wrong: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Pool:
+        def __enter__(self) -> Pool:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def map(self, call: object, jobs: list[object], chunksize: int) -> list[tuple[str, Verdict]]:
+            return [("one", verdict), ("other", Verdict.SWEPT)] if call is compile_one else []
+
+    monkeypatch.setattr(compile_sweep, "ProcessPoolExecutor", Pool)
+    assert compile_sweep.compile_all([RowConfig()], [RowConfig()]) == wrong
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert f"one{verdict}" in lines
+    assert last == f"2 candidates compiled, {1 - wrong} left out because they spill, {wrong} not as they should be"
 
 
 @pytest.mark.filterwarnings("ignore")  # Triton's own
 def test_the_dry_run_compiles_conversions_too() -> None:
-    line, good = convert_one((128, "to", RowConfig(4096, 4), 90))
-    assert good
+    line, verdict = convert_one((128, "to", RowConfig(4096, 4), 90))
+    assert verdict is Verdict.SWEPT
     assert line.startswith("sm_90   to 128 float8_e4m3fn")
     assert "0 spills" in line
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_left_of_whole_units_may_be_narrower_than_the_rest() -> None:
-    line, good = compile_one((2048, 9, RowConfig(32768, 16), 90))
-    assert good
+    line, verdict = compile_one((2048, 9, RowConfig(32768, 16), 90))
+    assert verdict is Verdict.SWEPT
     assert "[64, 128] bit" in line
 
 

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from kvmover.kernels import launch
-from kvmover.kernels.launch import RING_BUFFERS, Prepared, Program, RowConfig, Upload
+from kvmover.kernels import cuda_driver, launch
+from kvmover.kernels.cuda_driver import Arguments, Function
+from kvmover.kernels.launch import RING_BUFFERS, RING_WORDS, Prepared, Program, RowConfig, Upload
 from kvmover.kernels.table import Launch
 
-GPU = torch.device("cuda", 1)
+GPU, STREAM = torch.device("cuda", 1), 77
 
 
 class LateStream(threading.Thread):
@@ -62,8 +63,10 @@ class LateTensor:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """torch as `launch` sees it, with a device whose stream is late. `guarded`: the devices that were made current."""
-    found = SimpleNamespace(stream=LateStream(), before=lambda: None, guarded=[])
+    """torch as `launch` sees it, with a device whose stream is late. `guarded`: the devices that were made current;
+    `pinned`: the words of each piece of pinned memory.
+    """
+    found = SimpleNamespace(stream=LateStream(), before=lambda: None, guarded=[], pinned=[])
 
     @contextmanager
     def device(which: torch.device) -> Iterator[None]:
@@ -71,9 +74,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         yield
 
     def empty(words: int, dtype: torch.dtype, device: Any = None, pin_memory: bool = False) -> Any:
+        if pin_memory:
+            found.pinned.append(words)
         return torch.empty(words, dtype=dtype) if device is None else LateTensor(found.stream, words)
 
-    cuda = SimpleNamespace(Event=lambda: Event(found.stream, lambda: found.before()), device=device)
+    stream = SimpleNamespace(cuda_stream=STREAM)
+    cuda = SimpleNamespace(
+        Event=lambda: Event(found.stream, lambda: found.before()), device=device, current_stream=lambda _: stream
+    )
     fake = SimpleNamespace(empty=empty, from_numpy=torch.from_numpy, int64=torch.int64, device=torch.device, cuda=cuda)
     monkeypatch.setattr(launch, "torch", fake)
     monkeypatch.setattr(launch, "_rings", launch._Rings())
@@ -132,12 +140,26 @@ def test_every_table_arrives_as_it_was_given_however_late_the_stream_is(machine:
     assert not wrong
 
 
-def test_uploads_and_launches_are_on_the_device_of_the_regions(machine: SimpleNamespace) -> None:
+def test_uploads_and_launches_are_on_the_device_of_the_regions(
+    machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[tuple[object, ...]] = []
-    kernel = {(2,): lambda *arguments, **options: calls.append((*machine.guarded, options["num_warps"]))}
-    program = Program(kernel, (), RowConfig())
-    prepared = Prepared(program, Launch(table_of(0), 64, 1, 2, ()), SimpleNamespace(device=GPU), 2)  # pyright: ignore
+    monkeypatch.setattr(cuda_driver, "launch", lambda *given: calls.append((*machine.guarded, *given)))
+    function, arguments = Function(5, 128, 0), Arguments(())
+    laid, table = Launch(table_of(0), 64, 1, 2, ()), SimpleNamespace(device=GPU)
+    prepared = Prepared(Program(None, (), RowConfig()), laid, table, 2, (), function, arguments)  # pyright: ignore
     Upload.here(GPU).to_device(table_of(0))
-    assert machine.guarded == [GPU]
+    assert machine.guarded == [GPU, GPU]  # for the ring, and for the table
     prepared.run()
-    assert calls == [(GPU, GPU, 4)]
+    assert calls == [(GPU, GPU, GPU, function, 2, STREAM, arguments)]
+
+
+def test_a_ring_is_pinned_in_one_piece_at_first_and_grows_with_its_tables(machine: SimpleNamespace) -> None:
+    ring = Upload.here(GPU)
+    assert machine.pinned == [RING_BUFFERS * RING_WORDS]
+    for number in range(2 * RING_BUFFERS):
+        ring.to_device(table_of(number))
+    assert Upload.here(GPU) is ring
+    assert machine.pinned == [RING_BUFFERS * RING_WORDS]
+    ring.to_device(np.zeros(RING_WORDS + 1, np.int64))
+    assert machine.pinned == [RING_BUFFERS * RING_WORDS, 2 * RING_WORDS]

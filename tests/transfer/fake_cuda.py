@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
-from kvmover.kernels import cuda_exports, cuda_virtual
+from kvmover.kernels import cuda_driver, cuda_exports, cuda_virtual, releases
 from kvmover.shared_memory import _ALLOCATED, MapMode, NotShared, SharedRange, allocate, map_file, shares_of
 
 REFUSED = 201
@@ -127,3 +130,21 @@ class FakeCuda:
         address.value = ctypes.addressof(ctypes.c_char.from_buffer(file))
         self._files[address.value] = file
         return 0
+
+
+def drive(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process use the driver, whose devices are idle at once. What others left goes to another."""
+    left = FakeCuda("plain")
+    monkeypatch.setattr(cuda_driver, "leave_captures_alone", lambda: None)
+    monkeypatch.setattr(releases, "wait_for", lambda device: None)
+    monkeypatch.setattr(cuda_driver, "library", lambda: left)
+    collected()
+    monkeypatch.setattr(cuda_driver, "library", lambda: fake)
+
+
+def collected() -> None:
+    """All memory that nobody holds has been given back."""
+    gc.collect()
+    done = threading.Event()
+    releases.RELEASES.when_dead(set[int](), torch.device("cpu"), done.set)
+    assert done.wait(10)

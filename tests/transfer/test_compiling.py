@@ -49,7 +49,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
         run(self, work, done)
 
     monkeypatch.setattr(Compiler, "compiles", True)
-    monkeypatch.setattr(Program, "compile", lambda self, device: found.programs.add(self))
+    monkeypatch.setattr(Program, "function", lambda self, *_: found.programs.add(self))
     monkeypatch.setattr(Copier, "run", copy)
     return found
 

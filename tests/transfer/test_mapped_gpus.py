@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,11 +13,10 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 import torch
-from fake_cuda import FakeCuda
+from fake_cuda import FakeCuda, collected, drive
 from mover_fleets import CONFIG, Pair
 
 from kvmover.errors import PeerRefused
-from kvmover.kernels import cuda_driver
 from kvmover.kernels.cuda_exports import Export, HandleKind, exported, imported
 from kvmover.shared_memory import HostProcess, MapMode, machine
 from kvmover.transfer.memory.mapped import Mappings, exports
@@ -58,7 +56,7 @@ for line in sys.stdin:
 @pytest.fixture
 def fake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     driver = FakeCuda(*getattr(request, "param", ()))
-    monkeypatch.setattr(cuda_driver, "library", lambda: driver)
+    drive(driver, monkeypatch)
     return driver
 
 
@@ -135,11 +133,11 @@ def test_a_mapping_is_undone_once_when_the_last_that_uses_it_is_gone(kind: str, 
     part, before = pools[0].tensors[0], list(fake.calls)
     mappings.forget("owner")
     del pools
-    gc.collect()
+    collected()
     assert fake.calls == before, "a copy under way keeps what it needs"
     assert bool((part == 7).all())
     del part
-    gc.collect()
+    collected()
     closed = {"plain": ["cuIpcCloseMemHandle"], "fabric": ["cuMemUnmap", "cuMemAddressFree", "cuMemRelease"]}
     assert fake.calls[len(before) :] == closed[kind]
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import struct
 from pathlib import Path
 
 import pytest
 import torch
-from fake_cuda import GRAIN, REFUSED, FakeCuda
+from fake_cuda import GRAIN, REFUSED, FakeCuda, collected, drive
 
-from kvmover.kernels import cuda_driver
 from kvmover.kernels.cuda_exports import HandleKind, exported
 from kvmover.kernels.cuda_virtual import FABRIC, FABRIC_SUPPORTED, RDMA_SUPPORTED
 from kvmover.tools.doctor.host_checks import nvlink
@@ -27,7 +25,7 @@ BACK = ["cuMemUnmap", "cuMemAddressFree", "cuMemRelease"]
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     driver = FakeCuda("fabric", attributes=(FABRIC_SUPPORTED, RDMA_SUPPORTED))
-    monkeypatch.setattr(cuda_driver, "library", lambda: driver)
+    drive(driver, monkeypatch)
     return driver
 
 
@@ -44,7 +42,7 @@ def test_an_arena_of_the_fabric_is_pinned_reached_by_nics_and_exported(exports: 
     assert (export.kind, export.nbytes, export.offset) == (HandleKind.FABRIC, 2 * GRAIN, 0)
     made = len(fake.calls)
     del tensor
-    gc.collect()
+    collected()
     assert fake.calls[made:] == BACK
 
 
@@ -59,7 +57,7 @@ def test_where_the_fabric_is_not_set_up_arenas_are_plain_and_nothing_is_left(
     done = MAKE.index(step)
     assert fake.calls[-1 - done :] == [*BACK[len(BACK) - done :], "cuMemAlloc_v2"]
     del tensor
-    gc.collect()
+    collected()
     assert fake.calls[-1] == "cuMemFree_v2"
 
 
@@ -108,5 +106,5 @@ def test_an_undo_that_the_driver_refuses_keeps_no_other_undo_from_being_made(
     assert "cuMemSetAccess failed" in caplog.text, "the error of the call, and not of its undo"
     assert fake.calls[-3:] == ["cuMemAddressFree", "cuMemRelease", "cuMemAlloc_v2"]
     del tensor
-    gc.collect()
+    collected()
     assert fake.calls[-1] == "cuMemFree_v2"

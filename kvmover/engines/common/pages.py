@@ -98,7 +98,7 @@ class BounceBuffer:
     @classmethod
     def of(cls, page_bytes: int) -> BounceBuffer:
         """Returns a buffer of at least one page, aligned for direct disk access."""
-        from kvmover.kernels.cuda_driver import pinned
+        from kvmover.kernels.pinned import pinned
 
         nbytes = max(1, GROUP_BYTES // page_bytes) * page_bytes
         whole = pinned(nbytes + DIRECT_BYTES)

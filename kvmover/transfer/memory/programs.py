@@ -27,7 +27,7 @@ from kvmover.transfer.protocol.chunks import Cut, End, Lane, Marks, plans_betwee
 if TYPE_CHECKING:
     import torch
 
-    from kvmover.kernels.launch import Program
+    from kvmover.kernels.ahead_of_time import Worker
 
 #: One page table a component.
 PageTables = list[npt.NDArray[np.int64]]
@@ -176,13 +176,14 @@ class _Seat:
 
 @dataclass(slots=True, eq=False)
 class Compiler:
-    """The programs by peer, compiled in one thread, each once. A CPU needs no programs.
+    """The programs by peer, loaded by one thread, for which a process of its own compiles. A CPU needs no programs.
 
     `_before`: programs in use while a peer's are compiled anew.
     """
 
     device: torch.device
     _thread: ThreadPoolExecutor | None = None
+    _worker: Worker = field(init=False)
     _seats: dict[str, _Seat] = field(default_factory=dict[str, "_Seat"])
     _begun: dict[tuple[str, Way], Future[Programs | None]] = field(
         default_factory=dict["tuple[str, Way]", "Future[Programs | None]"]
@@ -190,7 +191,6 @@ class Compiler:
     _before: dict[tuple[str, Way], Future[Programs | None]] = field(
         default_factory=dict["tuple[str, Way]", "Future[Programs | None]"]
     )
-    _compiled: set[Program] = field(default_factory=set["Program"])
 
     @property
     def compiles(self) -> bool:
@@ -206,7 +206,14 @@ class Compiler:
         if seat == known:
             return
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "kvmover-compiler")
+            from kvmover.kernels import cuda_driver
+            from kvmover.kernels.ahead_of_time import Worker
+            from kvmover.kernels.launch import Upload
+
+            self._worker = Worker()
+            Upload.here(self.device)  # of the thread that seats peers, which copies too
+            first = cuda_driver.leave_captures_alone if self.device.type == "cuda" else None
+            self._thread = ThreadPoolExecutor(1, "kvmover-compiler", first)
         self._seats[peer] = seat
         for way in Way:
             begun = self._begun.get((peer, way))
@@ -214,6 +221,7 @@ class Compiler:
                 self._before[peer, way] = begun
             ends = (own, theirs) if way in (Way.GATHER, Way.WRITE) else (theirs, own)
             self._begun[peer, way] = self._thread.submit(self._compile, way, *ends, memory, seat.rules)
+        self._thread.submit(self._worker.rest)
 
     def digested(self, peer: str) -> None:
         """Start compiling kernels with digests for a peer whose chunks have them. Returns at once."""
@@ -224,9 +232,7 @@ class Compiler:
     def _compile(self, way: Way, src: End, dst: End, memory: OwnMemory, rules: Rules) -> Programs | None:
         programs = programs_between(way, src, dst, memory.bound_anew(), rules)
         for program in programs.all() if programs else ():
-            if program not in self._compiled:
-                program.compile(self.device)
-                self._compiled.add(program)
+            program.function(self.device, self._worker.compile)
         return programs
 
     def is_ready(self, peer: str, *ways: Way) -> bool:
@@ -254,9 +260,11 @@ class Compiler:
             self._before.pop((peer, way), None)
 
     def close(self) -> None:
-        """Cancel queued compilations."""
+        """Cancel queued compilations, and end the compiling process."""
         if self._thread is not None:
-            self._thread.shutdown(wait=False, cancel_futures=True)
+            for begun in self._begun.values():
+                begun.cancel()
+            self._thread.shutdown(wait=False)  # it runs what is queued: the worker's rest
 
 
 def _digesting(rules: Rules) -> Rules:

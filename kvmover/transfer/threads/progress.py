@@ -342,11 +342,17 @@ def _words(error: BaseException) -> str:
 
 
 def _make_current(mover: Mover) -> None:
-    """Set CUDA's current device, which is a thread's own: UCX registers, writes and reads with it."""
+    """Set CUDA's current device, which is a thread's own: UCX registers, writes and reads with it.
+
+    The thread's calls pass while an engine captures a graph in another.
+    """
     if mover.device.type == "cuda":
         import torch
 
+        from kvmover.kernels import cuda_driver
+
         torch.cuda.set_device(mover.device)
+        cuda_driver.leave_captures_alone()
 
 
 #: Movers to close before the interpreter takes NIXL away under them. A forked child has no mover to close.
