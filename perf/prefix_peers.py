@@ -252,7 +252,7 @@ class SglangEvents(Sglang):
 class SglangWindows(Sglang):
     """The same where half of the layers see the last 4096 tokens. Windows have a quarter of the capacity.
 
-    A page of windows is told by SGLang's own allocator alone, so that it runs here, and its allocations are timed too.
+    SGLang's own allocator alone knows which tokens have a window page: it runs here, and its time counts.
     """
 
     window_tokens = 4096

@@ -16,6 +16,8 @@ import torch
 from msgspec import structs
 
 from kvmover.kernels import convert, cuda_driver, digest, launch, rows
+from kvmover.kernels.ahead_of_time import Worker
+from kvmover.kernels.code_store import Code
 from kvmover.kernels.copy_engine import CopyEngine
 from kvmover.kernels.launch import Program, RowConfig
 from kvmover.layout import Codec, CodecPart, Component, Fleet, PoolSpec
@@ -427,9 +429,16 @@ def test_copies_go_on_while_digests_are_compiled(monkeypatch: pytest.MonkeyPatch
     compiler.close()
 
 
+@pytest.mark.usefixtures("no_gpu")
 def test_digests_that_a_peer_asks_for_are_compiled_when_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Program] = []
-    monkeypatch.setattr(Program, "function", lambda self, *_: compiled.append(self))
+
+    def compile_one(worker: Worker, program: Program, architecture: int) -> Code:
+        compiled.append(program)
+        return Code(b"kernel", "kernel", 128, 0)
+
+    monkeypatch.setattr(launch, "find", lambda name: None)
+    monkeypatch.setattr(Worker, "compile", compile_one)
     src, dst = FLAGSHIPS["V3.2 bf16 to 656 B"].ends()
     compiler = Compiler(GPU)
     compiler.digested("decode-0")  # who is not connected
@@ -443,6 +452,7 @@ def test_digests_that_a_peer_asks_for_are_compiled_when_it_does(monkeypatch: pyt
     assert scatter is not None
     assert plain == replace(gather, digest=None, wire_digest=None, rest_digest=None)
     assert {gather.digest, gather.wire_digest} < set(compiled)
+    assert sorted(map(id, compiled)) == sorted(map(id, set(compiled))), "each is compiled once"
     assert set(compiled) == {*gather.all(), *scatter.all()}
     compiler.parted("decode-0")
     compiler.digested("decode-0")
