@@ -31,10 +31,10 @@ int weigh(Columns *self, Node *node, long long sign)
         return -1;
     for (Py_ssize_t i = 0; i < held_count(node); i++) {
         ComponentPages *held = held_of(node, i);
-        PyObject *per_page = held == NULL ? NULL : PyTuple_GetItem(self->per_page, i);
-        if (per_page == NULL)
+        int per_page = held == NULL ? -1 : is_per_page(self, i);
+        if (per_page < 0)
             return -1;
-        long long ids = PyObject_IsTrue(per_page) ? pages : sign;
+        long long ids = per_page ? pages : sign;
         on_device = is_some(held->pages);
         if (on_device && count_in(PyList_GetItem(self->held_device, i), held->locks != 0, ids) < 0)
             return -1;

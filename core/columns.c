@@ -26,16 +26,13 @@ static PyType_Slot set_slots[] = {{Py_tp_dealloc, set_dealloc}, {Py_tp_members, 
 PyType_Spec evictable_set_spec = {"kvmover._core.EvictableSet", sizeof(EvictableSet), 0,
                                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, set_slots};
 
-static Py_ssize_t components(Columns *self)
-{
-    return self->per_page == NULL ? 0 : PyTuple_Size(self->per_page);
-}
-
 static int columns_init(Columns *self, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(names))
 {
     put(&self->nodes, PyDict_New());
     put(&self->roots, PyDict_New());
     put(&self->per_page, PyTuple_New(0));
+    put(&self->reach_pages, PyTuple_New(0));
+    put(&self->ranks, PyTuple_New(0));
     put(&self->held_device, PyList_New(0));
     put(&self->held_host, PyList_New(0));
     put(&self->doubles, PyObject_CallFunction((PyObject *)RecencyType, "i", DOUBLES));
@@ -44,8 +41,9 @@ static int columns_init(Columns *self, PyObject *Py_UNUSED(args), PyObject *Py_U
 
 static void columns_dealloc(Columns *self)
 {
-    PyObject **columns[] = {&self->nodes,   &self->roots,       &self->trimmed,   &self->device,   &self->host,
-                            &self->doubles, &self->held_device, &self->held_host, &self->per_page, &self->journal};
+    PyObject **columns[] = {&self->nodes,   &self->roots,       &self->trimmed,   &self->device,
+                            &self->host,    &self->doubles,     &self->held_device, &self->held_host,
+                            &self->per_page, &self->reach_pages, &self->ranks,      &self->journal};
     for (size_t i = 0; i < sizeof columns / sizeof *columns; i++)
         put(columns[i], NULL);
     object_free((PyObject *)self);
@@ -54,7 +52,7 @@ static void columns_dealloc(Columns *self)
 /* A node that nobody knows yet, with places for the ids of each component. */
 Node *columns_make(Columns *self, long long id, PyObject *parent, PyObject *tokens, long long start, long long end)
 {
-    Py_ssize_t count = components(self);
+    Py_ssize_t count = component_count(self);
     Node *node = node_new(self->hosted || count ? HELD + 2 * count : 1, id, parent, tokens, start, end);
     PyObject *held = node == NULL || !count ? NULL : PyTuple_New(count);
     for (Py_ssize_t i = 0; held != NULL && i < count; i++) {
@@ -149,7 +147,8 @@ static PyObject *columns_py_whole(Columns *self, PyObject *Py_UNUSED(none))
 #define COLUMN(name) {#name, T_OBJECT, offsetof(Columns, name), 0, NULL}
 static PyMemberDef columns_members[] = {
     COUNT(page_bytes), COUNT(clock), COUNT(next_id), COLUMN(trimmed), COLUMN(device),
-    COLUMN(host), COLUMN(doubles), COLUMN(held_device), COLUMN(held_host), COLUMN(per_page), COLUMN(journal),
+    COLUMN(host), COLUMN(doubles), COLUMN(held_device), COLUMN(held_host), COLUMN(per_page),
+    COLUMN(reach_pages), COLUMN(ranks), COLUMN(journal),
     {"nodes", T_OBJECT, offsetof(Columns, nodes), READONLY, NULL},
     {"roots", T_OBJECT, offsetof(Columns, roots), READONLY, NULL},
     {"hosted", T_BOOL, offsetof(Columns, hosted), 0, NULL},
@@ -172,10 +171,13 @@ static PyMethodDef columns_methods[] = {METHOD("node", columns_node, METH_VARARG
                                         METHOD("evict", columns_evict, METH_FASTCALL),
                                         METHOD("evict_device", columns_evict_device, METH_FASTCALL),
                                         METHOD("evict_host", columns_evict_host, METH_O),
+                                        METHOD("evict_nodes", columns_evict_nodes, METH_FASTCALL),
                                         METHOD("trim", columns_trim, METH_FASTCALL),
                                         METHOD("forget_root", columns_forget_root, METH_O),
                                         METHOD("weigh", columns_weigh, METH_FASTCALL),
                                         METHOD("settle", columns_settle, METH_O),
+                                        METHOD("first_held", columns_first_held, METH_FASTCALL),
+                                        METHOD("shift", columns_shift, METH_FASTCALL),
                                         {NULL, NULL, 0, NULL}};
 static PyType_Slot columns_slots[] = {{Py_tp_init, columns_init}, {Py_tp_dealloc, columns_dealloc},
                                       {Py_tp_members, columns_members}, {Py_tp_methods, columns_methods}, {0, NULL}};

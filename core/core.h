@@ -75,7 +75,7 @@ typedef struct {
     PyObject_HEAD
     long long page_bytes, clock, next_id;
     PyObject *nodes, *roots, *trimmed;
-    PyObject *device, *host, *doubles, *held_device, *held_host, *per_page, *journal;
+    PyObject *device, *host, *doubles, *held_device, *held_host, *per_page, *reach_pages, *ranks, *journal;
     char hosted, writes_back;
 } Columns;
 
@@ -176,6 +176,8 @@ Node *walk_asked(Columns *self, PyObject *const *args, Py_ssize_t count, Reached
 int enter(PyObject *nodes, Node *node);
 int strike(PyObject *nodes, Node *node);
 int trim(Columns *self, Node *node, long long pages, char *to);
+/* Takes an unlocked leaf of the device out, whose components hold no ids any more; its own go to `to`. */
+int uproot_leaf(Columns *self, EvictableSet *device, Node *node, char *to);
 int forget_root(Columns *self, Node *root);
 Node *split_node(Columns *self, Node *node, long long pages, long long id);
 int weigh(Columns *self, Node *node, long long sign);
@@ -183,8 +185,21 @@ int settle(Columns *self, Node *node);
 ComponentPages *held_of(Node *node, Py_ssize_t i);
 Py_ssize_t held_count(Node *node);
 
-/* pages_in_use.c: 1 where all `ids` are in use from here on, 0 where one was already, -1 with an error. */
+/* held.c. `usable_end`: at `*end` a path of so many nodes ends, the last of them `node`; then its last usable one does.
+ * `held_at`: for each component the ids needed at page `end`, the last of the path that `node` has, as a tuple. `touch_held`:
+ * marks what the end of `node` needs as used. */
+Py_ssize_t component_count(Columns *self);
+long long reach_pages_of(Columns *self, Py_ssize_t i);
+long long rank_of(Columns *self, Py_ssize_t i);
+int is_per_page(Columns *self, Py_ssize_t i);
+int usable_end(Columns *self, Node *node, Py_ssize_t nodes, long long *end);
+PyObject *held_at(Columns *self, Node *node, long long end);
+int touch_held(Columns *self, Node *node);
+
+/* pages_in_use.c: 1 where all `ids` are in use from here on, 0 where one was already, -1 with an error. `release_ids`: of
+ * ids just claimed. */
 int claim_ids(PyObject *in_use, PyObject *ids);
+int release_ids(PyObject *in_use, PyObject *ids);
 
 /* And those that Python calls. */
 PyObject *columns_descend(Columns *self, PyObject *const *args, Py_ssize_t count);
@@ -202,6 +217,9 @@ PyObject *columns_trim(Columns *self, PyObject *const *args, Py_ssize_t count);
 PyObject *columns_forget_root(Columns *self, PyObject *root);
 PyObject *columns_weigh(Columns *self, PyObject *const *args, Py_ssize_t count);
 PyObject *columns_settle(Columns *self, PyObject *node);
+PyObject *columns_first_held(Columns *self, PyObject *const *args, Py_ssize_t count);
+PyObject *columns_shift(Columns *self, PyObject *const *args, Py_ssize_t count);
+PyObject *columns_evict_nodes(Columns *self, PyObject *const *args, Py_ssize_t count);
 
 /* tiers.c */
 PyObject *columns_evict_device(Columns *self, PyObject *const *args, Py_ssize_t count);

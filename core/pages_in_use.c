@@ -127,6 +127,13 @@ static PyObject *pages_release(PagesInUse *self, PyObject *row)
     return Py_NewRef(Py_None);
 }
 
+int release_ids(PyObject *in_use, PyObject *ids)
+{
+    PyObject *done = pages_release((PagesInUse *)in_use, ids);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
 static int pages_contains(PagesInUse *self, PyObject *number)
 {
     long long id = PyLong_AsLongLong(number);

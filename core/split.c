@@ -19,17 +19,11 @@ static int part(PyObject **to, PyObject *column, long long from, long long lengt
     return 0;
 }
 
-static int per_page(Columns *self, Py_ssize_t i)
-{
-    PyObject *each = PyTuple_GetItem(self->per_page, i);
-    return each == NULL ? -1 : PyObject_IsTrue(each);
-}
-
 static int front_held(Columns *self, Node *front, Node *node, long long ids)
 {
     for (Py_ssize_t i = 0; i < held_count(node); i++) {
         ComponentPages *held = held_of(node, i), *mine = held_of(front, i);
-        int counted = per_page(self, i);
+        int counted = is_per_page(self, i);
         if (held == NULL || mine == NULL || counted < 0)
             return -1;
         if (!counted)
@@ -92,7 +86,7 @@ static int keep_end(Columns *self, Node *node, long long pages)
         return -1;
     for (Py_ssize_t i = 0; i < held_count(node); i++) {
         ComponentPages *held = held_of(node, i);
-        int counted = per_page(self, i);
+        int counted = is_per_page(self, i);
         if (held == NULL || counted < 0 ||
             (counted && (part(&held->pages, held->pages, pages * ID_BYTES, all) < 0 ||
                          part(&held->host, held->host, pages * ID_BYTES, all) < 0)))

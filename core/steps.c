@@ -299,8 +299,7 @@ PyObject *columns_trim(Columns *self, PyObject *const *args, Py_ssize_t count)
     return ids;
 }
 
-/* Takes an unlocked leaf out with all it holds; its ids go to `to`. */
-static int uproot(Columns *self, EvictableSet *device, Node *node, char *to)
+int uproot_leaf(Columns *self, EvictableSet *device, Node *node, char *to)
 {
     char *ids, *tokens;
     Py_ssize_t size, length, pages = (Py_ssize_t)(node->end - node->start);
@@ -362,7 +361,7 @@ PyObject *columns_evict(Columns *self, PyObject *const *args, Py_ssize_t count)
         if (pages > left)
             pages = left, trim(self, node, pages, to);
         else
-            uproot(self, device, node, to);
+            uproot_leaf(self, device, node, to);
         to += pages * ID_BYTES, left -= pages, leaves--;
     }
     if (PyErr_Occurred())

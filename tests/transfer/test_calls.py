@@ -9,8 +9,8 @@ import pytest
 from kvmover.layout import Component, Fleet
 from kvmover.plan.cost import Route
 from kvmover.transfer.protocol.wire import Verb
+from tests.steps_of import calls_of
 from tests.transfer.mover_fleets import CONFIG, Bench, HandClock
-from tests.transfer.steps_of import calls_of
 
 KV, FLEET = Component.attention(2, 2, 16, "bfloat16"), Fleet(page_tokens=16)
 

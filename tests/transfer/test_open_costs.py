@@ -17,8 +17,8 @@ from kvmover.transfer.destination.quarantine import ASK_S
 from kvmover.transfer.mover import MAX_TIMERS, Mover
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import Gate, Transfer
+from tests.steps_of import steps_of
 from tests.transfer.mover_fleets import CONFIG, Bench, HandClock
-from tests.transfer.steps_of import steps_of
 
 KV, FLEET = Component.attention(2, 2, 16, "bfloat16"), Fleet(page_tokens=16)
 FEW, MANY = 8, 400

@@ -66,14 +66,20 @@ class Columns:
     #: used. Both take the pages due, `evict_device` also free host ids.
     evict_device: Callable[[int, bytes], TierEviction] | None = None
     evict_host: Callable[[int], TierEviction] | None = None
+    #: An eviction by whole nodes on one tier: of attention KV (-1) or a further component, so many pages, from so many
+    #: nodes at most. Returns the freed ids of attention KV, then of each component. In C only, where `find` and
+    #: `insert` serve trees with further components too; `Eviction`, `matched` and `Insertion` are the definitions.
+    evict_nodes: Callable[[int, int, int], tuple[bytes, ...]] | None = None
 
     def __init__(self) -> None:
         self.page_bytes = 0
         #: True if nodes can be on the host, and if they are copied there on eviction.
         self.hosted = False
         self.writes_back = False
-        #: For each further component, True if it has one id a page.
+        #: For each further component: True if it has one id a page; the last pages that an end needs; its rank.
         self.per_page: tuple[bool, ...] = ()
+        self.reach_pages: tuple[int, ...] = ()
+        self.ranks: tuple[int, ...] = ()
         #: The number of uses so far, and the next node's id.
         self.clock = 0
         self.next_id = 0
@@ -174,6 +180,34 @@ class Columns:
             at = at.parent
             at.locks -= 1
 
+    # Further components
+
+    def first_held(self, node: Node, index: int) -> int:
+        """Returns the first page of the nodes that hold what the end of `node`, below a root, needs of a component."""
+        if not self.per_page[index]:
+            return node.end - 1
+        left, at = self.reach_pages[index], node
+        while True:
+            left -= at.end - at.start
+            assert at.parent is not None
+            if left <= 0 or at.parent.parent is None:
+                return at.start
+            at = at.parent
+
+    def shift(self, node: Node, index: int, first: int, stop: int, device: int, host: int) -> None:
+        """Add `device` and `host` to a component's lock counts, in pages [first, stop) of the path to `node`."""
+        at = node
+        while at.end > first:
+            if at.end <= stop:
+                held = at.held[index]
+                self.weigh(at, -1)
+                held.locks += device
+                held.host_locks += host
+                self.weigh(at, 1)
+                self.settle(at)
+            assert at.parent is not None
+            at = at.parent
+
     # Splits
 
     def front(self, node: Node, pages: int, node_id: int) -> Node:
@@ -249,10 +283,13 @@ class Columns:
 
     # Plain trees: attention KV alone, on one tier, by LRU
 
-    def find(self, root: Node, data: bytes, stop: int) -> tuple[Node | None, int, bytes, int]:
-        """Mark the path of `descend` as used. Returns the node that it ends in, its pages, their ids, its whole nodes.
+    def find(
+        self, root: Node, data: bytes, stop: int
+    ) -> tuple[Node | None, int, int, Node | None, int, bytes, tuple[bytes, ...]]:
+        """Mark the path of `descend` as used. Returns the node that it ends in, its pages, its whole nodes.
 
-        A path that ends midway has one node more than its whole nodes; an empty one ends in None.
+        Then, for the last end that is usable: its node, its pages, their ids, and of each component the ids it needs. A
+        path that ends midway has one node more than its whole nodes; an empty one ends in None.
         """
         path, inside, inner = self.descend(root, data, stop)
         whole = len(path)
@@ -261,17 +298,26 @@ class Columns:
         if inside is not None:
             path.append(inside)
         if not path:
-            return None, 0, b"", 0
+            return None, 0, 0, None, 0, b"", ()
         end = path[-1].end if inside is None else inside.start + inner
-        return path[-1], end, self.gather(path, end), whole
+        return path[-1], end, whole, path[-1], end, self.gather(path, end), ()
 
-    def insert(self, root: Node, data: bytes, ids: bytes, first_page: int, in_use: PagesInUse) -> Node | None:
+    def insert(
+        self,
+        root: Node,
+        data: bytes,
+        ids: bytes,
+        first_page: int,
+        in_use: PagesInUse,
+        brought: tuple[tuple[int, bytes, PagesInUse], ...],
+    ) -> Node | None:
         """Insert `data`'s pages, of which the tree has just the first `first_page`. Returns the path's end.
 
-        Returns None, before any change, if the tree has fewer or more of them, or `ids` do not fit or are in use.
+        `brought`: ids of further components for the last pages, by index. Returns None, before any change, if the tree
+        has fewer or more of the pages, or ids do not fit, are for pages that the tree has, or are in use.
         """
         pages = len(data) // self.page_bytes
-        if not pages or not 0 <= first_page <= pages or len(ids) != (pages - first_page) * ID_BYTES:
+        if brought or not pages or not 0 <= first_page <= pages or len(ids) != (pages - first_page) * ID_BYTES:
             return None
         path, inside, inner = self.descend(root, data, pages * self.page_bytes)
         known = inside.start + inner if inside is not None else path[-1].end if path else 0

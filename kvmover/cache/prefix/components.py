@@ -19,17 +19,11 @@ from kvmover.errors import PrefixError
 FULL = "full"
 
 
-class MatchValidator(Protocol):
-    """A stateful test of nodes, root first: True if a match may end there. Call it for every node.
-
-    It takes the node's tokens, and whether the component is present.
-    """
-
-    def __call__(self, tokens: int, present: bool, /) -> bool: ...
-
-
 class TreeComponent(Protocol):
-    """The properties of a further component, such as SlidingWindow or State; an engine may bring its own."""
+    """The properties of a further component, such as SlidingWindow or State; an engine may bring its own.
+
+    A prefix is usable if the nodes that hold its last `reach_tokens` tokens, or all of a shorter one, have its ids.
+    """
 
     @property
     def name(self) -> str:
@@ -48,16 +42,12 @@ class TreeComponent(Protocol):
 
     @property
     def reach_tokens(self) -> int:
-        """Returns the tokens before a prefix's end that it is needed for: locks cover and matches refresh them."""
+        """Returns the tokens before a prefix's end that it is needed for: matches and locks ask for them alone."""
         ...
 
     @property
     def grid_tokens(self) -> int:
         """Returns the tokens between possible branching points."""
-        ...
-
-    def match_validator(self) -> MatchValidator:
-        """Returns a new validator for one match."""
         ...
 
 
@@ -84,22 +74,6 @@ class SlidingWindow:
         """Returns the whole window."""
         return self.window_tokens
 
-    def match_validator(self) -> MatchValidator:
-        """Returns a counter of tokens since the last node without window pages."""
-        return _Window(self.window_tokens)
-
-
-@dataclass(slots=True)
-class _Window:
-    """A counter of tokens since the last tombstone, infinite from the root on."""
-
-    window_tokens: int
-    run_tokens: float = float("inf")
-
-    def __call__(self, tokens: int, present: bool, /) -> bool:
-        self.run_tokens = self.run_tokens + tokens if present else 0
-        return self.run_tokens >= self.window_tokens
-
 
 @dataclass(frozen=True, slots=True)
 class State:
@@ -118,14 +92,6 @@ class State:
     def __post_init__(self) -> None:
         if self.grid_tokens < 1:
             raise PrefixError(f"states lie at multiples of at least one token, got {self.grid_tokens}")
-
-    def match_validator(self) -> MatchValidator:
-        """Returns a validator that accepts every node with a state."""
-        return _present
-
-
-def _present(_tokens: int, present: bool, /) -> bool:
-    return present
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,8 @@ class Forest:
         }
         self.columns = columns = core.Columns()
         columns.page_bytes, columns.per_page = config.page_bytes, tuple(each.per_page for each in config.components)
+        columns.reach_pages = tuple(-(-each.reach_tokens // config.page_tokens) for each in config.components)
+        columns.ranks = tuple(each.rank for each in config.components)
         columns.hosted, columns.writes_back = self.hosted, self.writes_back
         columns.next_id = ROOT + 1
         self.journal = columns.journal = journal

@@ -20,6 +20,14 @@ from kvmover.errors import PrefixError, StaleHandle
 NUMBERS = count(1)
 
 
+def segments(forest: Forest, node: Node, skip: Sequence[str] = ()) -> tuple[LockedSegment, ...]:
+    """Returns the segments that the end of `node` needs of components not in `skip`: windows and states."""
+    components, first, end = forest.config.components, forest.columns.first_held, node.end
+    if not components or node.parent is None:
+        return ()
+    return tuple([LockedSegment(i, first(node, i), end) for i, each in enumerate(components) if each.name not in skip])
+
+
 class Locks:
     """The locks of a tree. Handle numbers are never reused."""
 
@@ -75,24 +83,12 @@ class Locks:
             raise StaleHandle(f"handle {handle.number} for node {handle.node} is not out")
         return locked
 
-    def segments(self, node: Node, skip: Sequence[str] = ()) -> tuple[LockedSegment, ...]:
-        """Returns the segments that the end of `node` needs of components not in `skip`: windows and states."""
-        forest = self._forest
-        if not forest.config.components or node.parent is None:
-            return ()
-        path, segments = node.path(), list[LockedSegment]()
-        for i, component in enumerate(forest.config.components):
-            if component.name not in skip:
-                last = path[forest.reach(path, component.reach_tokens) - 1]
-                segments.append(LockedSegment(i, last.start if component.per_page else node.end - 1, node.end))
-        return tuple(segments)
-
     def needs(self, node: Node, skip: Sequence[str] = ()) -> dict[str, int]:
         """See PrefixTree.lock_needs."""
         config, path = self._forest.config, node.path()
         free = [each for each in path if each.pages is not None and not each.locks]
         found = {FULL: sum(each.end - each.start for each in free)}
-        for segment in self.segments(node, skip):
+        for segment in segments(self._forest, node, skip):
             component = config.components[segment.index]
             free = [each for each in path if each.end > segment.first]
             free = [each for each in free if (own := each.held[segment.index]).pages is not None and not own.locks]
@@ -154,16 +150,5 @@ class Locks:
 
     def _shift(self, node: Node, segment: LockedSegment, tier: Tier, by: int) -> None:
         """Add `by` to the lock count of a segment of the path that ends at `node`."""
-        forest, at = self._forest, node
-        while at.end > segment.first:
-            if at.end <= segment.stop:
-                forest.columns.weigh(at, -1)
-                held = at.held[segment.index]
-                if tier is Tier.DEVICE:
-                    held.locks += by
-                else:
-                    held.host_locks += by
-                forest.columns.weigh(at, 1)
-                forest.columns.settle(at)
-            assert at.parent is not None
-            at = at.parent
+        device, host = (by, 0) if tier is Tier.DEVICE else (0, by)
+        self._forest.columns.shift(node, segment.index, segment.first, segment.stop, device, host)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from math import inf
+from operator import ge
 
 import numpy as np
 
 from kvmover.cache.prefix.columns import Descent
-from kvmover.cache.prefix.components import MatchValidator
 from kvmover.cache.prefix.forest import Forest, PrefixEnd
 from kvmover.cache.prefix.keys import NO_IDS, RadixKey, page_array
 from kvmover.cache.prefix.node import ComponentPages, Node
@@ -75,7 +76,7 @@ def _anchors(forest: Forest, path: list[Node]) -> Match:
         ends[-1],
         backed(forest, path[:best]) if forest.hosted else ids[device],
         loads(forest, path[:best]) if best > device else (),
-        _branches(forest, ends[-1], ends[best]),
+        branches(forest, ends[-1], ends[best]),
         _held(forest, path[:device]),
         waits(path) if forest.hosted else (),
     )
@@ -84,19 +85,17 @@ def _anchors(forest: Forest, path: list[Node]) -> Match:
 def _usable(forest: Forest, path: list[Node], tiers: tuple[Tier, ...]) -> int:
     """Returns how many nodes of `path`, from the root, are usable from `tiers`.
 
-    Validators see every node, since a window counts tokens along the path.
+    A component has to be there for the last pages that it reaches, or for all of a shorter path.
     """
-    validators: list[MatchValidator] = [component.match_validator() for component in forest.config.components]
-    usable = 0
+    reach = forest.columns.reach_pages
+    runs, usable = [inf] * len(reach), 0
     for count, node in enumerate(path, 1):
         if all(forest.ids(node, tier, -1) is None for tier in tiers):
             break
-        tokens = (node.end - node.start) * forest.config.page_tokens
-        verdicts = [
-            match_validator(tokens, any(forest.ids(node, tier, i) is not None for tier in tiers))
-            for i, match_validator in enumerate(validators)
-        ]
-        if all(verdicts):
+        for i, run in enumerate(runs):
+            present = any(forest.ids(node, tier, i) is not None for tier in tiers)
+            runs[i] = run + node.end - node.start if present else 0
+        if all(map(ge, runs, reach)):
             usable = count
     return usable
 
@@ -129,7 +128,7 @@ def positions(forest: Forest, nodes: Sequence[Node], index: int) -> PageArray:
     return np.concatenate([np.arange(node.start, node.end, dtype=np.int32) for node in nodes] or [NO_IDS])
 
 
-def _branches(forest: Forest, full_tokens: int, best_tokens: int) -> tuple[tuple[str, int], ...]:
+def branches(forest: Forest, full_tokens: int, best_tokens: int) -> tuple[tuple[str, int], ...]:
     """Returns (component, tokens) to keep next: the last grid point in attention KV, if beyond `best_tokens`."""
     points = [
         (component.name, full_tokens // component.grid_tokens * component.grid_tokens)

@@ -21,10 +21,9 @@ from kvmover.cache.prefix.hashes import PrefixNamespace, TokenIds, each_hash
 from kvmover.cache.prefix.insert import Insertion, Offer
 from kvmover.cache.prefix.keys import DEFAULT_NAMESPACE, NO_IDS, KeyUnits, PageIds, RadixKey, page_array, words
 from kvmover.cache.prefix.kv_events import BlockStored, Given, Journal, KVEvent, Sink, path_stored
-from kvmover.cache.prefix.locks import Locks
+from kvmover.cache.prefix.locks import Locks, segments
 from kvmover.cache.prefix.match import Descent, descend, join, matched, walk
 from kvmover.cache.prefix.node import Node, page_hashes
-from kvmover.cache.prefix.plain_tree import PlainSteps
 from kvmover.cache.prefix.results import (
     ROOT,
     ActionList,
@@ -37,6 +36,7 @@ from kvmover.cache.prefix.results import (
     Sizes,
     Tier,
 )
+from kvmover.cache.prefix.straight_steps import StraightSteps
 from kvmover.cache.prefix.tree_config import DeviceOnly, EvictionGranularity, Tiers, TreeConfig, WriteBack
 from kvmover.errors import PrefixError
 from kvmover.fields import member, whole
@@ -92,8 +92,8 @@ class PrefixTree:
         sidecars = tuple(each for each in components if isinstance(each, Sidecar))
         self.config = TreeConfig(page_tokens, own, sidecars, policy, grain, tiers or DeviceOnly(), units)
         self._forest = Forest(self.config, journal=None if sink is None else Journal(self.config, sink))
-        #: A faster implementation of the same calls; None unless the tree is plain.
-        self._plain = PlainSteps.of(self._forest)
+        #: A faster implementation of the same calls, for the trees that it can serve.
+        self._straight = StraightSteps.of(self._forest)
         self._locks = Locks(self._forest)
         self._copies = CopyRecords(self._forest, self._locks)
         self._fetches: dict[int, FetchRecord] = {}
@@ -117,8 +117,8 @@ class PrefixTree:
         and marked only when the result is locked or inserted below. Lock the result before the next call that may
         evict, or it goes stale. Raises PrefixError if a key's namespace or units differ.
         """
-        if self._plain is not None:
-            return self._plain.match(self._key(tokens, namespace), limit_tokens)
+        if self._straight is not None:
+            return self._straight.match(self._key(tokens, namespace), limit_tokens)
         path, inside, pages = self._descend(tokens, namespace, limit_tokens)
         if not path:
             return matched(self._forest, (path, inside, pages))
@@ -207,10 +207,10 @@ class PrefixTree:
 
         Locks count, and handles survive splits. Locking ROOT has no effect.
         """
-        if self._plain is not None:
-            return self._plain.lock(node_id)
+        if self._straight is not None:
+            return self._straight.lock(node_id, skip)
         node = self._forest.node(node_id)
-        return self._locks.device(node, self._locks.segments(node, skip))
+        return self._locks.device(node, segments(self._forest, node, skip))
 
     def lock_host(self, node_id: int) -> LockHandle:
         """Lock a prefix's host copies while they are read; its device pages may be evicted.
@@ -221,11 +221,11 @@ class PrefixTree:
         path = node.path()
         if path and all(each.host is None and all(held.host is None for held in each.held) for each in path):
             raise PrefixError(f"node {node_id} has no copy on the host to keep")
-        return self._locks.host(node, self._locks.segments(node))
+        return self._locks.host(node, segments(self._forest, node))
 
     def unlock(self, handle: LockHandle) -> None:
         """Release a lock. Raises StaleHandle if it was released before."""
-        if self._plain is None or not self._plain.unlock(handle):
+        if self._straight is None or not self._straight.unlock(handle):
             self._locks.release(handle)
 
     def unlock_component(self, handle: LockHandle, component: str) -> None:
@@ -264,8 +264,8 @@ class PrefixTree:
         `first_page` is not on the device.
         """
         key, ids = self._key(tokens, namespace), words(page_ids)
-        if self._plain is not None and not held:
-            kept = self._plain.insert(key, ids, first_page, counted_tokens)
+        if self._straight is not None:
+            kept = self._straight.insert(key, ids, first_page, counted_tokens, held)
             if kept is not None:
                 return self._told(kept)
         offer = Offer.of(
@@ -313,7 +313,7 @@ class PrefixTree:
         above = node if node.parent is not None else None
         kept = self._outcome(Insertion(self._forest, offer, self._copies.loading, above).run())
         end = self._forest.node(kept.node) if kept.node != ROOT else node
-        longer = self._locks.device(end, self._locks.segments(end, skip))
+        longer = self._locks.device(end, segments(self._forest, end, skip))
         self._locks.release(handle)
         ids = self.page_ids(end.id, first)
         return Extended(
@@ -340,8 +340,10 @@ class PrefixTree:
 
     def _evict_pools(self, pages: Mapping[str, int], room: PageIds, leaves: int) -> ActionList:
         self._forest.tell_room()
-        if self._plain is not None and len(pages) == 1 and FULL in pages:
-            given_up = self._plain.evict(_count(pages[FULL]), room, leaves)
+        if self._straight is not None and len(pages) == 1:
+            ((name, count),) = pages.items()
+            index = -1 if name == FULL else self.config.index(name)
+            given_up = self._straight.evict(index, _count(count), room, leaves)
             if given_up is not None:
                 return self._told(given_up)
         counts = {self.config.index(name): _count(count) for name, count in pages.items()}
@@ -350,7 +352,7 @@ class PrefixTree:
     def evict_in_steps(self, pages: Mapping[str, int]) -> Iterator[ActionList]:
         """Yield the results of steps that together evict what `evict_pools` would, each well below 1 ms.
 
-        A step is at most 8192 pages and 128 leaves; with further components, a host tier or without the C core, 32
+        A step is at most 8192 pages and 128 leaves; by whole nodes alone, with a host tier or without the C core, 32
         leaves. Other threads run between two. Carry each out before the next. Write-back trees delete: they get no
         room.
 
@@ -360,7 +362,7 @@ class PrefixTree:
         >>> [len(step.page_ids()) for step in tree.evict_in_steps({FULL: 500})]
         [128, 128, 128, 116]
         """
-        by_c = self._plain is not None and self._forest.plain and NATIVE is not None
+        by_c = self._straight is not None and not self._forest.hosted and NATIVE is not None
         freed, leaves = dict.fromkeys(pages, 0), _STEP_LEAVES if by_c else _PYTHON_STEP_LEAVES
         for name in sorted(pages, key=self.config.index):
             wanted = _count(pages[name])
@@ -385,8 +387,8 @@ class PrefixTree:
 
         Attention KV goes from childless host-only nodes; a write-back tree evicts copies of device pages first.
         """
-        if self._plain is not None and component == FULL:
-            given_up = self._plain.evict_host(_count(pages))
+        if self._straight is not None and component == FULL:
+            given_up = self._straight.evict_host(_count(pages))
             if given_up is not None:
                 return self._told(given_up)
         index, count, eviction = self.config.index(component), _count(pages), Eviction(self._forest)

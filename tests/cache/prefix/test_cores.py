@@ -52,9 +52,12 @@ SHAPES: dict[str, dict] = {
     "bigrams": {"units": KeyUnits.BIGRAM, "tiers": WriteThrough()},
     "window": {"components": (SlidingWindow(3),)},
     "window and state": {"components": (SlidingWindow(4), State()), "tiers": WriteThrough()},
+    "state and two windows": {"components": (State(), SlidingWindow(3, "short"), SlidingWindow(7, "long", rank=2))},
+    "hazard, window": {"policy": HAZARD, "components": (SlidingWindow(4),)},
 }
 #: The same, and what a sink hears of it.
-SHAPES |= {f"{name}, heard": {**SHAPES[name], "sink": None} for name in ("plain", "write through", "write back")}
+HEARD = ("plain", "write through", "write back", "window")
+SHAPES |= {f"{name}, heard": {**SHAPES[name], "sink": None} for name in HEARD}
 built = pytest.mark.skipif(forest.C_CORE is None, reason="the C core was not built")
 
 
@@ -87,6 +90,7 @@ def turn(rng: random.Random) -> Turn:
     count, which, done = rng.randrange(6), rng.randrange(99), rng.choice([None, None, 0, 1, 3])
     turns: list[tuple[int, Turn]] = [
         (6, lambda mine: insert(mine, tokens, count, which % 2)),
+        (4, lambda mine: serve(mine, tokens, count, which % 2)),
         (3, lambda mine: mine.tree.match(tokens, limit_tokens=which if which < 14 else None)),
         (1, lambda mine: mine.tree.look(tokens)),
         (2, lambda mine: keep(mine, tokens)),
@@ -117,6 +121,21 @@ def insert(mine: Engine, tokens: list[int], window: int, state: int) -> object:
     if any(short(mine, count, name, Tier.DEVICE) for name, count in [(FULL, pages), *held.items()]):
         return None
     return mine.insert(tokens, held)
+
+
+def serve(mine: Engine, tokens: list[int], window: int, state: int) -> object:
+    """A request: it computes what it does not find, and brings windows and a state for the end of that."""
+    tree = mine.tree
+    match = tree.match(tokens)
+    handle = tree.lock(match.device_node)
+    units = len(tokens) - (int(tree.config.units) - 1)
+    first, pages = match.tokens // 2, units // 2
+    held = {each.name: min(window if each.per_page else state, pages - first) for each in tree.config.components}
+    told = None
+    if not any(short(mine, count, name, Tier.DEVICE) for name, count in [(FULL, pages - first), *held.items()]):
+        told = mine.insert(tokens, held, first_page=first)
+    tree.unlock(handle)
+    return match, told
 
 
 def keep(mine: Engine, tokens: list[int]) -> object:
@@ -215,21 +234,30 @@ def test_any_history_leaves_both_cores_in_the_same_state(shape: str) -> None:
                 except PrefixError as error:
                     told.append(type(error))
             assert repr(told[0]) == repr(told[1])
-            assert state(pair[0].tree) == state(pair[1].tree)
+            assert counted(pair[0].tree) == counted(pair[1].tree)
             assert heard(pair[0]) == heard(pair[1])
         for mine in pair:
             mine.tree.check()
 
 
-@pytest.mark.parametrize("core", [forest.PYTHON_CORE, pytest.param(forest.C_CORE, marks=built)], ids=["python", "c"])
-@pytest.mark.parametrize("shape", [name for name in SHAPES if name.startswith(("plain", "write"))])
-def test_any_history_goes_the_straight_way_as_the_general_one(shape: str, core: forest.TreeCore) -> None:
-    """Both trees are plain, and the second has been told to go the general way."""
+#: (core, shape) of trees that go the straight way.
+STRAIGHT = [
+    pytest.param(core, shape, id=f"{name}, {shape}", marks=built)
+    for name, core in (("python", forest.PYTHON_CORE), ("c", forest.C_CORE))
+    for shape, given in SHAPES.items()
+    if given.get("policy") is not LFU and "grain" not in given
+    if "components" not in given or (name == "c" and "tiers" not in given)
+]
+
+
+@pytest.mark.parametrize(("core", "shape"), STRAIGHT)
+def test_any_history_goes_the_straight_way_as_the_general_one(core: forest.TreeCore, shape: str) -> None:
+    """Both trees could go it, and the second has been told to go the general way."""
     for seed in range(12 * MORE):
         rng = random.Random(f"{shape} straight {seed}")
         pair = [engine(core, SHAPES[shape]) for _ in range(2)]
-        assert pair[0].tree._plain is not None
-        pair[1].tree._plain = None
+        assert pair[0].tree._straight is not None
+        pair[1].tree._straight = None
         for _ in range(120):
             call, told = turn(rng), []
             for mine in pair:
@@ -238,19 +266,39 @@ def test_any_history_goes_the_straight_way_as_the_general_one(shape: str, core: 
                 except PrefixError as error:
                     told.append((type(error), str(error)))
             assert repr(told[0]) == repr(told[1])
-            assert counted(pair[0].tree, shape) == counted(pair[1].tree, shape)
+            assert counted(pair[0].tree) == counted(pair[1].tree)
             assert heard(pair[0]) == heard(pair[1])
         for mine in pair:
             mine.tree.check()
 
 
-def counted(tree: PrefixTree, shape: str) -> list[object]:
+def counted(tree: PrefixTree) -> list[object]:
     """The state of a tree, but for the hits of nodes where nothing asks for them."""
     nodes, *rest = state(tree)
-    if shape.startswith("plain"):
+    if not tree._forest.hosted and tree._forest.by_use:
         at = Node.__struct_fields__.index("hits") - 2  # without parent and children
         nodes = [(*node[:at], *node[at + 1 :]) for node in cast("list[tuple]", nodes)]
     return [nodes, *rest]
+
+
+@built
+def test_a_request_goes_the_straight_way_where_the_tree_has_just_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With windows and a state: each call is one step of the core, and none is left to the general way."""
+    tree = engine(forest.C_CORE, SHAPES["state and two windows"]).tree
+    tree.insert(range(8), range(4), held={"state": [0], "short": range(2), "long": range(4)})
+    straight = tree._straight
+    assert straight is not None
+    monkeypatch.setattr("kvmover.cache.prefix.tree.Insertion", None)
+    monkeypatch.setattr("kvmover.cache.prefix.tree.Eviction", None)
+    monkeypatch.setattr("kvmover.cache.prefix.tree.matched", None)
+    match = tree.match(range(30))
+    handle = tree.lock(match.device_node)
+    tree.insert(range(30), range(4, 15), first_page=4, held={"state": [1], "short": range(2, 4), "long": range(4, 8)})
+    tree.unlock(handle)
+    freed = tree.evict(1)
+    assert [len(freed.page_ids(name)) for name in (FULL, "state", "short", "long")] == [2, 1, 2, 2]
+    assert len(tree.evict(1, "long").page_ids("long")) == 2
+    tree.check()
 
 
 @built
@@ -409,6 +457,20 @@ def test_arguments_that_no_part_of_kvmover_gives_end_no_process() -> None:
         core.PageTable(1, 2**31)
     with pytest.raises(MemoryError):
         core.PageTable(2**62, 2).tokens(np.zeros(2, np.int32))
+    with pytest.raises(ValueError, match="a component, or -1"):
+        columns.evict_nodes(0, 1, 1)
+    leaf = columns.node(1, root, b"abcd", 0, 1)
+    for call in (lambda: columns.shift(leaf, 0, 0, 1, 1, 0), lambda: columns.first_held(leaf, 0)):
+        with pytest.raises(IndexError):
+            call()
+    columns.per_page, columns.reach_pages = (True,), (1,)
+    with pytest.raises(ValueError, match="a node below a root"):
+        columns.first_held(root, 0)
+    columns.roots["name"], columns.page_bytes = root, 4
+    with pytest.raises(IndexError):
+        columns.insert(root, b"abcd", bytes(4), 0, core.PagesInUse(), ((1, bytes(4), core.PagesInUse()),))
+    with pytest.raises(TypeError, match="the pages in use"):
+        columns.insert(root, b"abcd", bytes(4), 0, core.PagesInUse(), ((0, bytes(4), None),))
     table = core.PageTable(4, 2)
     assert [len(table.keep(np.arange(8), first, stop)) for first, stop in ((8, None), (2**62, 2**62), (0, -1))] == [
         0

@@ -44,7 +44,7 @@ def test_locked_pages_end_the_steps_and_windows_that_went_along_count() -> None:
     handles = [tree.lock(tree.match([1 + leaf]).device_node) for leaf in range(10)]
     freed = list(tree.evict_in_steps({FULL: 1000, "swa": 1000}))
     assert sum(len(step.page_ids()) for step in freed) == sum(len(step.page_ids("swa")) for step in freed) == 290
-    assert max(len(step.page_ids()) for step in freed) == 32
+    assert max(len(step.page_ids()) for step in freed) == (32 if tree._straight is None else 128)
     for handle in handles:
         tree.unlock(handle)
     assert [len(step.page_ids("swa")) for step in tree.evict_in_steps({FULL: 4, "swa": 6})] == [4, 2]

@@ -113,7 +113,7 @@ def test_ids_of_copies_under_way_are_nobody_elses() -> None:
 def test_room_for_an_eviction_is_free_and_what_is_left_of_it_is_the_callers() -> None:
     for general in (False, True):
         prefixes = filled(tiers=WriteBack())
-        prefixes._plain = None if general else prefixes._plain
+        prefixes._straight = None if general else prefixes._straight
         prefixes.evict(1, room=[5, 6])
         for room in ([5], [7, 7]):
             with pytest.raises(PrefixError, match=r"page \d of full on the host is given twice"):

@@ -1,4 +1,4 @@
-"""A plain tree answers by straight lines what the general way answers: whatever the calls, both trees stay the same."""
+"""Straight steps answer what the general way does: whatever the calls, both trees stay the same."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ from kvmover.cache.prefix import (
     PrefixError,
     PrefixNamespace,
     PrefixTree,
+    SlidingWindow,
     State,
+    WriteThrough,
 )
 from kvmover.cache.prefix.eviction_policy import Recency
+from tests.steps_of import calls_of
 
 PAGE = 2
 #: `KVMOVER_HISTORIES=50` runs fifty times as many.
@@ -42,8 +45,8 @@ namespace_of = st.sampled_from([PrefixNamespace(), PrefixNamespace(salt="b")])
 def pair() -> tuple[PrefixTree, PrefixTree]:
     """Two plain trees, of which the second has been told to go the general way."""
     straight, general = PrefixTree(PAGE), PrefixTree(PAGE)
-    assert straight._plain is not None  # no public sight of it
-    general._plain = None
+    assert straight._straight is not None  # no public sight of it
+    general._straight = None
     return straight, general
 
 
@@ -189,10 +192,36 @@ def test_a_leaf_that_is_evicted_page_by_page_is_copied_once_at_most() -> None:
     "other",
     [
         {"policy": LFU},
-        {"components": (State(),)},
+        {"components": (State(),), "tiers": WriteThrough()},
         {"grain": EvictionGranularity.NODE},
     ],
     ids=lambda shape: next(iter(shape)),
 )
-def test_a_tree_that_is_not_plain_goes_the_general_way(other: dict) -> None:
-    assert PrefixTree(PAGE, **other)._plain is None
+def test_another_tree_goes_the_general_way(other: dict) -> None:
+    assert PrefixTree(PAGE, **other)._straight is None
+
+
+#: Calls of Python's functions in match, lock, insert, unlock and an eviction of one page; by the further components.
+MOST_CALLS = {(): 30, (SlidingWindow(64),): 37, (SlidingWindow(64, "short"), SlidingWindow(128, "long"), State()): 43}
+
+
+@pytest.mark.parametrize("components", MOST_CALLS, ids=len)
+def test_a_request_takes_few_calls(components: tuple[SlidingWindow | State, ...]) -> None:
+    tree = PrefixTree(16, components=components)
+    if tree._forest.columns.evict_nodes is None:
+        pytest.skip("steps with further components are the C core's")
+    pages = {each.name: -(-each.reach_tokens // 16) for each in components}
+
+    def serve(tokens: list[int], first: int) -> None:
+        key = tree.key(tokens)
+        match = tree.match(key)
+        handle = tree.lock(match.device_node)
+        held = {name: np.arange(first * count, first * count + count) for name, count in pages.items()}
+        assert match.tokens == min(first * 16, 320)
+        tree.insert(key, np.arange(first, first + 20), first_page=match.tokens // 16, held=held)
+        tree.unlock(handle)
+        tree.evict(first // 20)
+
+    serve(list(range(320)), 0)
+    assert calls_of(lambda: serve([*range(320), *range(1000, 1320)], 20)) <= MOST_CALLS[components]
+    tree.check()

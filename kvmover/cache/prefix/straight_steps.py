@@ -1,24 +1,27 @@
-"""PlainSteps runs the most frequent calls of a plain tree in straight lines: match, lock, unlock, insert, evict.
+"""StraightSteps runs a tree's most frequent calls in straight lines: match, lock, unlock, insert, evict.
 
-A tree is plain if it keeps attention KV alone, and evicts by LRU and by pages; its steps are those of the Columns.
-Results equal those of the general implementation, the definition. A call that does not fit returns None (`unlock`:
-False) before any change, and the general implementation runs it or raises.
+They are for trees that evict by use and by pages, and keep attention KV alone or, with the C core, all components on
+one tier. Results equal those of the general implementation, the definition. A call that does not fit returns None
+(`unlock`: False) before any change, and the general implementation runs it or raises.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
-from kvmover.cache.prefix.columns import ID_BYTES, TierEviction
+from kvmover.cache.prefix.columns import ID_BYTES, PagesInUse, TierEviction
 from kvmover.cache.prefix.components import FULL
 from kvmover.cache.prefix.forest import Forest
 from kvmover.cache.prefix.hashes import HASH_BYTES
 from kvmover.cache.prefix.insert import due_backup
 from kvmover.cache.prefix.keys import PageIds, RadixKey, page_array, unlike, words
-from kvmover.cache.prefix.locks import NUMBERS
-from kvmover.cache.prefix.match import MISS, SHORTEST_RUN, backed, descend, join, waits
+from kvmover.cache.prefix.locks import NUMBERS, segments
+from kvmover.cache.prefix.match import MISS, SHORTEST_RUN, backed, branches, descend, join, waits
 from kvmover.cache.prefix.node import LockedPath, Node
 from kvmover.cache.prefix.results import (
+    ROOT,
     Action,
     ActionList,
     CopyLeg,
@@ -36,8 +39,8 @@ _DEVICE = Tier.DEVICE
 _NOTHING = ActionList()
 
 
-class PlainSteps:
-    """The steps of one plain tree, on its Forest."""
+class StraightSteps:
+    """The straight steps of one tree, on its Forest."""
 
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
@@ -46,13 +49,17 @@ class PlainSteps:
         self._page_tokens, self._page_words = forest.config.page_tokens, forest.config.page_words
         #: Components with the ids of attention KV.
         self._names = (FULL, *(sidecar.name for sidecar in forest.config.sidecars))
+        #: The further components, and the ids in use of attention KV and of each.
+        self._held = tuple(component.name for component in forest.config.components)
+        self._in_use = tuple(forest.in_use[_DEVICE, index] for index in range(-1, len(self._held)))
         self._writes_back = isinstance(forest.config.tiers, WriteBack)
 
     @classmethod
-    def of(cls, forest: Forest) -> PlainSteps | None:
-        """Returns the steps of a plain tree, None for another tree."""
-        by_pages = forest.config.grain is EvictionGranularity.PAGE and not forest.config.components
-        return cls(forest) if by_pages and forest.by_use else None
+    def of(cls, forest: Forest) -> StraightSteps | None:
+        """Returns the steps of a tree that can take them, None for another tree."""
+        config = forest.config
+        able = not config.components or (forest.columns.evict_nodes is not None and not forest.hosted)
+        return cls(forest) if able and forest.by_use and config.grain is EvictionGranularity.PAGE else None
 
     def match(self, key: RadixKey, limit_tokens: int | None) -> Match:
         """See PrefixTree.match."""
@@ -65,14 +72,29 @@ class PlainSteps:
             pages = max(0, min(pages, limit_tokens // self._page_tokens))
         if forest.hosted:
             return self._on_tiers(root, key, pages * forest.page_bytes)
-        node, end, ids, whole = columns.find(root, key.data, pages * forest.page_bytes)
-        if node is None:
+        last, found, whole, node, end, ids, held = columns.find(root, key.data, pages * forest.page_bytes)
+        if last is None:
             return MISS
         if whole >= SHORTEST_RUN:
-            join(forest, node.path()[::-1][:whole])
-        node_id = node.id if end == node.end else forest.place(node, end)
+            join(forest, last.path()[::-1][:whole])
+        last_id = last.id if found == last.end else forest.place(last, found)
+        node_id = last_id if node is last else ROOT if node is None else node.id
         tokens = end * self._page_tokens
-        return Match(tokens, page_array(ids), node_id, tokens, node_id, tokens, node_id)
+        if not held:
+            return Match(tokens, page_array(ids), node_id, tokens, node_id, tokens, node_id)
+        full = found * self._page_tokens
+        return Match(
+            tokens,
+            page_array(ids),
+            node_id,
+            tokens,
+            node_id,
+            full,
+            node_id,
+            (),
+            branches(forest, full, tokens) if full > tokens else (),
+            tuple(zip(self._held, map(page_array, held), strict=True)),
+        )
 
     def _on_tiers(self, root: Node, key: RadixKey, stop: int) -> Match:
         """Returns the Match of the first `stop` bytes of a key. The front of its path is on the device."""
@@ -113,13 +135,16 @@ class PlainSteps:
     def _backed(self, path: list[Node], end: int, node_id: int) -> int:
         return node_id if path[-1].host is not None and path[-1].end > end else backed(self._forest, path)
 
-    def lock(self, node_id: int) -> LockHandle:
+    def lock(self, node_id: int, skip: Sequence[str]) -> LockHandle:
         """See PrefixTree.lock."""
-        forest = self._forest
+        forest, columns = self._forest, self._columns
         node = forest.nodes.get(node_id) or forest.node(node_id)
-        self._columns.lock(node)
+        columns.lock(node)
+        parts = segments(forest, node, skip) if self._held else ()
+        for part in parts:
+            columns.shift(node, part.index, part.first, part.stop, 1, 0)
         number = next(NUMBERS)
-        forest.locked_paths[number] = LockedPath(node, _DEVICE, ())
+        forest.locked_paths[number] = LockedPath(node, _DEVICE, parts)
         return LockHandle(number, node.id, _DEVICE)
 
     def unlock(self, handle: LockHandle) -> bool:
@@ -129,23 +154,39 @@ class PlainSteps:
         if locked is None or locked.node.id != handle.node or not (locked.tier is handle.tier is _DEVICE):
             return False
         del locked_paths[handle.number]
+        for part in locked.segments:
+            self._columns.shift(locked.node, part.index, part.first, part.stop, -1, 0)
         self._columns.unlock(locked.node)
         return True
 
-    def insert(self, key: RadixKey, ids: bytes, first_page: int, counted_tokens: int) -> Inserted | None:
+    def insert(
+        self,
+        key: RadixKey,
+        ids: bytes,
+        first_page: int,
+        counted_tokens: int,
+        held: Mapping[str, PageIds] | None,
+    ) -> Inserted | None:
         """See PrefixTree.insert.
 
         Returns None if ids do not fit, pages below `first_page` are not the tree's, a page is on the host alone, or an
-        id is in use or repeated.
+        id is in use or repeated. With further components also if the tree has a page above `first_page`.
         """
         forest, columns, data = self._forest, self._columns, key.data
         page_bytes = forest.page_bytes
         pages = len(data) // page_bytes
-        root = None if forest.hosted else columns.roots.get(key.namespace)
-        if root is not None and (node := columns.insert(root, data, ids, first_page, self._device_ids)) is not None:
+        brought = self._brought(held) if held else ()
+        root = None if forest.hosted or brought is None else columns.roots.get(key.namespace)
+        if (
+            root is not None
+            and brought is not None
+            and (node := columns.insert(root, data, ids, first_page, self._device_ids, brought)) is not None
+        ):
             if first_page < pages:
-                self._grown(key, node)
+                self._grown(key, node, first_page)
             return Inserted((), node.id, pages * self._page_tokens, first_page * self._page_tokens)
+        if held or self._held:
+            return None
         if not pages or not 0 <= first_page <= pages or len(ids) != (pages - first_page) * ID_BYTES:
             return None
         path, inside, inner = descend(forest, key, pages * page_bytes)
@@ -170,25 +211,46 @@ class PlainSteps:
             parent = path[-1] if path else forest.root(key.namespace)
             node = columns.grow(parent, data, pages, fresh)
             path.append(node)
-            self._grown(key, node)
+            self._grown(key, node, known)
         columns.touch(path[::-1])
         actions = (FreePages(FULL, _DEVICE, page_array(double)),) if double else ()
         backups = due_backup(forest, path[::-1]) if forest.hits_due else ()
         return Inserted(actions, path[-1].id, pages * self._page_tokens, known * self._page_tokens, backups)
 
-    def _grown(self, key: RadixKey, node: Node) -> None:
-        """Give a new leaf the key's hashes, if it has them, and record that it was stored."""
-        forest = self._forest
-        names = key.known_hashes(self._page_words)
-        if names is not None:
-            node.hashes = names[node.start * HASH_BYTES : node.end * HASH_BYTES]
-        if forest.journal is not None:
-            forest.journal.stored(node, _DEVICE)
+    def _brought(self, held: Mapping[str, PageIds]) -> tuple[tuple[int, bytes, PagesInUse], ...] | None:
+        """Returns (index, ids, pages in use) of each component that brings ids; None if there is no such component."""
+        rows = list[tuple[int, bytes, PagesInUse]]()
+        for name, page_ids in held.items():
+            if name not in self._held:
+                return None
+            index, ids = self._held.index(name), words(page_ids)
+            if ids:
+                rows.append((index, ids, self._in_use[1 + index]))
+        return tuple(rows)
 
-    def evict(self, pages: int, room: PageIds, leaves: int) -> ActionList | None:
-        """See PrefixTree.evict; at most `leaves` leaves go. Returns None if the core lacks the step, or the call may
-        have to raise.
+    def _grown(self, key: RadixKey, node: Node, first_page: int) -> None:
+        """Give a path's new nodes, from `first_page` on, the key's hashes, if any, and record that they were stored."""
+        journal, names = self._forest.journal, key.known_hashes(self._page_words)
+        if journal is None and names is None:
+            return
+        new = [node]
+        while new[-1].start > first_page:
+            above = new[-1].parent
+            assert above is not None
+            new.append(above)
+        for each in reversed(new):
+            if names is not None:
+                each.hashes = names[each.start * HASH_BYTES : each.end * HASH_BYTES]
+            if journal is not None:
+                journal.stored(each, _DEVICE)
+
+    def evict(self, index: int, pages: int, room: PageIds, leaves: int) -> ActionList | None:
+        """See PrefixTree.evict, of attention KV (-1) or a component; at most `leaves` leaves go.
+
+        Returns None if the core lacks the step, or the call may have to raise.
         """
+        if self._held:
+            return None if len(room) else self._evict_nodes(index, pages, leaves)
         if self._forest.hosted:
             evict = self._columns.evict_device
             if evict is None or leaves < pages or (len(room) and not self._writes_back):
@@ -207,6 +269,16 @@ class PlainSteps:
             return _NOTHING
         self._device_ids.release(freed)
         return ActionList((FreePages(FULL, _DEVICE, page_array(freed)),))
+
+    def _evict_nodes(self, index: int, pages: int, leaves: int) -> ActionList:
+        evict = self._columns.evict_nodes
+        assert evict is not None
+        actions = list[Action]()
+        for name, in_use, ids in zip((FULL, *self._held), self._in_use, evict(index, pages, leaves), strict=True):
+            if ids:
+                in_use.release(ids)
+                actions.append(FreePages(name, _DEVICE, page_array(ids)))
+        return ActionList(tuple(actions))
 
     def evict_host(self, pages: int) -> ActionList | None:
         """Evict at least `pages` host pages, or all evictable, as `PrefixTree.evict_host` does. Returns None if the
