@@ -176,6 +176,7 @@ Node *walk_asked(Columns *self, PyObject *const *args, Py_ssize_t count, Reached
 int enter(PyObject *nodes, Node *node);
 int strike(PyObject *nodes, Node *node);
 int trim(Columns *self, Node *node, long long pages, char *to);
+int touch_up(Columns *self, Node *node); /* marks it and all above it as used, deepest first: find.c */
 /* Takes an unlocked leaf of the device out, whose components hold no ids any more; its own go to `to`. */
 int uproot_leaf(Columns *self, EvictableSet *device, Node *node, char *to);
 int forget_root(Columns *self, Node *root);

@@ -310,11 +310,13 @@ class Columns:
         first_page: int,
         in_use: PagesInUse,
         brought: tuple[tuple[int, bytes, PagesInUse], ...],
-    ) -> Node | None:
+    ) -> tuple[Node, int, tuple[bytes, ...]] | None:
         """Insert `data`'s pages, of which the tree has just the first `first_page`. Returns the path's end.
 
-        `brought`: ids of further components for the last pages, by index. Returns None, before any change, if the tree
-        has fewer or more of the pages, or ids do not fit, are for pages that the tree has, or are in use.
+        Behind it the number of pages that the tree had, and the ids, no longer in use, of pages for which it had
+        others: of attention KV, then of each row of `brought`, ids of further components, by index, for the last pages;
+        none here. Returns None, before any change, if the tree has fewer pages, or ids do not fit or are in use; in
+        Python also if it has more.
         """
         pages = len(data) // self.page_bytes
         if brought or not pages or not 0 <= first_page <= pages or len(ids) != (pages - first_page) * ID_BYTES:
@@ -328,7 +330,7 @@ class Columns:
         if known < pages:
             path.append(self.grow(path[-1] if path else root, data, pages, ids))
         self.touch(path[::-1])
-        return path[-1]
+        return path[-1], known, ()
 
     def evict(self, pages: int, leaves: int) -> bytes:
         """Evict `pages` pages, or all evictable, from the ends of at most `leaves` leaves. Returns their ids."""

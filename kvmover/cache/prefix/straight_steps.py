@@ -7,7 +7,7 @@ one tier. Results equal those of the general implementation, the definition. A c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -170,21 +170,21 @@ class StraightSteps:
         """See PrefixTree.insert.
 
         Returns None if ids do not fit, pages below `first_page` are not the tree's, a page is on the host alone, or an
-        id is in use or repeated. With further components also if the tree has a page above `first_page`.
+        id is in use or repeated.
         """
         forest, columns, data = self._forest, self._columns, key.data
         page_bytes = forest.page_bytes
         pages = len(data) // page_bytes
         brought = self._brought(held) if held else ()
         root = None if forest.hosted or brought is None else columns.roots.get(key.namespace)
-        if (
-            root is not None
-            and brought is not None
-            and (node := columns.insert(root, data, ids, first_page, self._device_ids, brought)) is not None
-        ):
-            if first_page < pages:
-                self._grown(key, node, first_page)
-            return Inserted((), node.id, pages * self._page_tokens, first_page * self._page_tokens)
+        if root is not None and brought is not None:
+            done = columns.insert(root, data, ids, first_page, self._device_ids, brought)
+            if done is not None:
+                node, known, twice = done
+                if known < pages:
+                    self._grown(key, node, known)
+                actions = self._freed((-1, *[index for index, _, _ in brought]), twice) if twice else ()
+                return Inserted(actions, node.id, pages * self._page_tokens, known * self._page_tokens)
         if held or self._held:
             return None
         if not pages or not 0 <= first_page <= pages or len(ids) != (pages - first_page) * ID_BYTES:
@@ -227,6 +227,12 @@ class StraightSteps:
             if ids:
                 rows.append((index, ids, self._in_use[1 + index]))
         return tuple(rows)
+
+    def _freed(self, indices: Iterable[int], rows: Iterable[bytes]) -> tuple[Action, ...]:
+        """Returns a FreePages for each row that has ids: of attention KV (-1) or a component on the device."""
+        names = self._forest.config.name
+        pairs = zip(indices, rows, strict=True)
+        return tuple([FreePages(names(index), _DEVICE, page_array(ids)) for index, ids in pairs if ids])
 
     def _grown(self, key: RadixKey, node: Node, first_page: int) -> None:
         """Give a path's new nodes, from `first_page` on, the key's hashes, if any, and record that they were stored."""

@@ -486,14 +486,12 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         """Free pages at SGLang's allocator, windows first, because the pages freed next lead to them."""
         if not given.actions:
             return
-        pages, allocator = given.page_ids(), self.token_to_kv_pool_allocator
+        pages, pool = given.page_ids(), self.token_to_kv_pool_allocator
         if self._windows is not None:
             self._windows.give_back(given.page_ids(WINDOW))
-        if len(pages) and self._windows is None:
-            allocator.free_page_ids(self._indices.forget(pages))
-        elif len(pages):
-            allocator.free_full_segment(self._indices.of(pages), start_pos=0)
-            self._indices.forget(pages)
+            pool = pool.full_attn_allocator
+        if len(pages):
+            pool.free_page_ids(self._indices.forget(pages))
 
     def _raise_prompt(self, req: Any, end: int) -> None:
         """Raise a prompt's priority, so that its answer is evicted first, as in SGLang's own cache.
