@@ -64,12 +64,16 @@ PyObject *columns_find(Columns *self, PyObject *const *args, Py_ssize_t count)
         return NULL;
     if (found.nodes && (touch_up(self, found.last) < 0 || touch_held(self, end < found.end ? node : found.last) < 0))
         return NULL;
-    PyObject *ids = ids_of_path(node, end), *held = ids == NULL ? NULL : held_at(self, node, end);
-    if (held == NULL) {
-        Py_XDECREF(ids);
-        return NULL;
+    PyObject *rest[] = {last == root ? Py_NewRef(Py_None) : Py_NewRef((PyObject *)last), PyLong_FromLongLong(found.end),
+                        PyLong_FromSsize_t(found.nodes), node == root ? Py_NewRef(Py_None) : Py_NewRef((PyObject *)node),
+                        PyLong_FromLongLong(end), ids_of_path(node, end), held_at(self, node, end)};
+    enum { FIELDS = sizeof rest / sizeof *rest };
+    PyObject *told = PyTuple_New(FIELDS);
+    for (Py_ssize_t i = 0; i < FIELDS; i++) {
+        if (told == NULL)
+            Py_XDECREF(rest[i]);
+        else if (rest[i] == NULL || PyTuple_SetItem(told, i, rest[i]) < 0)
+            Py_CLEAR(told);
     }
-    PyObject *none = Py_None;
-    return Py_BuildValue("OLnOLNN", last == root ? none : (PyObject *)last, found.end, found.nodes,
-                         node == root ? none : (PyObject *)node, end, ids, held);
+    return told;
 }

@@ -19,7 +19,7 @@ typedef struct {
 typedef struct {
     PyObject *data;
     long long pages, known;
-    Brought *rows;
+    Brought *rows, few[3];
     Py_ssize_t count;
 } Prompt;
 
@@ -29,7 +29,8 @@ static void forget_prompt(Prompt *prompt)
         PyMem_Free(prompt->rows[k].fresh);
         Py_XDECREF(prompt->rows[k].claimed);
     }
-    PyMem_Free(prompt->rows);
+    if (prompt->rows != prompt->few)
+        PyMem_Free(prompt->rows);
 }
 
 /* 1 if the row has no more ids than pages, or than one state; 0 if it has; -1 with an error. */
@@ -47,7 +48,8 @@ static int read_row(Brought *row, long long pages)
 static int read_rows(Columns *self, Prompt *prompt, PyObject *ids, PyObject *in_use, PyObject *others)
 {
     prompt->count = 1 + PyTuple_Size(others);
-    prompt->rows = PyMem_Calloc(prompt->count, sizeof *prompt->rows);
+    int are_few = prompt->count <= (Py_ssize_t)(sizeof prompt->few / sizeof *prompt->few);
+    prompt->rows = are_few ? prompt->few : PyMem_Calloc(prompt->count, sizeof *prompt->rows);
     if (prompt->rows == NULL) {
         PyErr_NoMemory();
         return -1;
@@ -339,9 +341,10 @@ PyObject *columns_insert(Columns *self, PyObject *const *args, Py_ssize_t count)
         able = read_rows(self, &prompt, args[2], args[4], args[5]);
     if (able > 0)
         able = insert(self, &prompt, &found, &end);
-    PyObject *twice = able > 0 ? give_back(&prompt) : NULL;
+    PyObject *twice = able > 0 ? give_back(&prompt) : NULL, *known = twice == NULL ? NULL : PyLong_FromLongLong(prompt.known);
+    PyObject *told = known == NULL ? NULL : PyTuple_Pack(3, (PyObject *)end, known, twice);
+    Py_XDECREF(known);
+    Py_XDECREF(twice);
     forget_prompt(&prompt);
-    if (able <= 0)
-        return able < 0 ? NULL : Py_NewRef(Py_None);
-    return twice == NULL ? NULL : Py_BuildValue("OLN", (PyObject *)end, prompt.known, twice);
+    return able ? told : Py_NewRef(Py_None);
 }

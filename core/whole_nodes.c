@@ -9,11 +9,12 @@ typedef struct {
     Py_ssize_t size, room;
 } Freed;
 
-/* The freed ids of attention KV, and behind them those of each component. */
+/* The freed ids of attention KV, and behind them those of each component. At most `left` more nodes are given up. */
 typedef struct {
     Columns *columns;
     EvictableSet *device;
     Py_ssize_t count;
+    long long left;
     Freed *freed;
 } Eviction;
 
@@ -64,19 +65,19 @@ static int evict_leaf(Eviction *self, Node *node)
     return to == NULL ? -1 : uproot_leaf(self->columns, self->device, node, to);
 }
 
-static int evict_leaves(Eviction *self, long long pages, long long leaves)
+static int evict_leaves(Eviction *self, long long pages)
 {
     EvictableSet *device = self->device;
     long long aim = device->evictable - pages;
     Node *node;
-    while (device->evictable > aim && leaves > 0 && (node = linked_first(device->order)) != NULL) {
+    while (device->evictable > aim && self->left > 0 && (node = linked_first(device->order)) != NULL) {
         if (node->device_children) { /* it comes back with the end of its last child */
             order_discard(device->order, node);
             continue;
         }
         if (evict_leaf(self, node) < 0)
             return -1;
-        leaves--;
+        self->left--;
     }
     return 0;
 }
@@ -96,16 +97,18 @@ static int bury(Eviction *self, Node *node, Py_ssize_t i)
     return 0;
 }
 
-static int evict_held(Eviction *self, Py_ssize_t i, long long pages, long long nodes)
+static int evict_held(Eviction *self, Py_ssize_t i, long long pages)
 {
     EvictableSet *set = as_set(PyList_GetItem(self->columns->held_device, i));
     long long aim = set == NULL ? 0 : set->evictable - pages;
     Node *node;
     if (set == NULL)
         return -1;
-    while (set->evictable > aim && nodes-- > 0 && (node = linked_first(set->order)) != NULL)
+    while (set->evictable > aim && self->left > 0 && (node = linked_first(set->order)) != NULL) {
         if (bury(self, node, i) < 0)
             return -1;
+        self->left--;
+    }
     return 0;
 }
 
@@ -123,20 +126,29 @@ static PyObject *eviction_end(Eviction *self, int failed)
     return rows;
 }
 
+/* What was freed with attention KV or a component before counts. */
+static int evict_wanted(Eviction *self, PyObject *wanted)
+{
+    for (Py_ssize_t i = 0; i <= self->count && self->left > 0; i++) {
+        long long pages = PyLong_AsLongLong(PyTuple_GetItem(wanted, i)) - self->freed[i].size / ID_BYTES;
+        if (PyErr_Occurred() || (pages > 0 && (i ? evict_held(self, i - 1, pages) : evict_leaves(self, pages)) < 0))
+            return -1;
+    }
+    return 0;
+}
+
 PyObject *columns_evict_nodes(Columns *self, PyObject *const *args, Py_ssize_t count)
 {
-    long long numbers[3] = {0};
-    for (int i = 0; count == 3 && i < 3 && !PyErr_Occurred(); i++)
-        numbers[i] = PyLong_AsLongLong(args[i]);
-    Eviction eviction = {self, as_set(self->device), component_count(self), NULL};
-    if (eviction.device == NULL || PyErr_Occurred())
+    Eviction eviction = {self, as_set(self->device), component_count(self), 0, NULL};
+    if (eviction.device == NULL)
         return NULL;
-    if (count != 3 || numbers[0] < -1 || numbers[0] >= eviction.count || numbers[1] < 0 || !is_linked(eviction.device->order))
-        return PyErr_Format(PyExc_ValueError, "a component, or -1, a count of pages and the most nodes are due");
+    if (count != 2 || !PyTuple_Check(args[0]) || PyTuple_Size(args[0]) != 1 + eviction.count || !is_linked(eviction.device->order))
+        return PyErr_Format(PyExc_TypeError, "pages of attention KV and each component, and the most nodes are due");
+    eviction.left = PyLong_AsLongLong(args[1]);
+    if (PyErr_Occurred())
+        return NULL;
     eviction.freed = PyMem_Calloc(1 + eviction.count, sizeof *eviction.freed);
     if (eviction.freed == NULL)
         return PyErr_NoMemory();
-    int failed = numbers[0] < 0 ? evict_leaves(&eviction, numbers[1], numbers[2])
-                                : evict_held(&eviction, (Py_ssize_t)numbers[0], numbers[1], numbers[2]);
-    return eviction_end(&eviction, failed < 0);
+    return eviction_end(&eviction, evict_wanted(&eviction, args[0]) < 0);
 }

@@ -66,10 +66,10 @@ class Columns:
     #: used. Both take the pages due, `evict_device` also free host ids.
     evict_device: Callable[[int, bytes], TierEviction] | None = None
     evict_host: Callable[[int], TierEviction] | None = None
-    #: An eviction by whole nodes on one tier: of attention KV (-1) or a further component, so many pages, from so many
-    #: nodes at most. Returns the freed ids of attention KV, then of each component. In C only, where `find` and
-    #: `insert` serve trees with further components too; `Eviction`, `matched` and `Insertion` are the definitions.
-    evict_nodes: Callable[[int, int, int], tuple[bytes, ...]] | None = None
+    #: An eviction by whole nodes on one tier: so many pages of attention KV and of each further component, from so many
+    #: nodes at most. Returns their freed ids. In C only, where `find` and `insert` serve trees with further components
+    #: too; `Eviction`, `matched` and `Insertion` are the definitions.
+    evict_nodes: Callable[[tuple[int, ...], int], tuple[bytes, ...]] | None = None
 
     def __init__(self) -> None:
         self.page_bytes = 0

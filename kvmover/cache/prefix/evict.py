@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from math import inf
 
 from kvmover.cache.prefix.columns import ID_BYTES, EvictableSet
 from kvmover.cache.prefix.components import FULL
@@ -14,13 +15,25 @@ from kvmover.cache.prefix.node import Node
 from kvmover.cache.prefix.results import ActionList, CopyLeg, CopyOut, FreePages, Tier
 from kvmover.cache.prefix.tree_config import EvictionGranularity, WriteBack
 from kvmover.errors import PrefixError
+from kvmover.fields import whole
+
+
+#: More than the pages of any pool.
+MOST_PAGES = 1 << 31
+
+
+def due_pages(pages: int) -> int:
+    """Returns the pages to evict, clamped to 0 and `MOST_PAGES`. Raises PrefixError unless it is a whole number."""
+    if pages.__class__ is not int:
+        pages = whole(pages, "pages to give up", PrefixError, -inf)
+    return 0 if pages < 0 else pages if pages < MOST_PAGES else MOST_PAGES
 
 
 class Eviction:
     """The victims of one call. Ids are gathered, so that a caller frees each component and tier once.
 
-    `pools` takes from at most `leaves` nodes a component. `room` are free host pages for victims of a write-back tree;
-    unused ones stay the caller's. Raises PrefixError for `room` in another tree.
+    `pools` takes from at most `leaves` nodes. `room` are free host pages for victims of a write-back tree; unused ones
+    stay the caller's. Raises PrefixError for `room` in another tree.
     """
 
     def __init__(self, forest: Forest, room: PageIds = (), leaves: int = sys.maxsize) -> None:
@@ -62,8 +75,8 @@ class Eviction:
 
     def _device(self, pages: int) -> None:
         forest, account, spared = self._forest, self._forest.device, list[Node]()
-        aim, left = account.evictable - pages, self._leaves
-        while account.evictable > aim and left and (node := account.order.first()) is not None:
+        aim = account.evictable - pages
+        while account.evictable > aim and self._leaves and (node := account.order.first()) is not None:
             if node.device_children:
                 # Re-added when its last child goes; if that child is spared, it keeps its place.
                 account.order.discard(node)
@@ -76,7 +89,7 @@ class Eviction:
                 self._note(-1, Tier.DEVICE, forest.trim(node, account.evictable - aim))
             else:
                 self._give_up(self._trimmed(node, account.evictable - aim, account))
-                left -= 1
+                self._leaves -= 1
         for node in reversed(spared):
             # A spared ancestor may have been evicted in this call, after its last child.
             if node.pages is not None:
@@ -99,9 +112,9 @@ class Eviction:
     def _held(self, index: int, pages: int) -> None:
         """Evict a further component's device ids; a backed leaf leaves the device whole."""
         account = self._forest.held_device[index]
-        aim, left = account.evictable - pages, self._leaves
-        while account.evictable > aim and left and (node := account.order.first()) is not None:
-            left -= 1
+        aim = account.evictable - pages
+        while account.evictable > aim and self._leaves and (node := account.order.first()) is not None:
+            self._leaves -= 1
             if node.host is None or node.device_children or node.locks or node.children:
                 self._bury(node, index)
             else:

@@ -13,13 +13,14 @@ import numpy as np
 
 from kvmover.cache.prefix.columns import ID_BYTES, PagesInUse, TierEviction
 from kvmover.cache.prefix.components import FULL
+from kvmover.cache.prefix.evict import due_pages
 from kvmover.cache.prefix.forest import Forest
 from kvmover.cache.prefix.hashes import HASH_BYTES
 from kvmover.cache.prefix.insert import due_backup
 from kvmover.cache.prefix.keys import PageIds, RadixKey, page_array, unlike, words
 from kvmover.cache.prefix.locks import NUMBERS, segments
 from kvmover.cache.prefix.match import MISS, SHORTEST_RUN, backed, branches, descend, join, waits
-from kvmover.cache.prefix.node import LockedPath, Node
+from kvmover.cache.prefix.node import LockedPath, LockedSegment, Node
 from kvmover.cache.prefix.results import (
     ROOT,
     Action,
@@ -67,21 +68,22 @@ class StraightSteps:
         root = columns.roots.get(key.namespace)
         if root is None:
             return MISS
-        pages = len(key.data) // forest.page_bytes
+        data, stop = key.data, len(key.data)
         if limit_tokens is not None:
-            pages = max(0, min(pages, limit_tokens // self._page_tokens))
+            stop = min(stop, max(0, limit_tokens) // self._page_tokens * forest.page_bytes)
         if forest.hosted:
-            return self._on_tiers(root, key, pages * forest.page_bytes)
-        last, found, whole, node, end, ids, held = columns.find(root, key.data, pages * forest.page_bytes)
+            return self._on_tiers(root, key, stop)
+        last, found, whole, node, end, ids, held = columns.find(root, data, stop)
         if last is None:
             return MISS
         if whole >= SHORTEST_RUN:
             join(forest, last.path()[::-1][:whole])
-        last_id = last.id if found == last.end else forest.place(last, found)
-        node_id = last_id if node is last else ROOT if node is None else node.id
+        node_id = last.id if found == last.end else forest.place(last, found)
         tokens = end * self._page_tokens
         if not held:
             return Match(tokens, page_array(ids), node_id, tokens, node_id, tokens, node_id)
+        if node is not last:
+            node_id = ROOT if node is None else node.id
         full = found * self._page_tokens
         return Match(
             tokens,
@@ -140,9 +142,11 @@ class StraightSteps:
         forest, columns = self._forest, self._columns
         node = forest.nodes.get(node_id) or forest.node(node_id)
         columns.lock(node)
-        parts = segments(forest, node, skip) if self._held else ()
-        for part in parts:
-            columns.shift(node, part.index, part.first, part.stop, 1, 0)
+        parts: tuple[LockedSegment, ...] = ()
+        if self._held:
+            parts = segments(forest, node, skip)
+            for part in parts:
+                columns.shift(node, part.index, part.first, part.stop, 1, 0)
         number = next(NUMBERS)
         forest.locked_paths[number] = LockedPath(node, _DEVICE, parts)
         return LockHandle(number, node.id, _DEVICE)
@@ -154,9 +158,10 @@ class StraightSteps:
         if locked is None or locked.node.id != handle.node or not (locked.tier is handle.tier is _DEVICE):
             return False
         del locked_paths[handle.number]
+        node, columns = locked.node, self._columns
         for part in locked.segments:
-            self._columns.shift(locked.node, part.index, part.first, part.stop, -1, 0)
-        self._columns.unlock(locked.node)
+            columns.shift(node, part.index, part.first, part.stop, -1, 0)
+        columns.unlock(node)
         return True
 
     def insert(
@@ -250,13 +255,16 @@ class StraightSteps:
             if journal is not None:
                 journal.stored(each, _DEVICE)
 
-    def evict(self, index: int, pages: int, room: PageIds, leaves: int) -> ActionList | None:
-        """See PrefixTree.evict, of attention KV (-1) or a component; at most `leaves` leaves go.
+    def evict(self, wanted: Mapping[str, int], room: PageIds, leaves: int) -> ActionList | None:
+        """See PrefixTree.evict_pools; at most `leaves` leaves go.
 
         Returns None if the core lacks the step, or the call may have to raise.
         """
         if self._held:
-            return None if len(room) else self._evict_nodes(index, pages, leaves)
+            return None if len(room) else self._evict_nodes(wanted, leaves)
+        if len(wanted) != 1 or FULL not in wanted:
+            return None
+        pages = due_pages(wanted[FULL])
         if self._forest.hosted:
             evict = self._columns.evict_device
             if evict is None or leaves < pages or (len(room) and not self._writes_back):
@@ -276,15 +284,14 @@ class StraightSteps:
         self._device_ids.release(freed)
         return ActionList((FreePages(FULL, _DEVICE, page_array(freed)),))
 
-    def _evict_nodes(self, index: int, pages: int, leaves: int) -> ActionList:
-        evict = self._columns.evict_nodes
-        assert evict is not None
-        actions = list[Action]()
-        for name, in_use, ids in zip((FULL, *self._held), self._in_use, evict(index, pages, leaves), strict=True):
-            if ids:
-                in_use.release(ids)
-                actions.append(FreePages(name, _DEVICE, page_array(ids)))
-        return ActionList(tuple(actions))
+    def _evict_nodes(self, wanted: Mapping[str, int], leaves: int) -> ActionList | None:
+        evict, own = self._columns.evict_nodes, (FULL, *self._held)
+        if evict is None or not wanted.keys() <= set(own):
+            return None
+        freed = evict(tuple([due_pages(wanted.get(name, 0)) for name in own]), leaves)
+        for in_use, ids in zip(self._in_use, freed, strict=True):
+            in_use.release(ids)
+        return ActionList(self._freed(range(-1, len(self._held)), freed))
 
     def evict_host(self, pages: int) -> ActionList | None:
         """Evict at least `pages` host pages, or all evictable, as `PrefixTree.evict_host` does. Returns None if the

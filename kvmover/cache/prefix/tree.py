@@ -7,14 +7,13 @@ used by it alone, and comes back exactly once: in a FreePages action, or as an o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import inf
 
 from kvmover.c_core import NATIVE
 from kvmover.cache.prefix.check import check
 from kvmover.cache.prefix.columns import ID_BYTES
 from kvmover.cache.prefix.components import FULL, Sidecar, TreeComponent
 from kvmover.cache.prefix.copies import CopyRecords, FetchRecord, TierCopy, land, land_held, offered
-from kvmover.cache.prefix.evict import Eviction
+from kvmover.cache.prefix.evict import MOST_PAGES, Eviction, due_pages
 from kvmover.cache.prefix.eviction_policy import LRU, EvictionPolicy
 from kvmover.cache.prefix.forest import Forest
 from kvmover.cache.prefix.hashes import PrefixNamespace, TokenIds, each_hash
@@ -39,20 +38,11 @@ from kvmover.cache.prefix.results import (
 from kvmover.cache.prefix.straight_steps import StraightSteps
 from kvmover.cache.prefix.tree_config import DeviceOnly, EvictionGranularity, Tiers, TreeConfig, WriteBack
 from kvmover.errors import PrefixError
-from kvmover.fields import member, whole
+from kvmover.fields import member
 
 #: The most pages of an eviction's step; the most leaves, where C and where Python evicts them. With leaves of one page
 #: a step took 0.06 and 0.28 ms, the longest of thousands 0.5 and 0.7 (perf.bench_prefix shapes).
 _STEP_PAGES, _STEP_LEAVES, _PYTHON_STEP_LEAVES = 8192, 128, 32
-#: More than the pages of any pool.
-_MOST_PAGES = 1 << 31
-
-
-def _count(pages: int) -> int:
-    """Returns the pages to evict, clamped to 0 and `_MOST_PAGES`. Raises PrefixError unless it is a whole number."""
-    if pages.__class__ is not int:
-        pages = whole(pages, "pages to give up", PrefixError, -inf)
-    return 0 if pages < 0 else pages if pages < _MOST_PAGES else _MOST_PAGES
 
 
 class PrefixTree:
@@ -336,25 +326,23 @@ class PrefixTree:
 
         A leaf takes its window and state along, so separate calls would evict more than needed.
         """
-        return self._evict_pools(pages, room, _MOST_PAGES)
+        return self._evict_pools(pages, room, MOST_PAGES)
 
     def _evict_pools(self, pages: Mapping[str, int], room: PageIds, leaves: int) -> ActionList:
         self._forest.tell_room()
-        if self._straight is not None and len(pages) == 1:
-            ((name, count),) = pages.items()
-            index = -1 if name == FULL else self.config.index(name)
-            given_up = self._straight.evict(index, _count(count), room, leaves)
+        if self._straight is not None:
+            given_up = self._straight.evict(pages, room, leaves)
             if given_up is not None:
                 return self._told(given_up)
-        counts = {self.config.index(name): _count(count) for name, count in pages.items()}
+        counts = {self.config.index(name): due_pages(count) for name, count in pages.items()}
         return self._outcome(Eviction(self._forest, room, leaves).pools(counts))
 
     def evict_in_steps(self, pages: Mapping[str, int]) -> Iterator[ActionList]:
         """Yield the results of steps that together evict what `evict_pools` would, each well below 1 ms.
 
-        A step is at most 8192 pages and 128 leaves; by whole nodes alone, with a host tier or without the C core, 32
-        leaves. Other threads run between two. Carry each out before the next. Write-back trees delete: they get no
-        room.
+        A step is at most 8192 pages of a component, and 128 leaves; by whole nodes alone, with a host tier or without
+        the C core, 32 leaves. Other threads run between two. Carry each out before the next. Write-back trees delete:
+        they get no room.
 
         >>> tree = PrefixTree(page_tokens=1)
         >>> for leaf in range(600):
@@ -363,15 +351,21 @@ class PrefixTree:
         [128, 128, 128, 116]
         """
         by_c = self._straight is not None and not self._forest.hosted and NATIVE is not None
-        freed, leaves = dict.fromkeys(pages, 0), _STEP_LEAVES if by_c else _PYTHON_STEP_LEAVES
+        leaves = _STEP_LEAVES if by_c else _PYTHON_STEP_LEAVES
+        left: dict[str, int] = {}
         for name in sorted(pages, key=self.config.index):
-            wanted = _count(pages[name])
-            while (left := wanted - freed[name]) > 0:
-                before, given = freed[name], self._evict_pools({name: min(left, _STEP_PAGES)}, (), leaves)
-                for each in freed:
-                    freed[each] += len(given.page_ids(each))
-                if freed[name] == before:
-                    break
+            left[name] = due_pages(pages[name])
+        while left:
+            name = next(iter(left))
+            missing = left[name]
+            # Pages that a component's further steps free count for the others.
+            step = left if missing <= _STEP_PAGES else {name: _STEP_PAGES}
+            given = self._evict_pools(step, (), leaves)
+            for each in list(left):
+                left[each] -= len(given.page_ids(each))
+                if left[each] <= 0 or (each == name and left[each] == missing):
+                    del left[each]
+            if given.actions:
                 yield given
 
     def demote(self, node_id: int, *, room: PageIds = ()) -> ActionList:
@@ -388,10 +382,10 @@ class PrefixTree:
         Attention KV goes from childless host-only nodes; a write-back tree evicts copies of device pages first.
         """
         if self._straight is not None and component == FULL:
-            given_up = self._straight.evict_host(_count(pages))
+            given_up = self._straight.evict_host(due_pages(pages))
             if given_up is not None:
                 return self._told(given_up)
-        index, count, eviction = self.config.index(component), _count(pages), Eviction(self._forest)
+        index, count, eviction = self.config.index(component), due_pages(pages), Eviction(self._forest)
         return self._outcome(eviction.host(count) if index < 0 else eviction.held_host(index, count))
 
     def reset(self) -> ActionList:
