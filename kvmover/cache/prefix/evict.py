@@ -17,7 +17,6 @@ from kvmover.cache.prefix.tree_config import EvictionGranularity, WriteBack
 from kvmover.errors import PrefixError
 from kvmover.fields import whole
 
-
 #: More than the pages of any pool.
 MOST_PAGES = 1 << 31
 

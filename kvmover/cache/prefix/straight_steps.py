@@ -50,8 +50,9 @@ class StraightSteps:
         self._page_tokens, self._page_words = forest.config.page_tokens, forest.config.page_words
         #: Components with the ids of attention KV.
         self._names = (FULL, *(sidecar.name for sidecar in forest.config.sidecars))
-        #: The further components, and the ids in use of attention KV and of each.
+        #: The further components in order and as a set, and the ids in use of attention KV and of each.
         self._held = tuple(component.name for component in forest.config.components)
+        self._own = {*self._held}
         self._in_use = tuple(forest.in_use[_DEVICE, index] for index in range(-1, len(self._held)))
         self._writes_back = isinstance(forest.config.tiers, WriteBack)
 
@@ -180,15 +181,17 @@ class StraightSteps:
         forest, columns, data = self._forest, self._columns, key.data
         page_bytes = forest.page_bytes
         pages = len(data) // page_bytes
-        brought = self._brought(held) if held else ()
-        root = None if forest.hosted or brought is None else columns.roots.get(key.namespace)
-        if root is not None and brought is not None:
+        if held and not held.keys() <= self._own:
+            return None
+        root = None if forest.hosted else columns.roots.get(key.namespace)
+        if root is not None:
+            brought = self._brought(held) if held else ()
             done = columns.insert(root, data, ids, first_page, self._device_ids, brought)
             if done is not None:
                 node, known, twice = done
                 if known < pages:
                     self._grown(key, node, known)
-                actions = self._freed((-1, *[index for index, _, _ in brought]), twice) if twice else ()
+                actions = self._freed([FULL, *[self._held[row[0]] for row in brought]], twice) if twice else ()
                 return Inserted(actions, node.id, pages * self._page_tokens, known * self._page_tokens)
         if held or self._held:
             return None
@@ -222,22 +225,22 @@ class StraightSteps:
         backups = due_backup(forest, path[::-1]) if forest.hits_due else ()
         return Inserted(actions, path[-1].id, pages * self._page_tokens, known * self._page_tokens, backups)
 
-    def _brought(self, held: Mapping[str, PageIds]) -> tuple[tuple[int, bytes, PagesInUse], ...] | None:
-        """Returns (index, ids, pages in use) of each component that brings ids; None if there is no such component."""
-        rows = list[tuple[int, bytes, PagesInUse]]()
+    def _brought(self, held: Mapping[str, PageIds]) -> tuple[tuple[int, bytes, PagesInUse], ...]:
+        """Returns (index, ids, pages in use) of each component that brings ids."""
+        rows: list[tuple[int, bytes, PagesInUse]] = []
         for name, page_ids in held.items():
-            if name not in self._held:
-                return None
             index, ids = self._held.index(name), words(page_ids)
             if ids:
                 rows.append((index, ids, self._in_use[1 + index]))
         return tuple(rows)
 
-    def _freed(self, indices: Iterable[int], rows: Iterable[bytes]) -> tuple[Action, ...]:
-        """Returns a FreePages for each row that has ids: of attention KV (-1) or a component on the device."""
-        names = self._forest.config.name
-        pairs = zip(indices, rows, strict=True)
-        return tuple([FreePages(names(index), _DEVICE, page_array(ids)) for index, ids in pairs if ids])
+    def _freed(self, names: Iterable[str], rows: Iterable[bytes]) -> tuple[Action, ...]:
+        """Returns a FreePages of the device for each row that has ids."""
+        actions: list[Action] = []
+        for name, ids in zip(names, rows, strict=True):
+            if ids:
+                actions.append(FreePages(name, _DEVICE, page_array(ids)))
+        return tuple(actions)
 
     def _grown(self, key: RadixKey, node: Node, first_page: int) -> None:
         """Give a path's new nodes, from `first_page` on, the key's hashes, if any, and record that they were stored."""
@@ -286,12 +289,15 @@ class StraightSteps:
 
     def _evict_nodes(self, wanted: Mapping[str, int], leaves: int) -> ActionList | None:
         evict, own = self._columns.evict_nodes, (FULL, *self._held)
-        if evict is None or not wanted.keys() <= set(own):
+        if evict is None or not wanted.keys() <= {*own}:
             return None
-        freed = evict(tuple([due_pages(wanted.get(name, 0)) for name in own]), leaves)
+        pages = dict.fromkeys(own, 0)
+        for name, count in wanted.items():
+            pages[name] = due_pages(count)
+        freed = evict(tuple(pages.values()), leaves)
         for in_use, ids in zip(self._in_use, freed, strict=True):
             in_use.release(ids)
-        return ActionList(self._freed(range(-1, len(self._held)), freed))
+        return ActionList(self._freed(own, freed))
 
     def evict_host(self, pages: int) -> ActionList | None:
         """Evict at least `pages` host pages, or all evictable, as `PrefixTree.evict_host` does. Returns None if the

@@ -96,6 +96,7 @@ def turn(rng: random.Random) -> Turn:
         (2, lambda mine: keep(mine, tokens)),
         (2, lambda mine: let_go(mine, which)),
         (3, lambda mine: give_up(mine, count, which)),
+        (1, lambda mine: give_up_all(mine, count, which % 5)),
         (2, lambda mine: copy(mine, tokens, Tier.HOST)),
         (2, lambda mine: copy(mine, tokens, Tier.DEVICE)),
         (2, lambda mine: fetch(mine, tokens)),
@@ -158,6 +159,12 @@ def give_up(mine: Engine, pages: int, which: int) -> object:
         return mine.evict_host(pages, name)
     room = mine.free[FULL, Tier.HOST][: which % 4] if isinstance(tiers, WriteBack) else []
     return mine.apply(mine.tree.evict(pages, name, room=room))
+
+
+def give_up_all(mine: Engine, pages: int, others: int) -> object:
+    """Of every component, in steps."""
+    wanted = {FULL: pages, **{each.name: others for each in mine.tree.config.components}}
+    return [mine.apply(each) for each in mine.tree.evict_in_steps(wanted)]
 
 
 def copy(mine: Engine, tokens: list[int], dst: Tier) -> object:
@@ -282,8 +289,8 @@ def counted(tree: PrefixTree) -> list[object]:
 
 
 @built
-def test_a_request_goes_the_straight_way_where_the_tree_has_just_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With windows and a state: each call is one step of the core, and none is left to the general way."""
+def test_no_call_of_a_request_on_one_tier_is_left_to_the_general_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With windows and a state too, and where another request has brought the pages meanwhile."""
     tree = engine(forest.C_CORE, SHAPES["state and two windows"]).tree
     tree.insert(range(8), range(4), held={"state": [0], "short": range(2), "long": range(4)})
     straight = tree._straight
@@ -295,6 +302,10 @@ def test_a_request_goes_the_straight_way_where_the_tree_has_just_what_it_found(m
     handle = tree.lock(match.device_node)
     tree.insert(range(30), range(4, 15), first_page=4, held={"state": [1], "short": range(2, 4), "long": range(4, 8)})
     tree.unlock(handle)
+    twice = {FULL: [*range(20, 26), *range(27, 31)], "long": [20, 21, 22], "state": [7]}
+    ids, window = [*twice[FULL][:6], 10, *twice[FULL][6:]], [20, 21, 6, 22]
+    again = tree.insert(range(30), ids, first_page=4, held={"long": window, "state": [7]})
+    assert {name: again.page_ids(name).tolist() for name in twice} == twice
     freed = tree.evict(1)
     assert [len(freed.page_ids(name)) for name in (FULL, "state", "short", "long")] == [2, 1, 2, 2]
     assert len(tree.evict(1, "long").page_ids("long")) == 2
@@ -457,8 +468,8 @@ def test_arguments_that_no_part_of_kvmover_gives_end_no_process() -> None:
         core.PageTable(1, 2**31)
     with pytest.raises(MemoryError):
         core.PageTable(2**62, 2).tokens(np.zeros(2, np.int32))
-    with pytest.raises(ValueError, match="a component, or -1"):
-        columns.evict_nodes(0, 1, 1)
+    with pytest.raises(TypeError, match="pages of attention KV and each component"):
+        columns.evict_nodes((0, 1), 1)
     leaf = columns.node(1, root, b"abcd", 0, 1)
     for call in (lambda: columns.shift(leaf, 0, 0, 1, 1, 0), lambda: columns.first_held(leaf, 0)):
         with pytest.raises(IndexError):
