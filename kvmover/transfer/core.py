@@ -6,7 +6,7 @@ import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
@@ -144,7 +144,7 @@ class TimerKind(StrEnum):
 
 
 #: Attempts that are told of a lost peer in one poll, some 0.1 ms each: other messages are heard in between.
-MAX_LOSSES = 64
+MAX_LOSSES = 16
 
 #: A TimerKind, and the peer, attempt or request.
 Timer = tuple[TimerKind, Hashable]
@@ -155,9 +155,9 @@ class Core:
     """The parts of a mover.
 
     `sandbox`: memory that peers may write to measure the link, empty if they may not. `later`: calls to run in order,
-    outside the event being handled. `losses`: calls that each tell one attempt of a lost peer. `outbox`: encoded
-    messages by peer that have not left. `wall_ns`: nanoseconds since 1970, to which generations are held. `in_pages`:
-    a row of some component is of several tokens.
+    outside the event being handled. `losses`: an iterator a lost peer; a step of it tells one attempt. `outbox`:
+    encoded messages by peer that have not left. `wall_ns`: nanoseconds since 1970, to which generations are held.
+    `in_pages`: a row of some component is of several tokens.
     """
 
     transport: Transport
@@ -179,7 +179,7 @@ class Core:
     watchers: list[Callable[[Ending], None]] = field(default_factory=list["Callable[[Ending], None]"])
     lost: deque[tuple[str, str]] = field(default_factory=deque["tuple[str, str]"])
     later: deque[Callable[[], None]] = field(default_factory=deque["Callable[[], None]"])
-    losses: deque[Callable[[], None]] = field(default_factory=deque["Callable[[], None]"])
+    losses: deque[Iterator[None]] = field(default_factory=deque["Iterator[None]"])
     outbox: dict[str, list[bytes]] = field(default_factory=dict[str, "list[bytes]"])
     timers: Timers[Timer] = field(default_factory=Timers[Timer])
     expected_ends: ExpectedEnds = field(default_factory=ExpectedEnds)
@@ -286,8 +286,9 @@ class Core:
 
     def tell_losses(self) -> None:
         """Tell a few attempts that their peers are lost; the next polls tell the others."""
-        for _ in range(min(MAX_LOSSES, len(self.losses))):
-            self.losses.popleft()()
+        for _ in range(MAX_LOSSES):
+            while self.losses and next(self.losses[0], self) is self:
+                self.losses.popleft()
 
     def awaits(self, peer: str) -> None:
         """Record one more answer awaited from a peer, which is pinged until all have come."""

@@ -300,10 +300,10 @@ class DestinationDriver:
         self._retransmissions.lost(peer)
         self.renewals.lost(peer)
         self._room = True  # its regions may be revoked by a new registration
-        loss = PeerGone(peer, reason)
-        self.core.losses += (partial(self._tell_loss, id_, loss) for id_ in self._attempts.from_peer(peer))
+        tell = partial(self._tell_loss, PeerGone(peer, reason))
+        self.core.losses.append(map(tell, self._attempts.from_peer(peer)))
 
-    def _tell_loss(self, id_: Id, loss: PeerGone) -> None:
+    def _tell_loss(self, loss: PeerGone, id_: Id) -> None:
         attempt = self._attempts.get(id_)
         if attempt is not None:
             self._step(attempt, loss)

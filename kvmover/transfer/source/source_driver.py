@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import starmap
 from itertools import compress
 from operator import methodcaller
 
@@ -262,7 +263,7 @@ class SourceDriver:
     """The sending half of a mover.
 
     `_gated` polls the gates of requests with attempts. `_over`: requests that ended since the last poll. `_asked`: the
-    requests of which a destination has an attempt, by its name.
+    requests of which a destination has an attempt, by its name, with the attempt's generation.
     """
 
     core: Core
@@ -272,7 +273,7 @@ class SourceDriver:
     _closed: Tombstones = field(init=False)
     _gated: GateWatch = field(init=False)
     _over: dict[str, Request] = field(default_factory=dict[str, Request])
-    _asked: dict[str, dict[str, None]] = field(default_factory=dict[str, "dict[str, None]"])
+    _asked: dict[str, dict[str, int]] = field(default_factory=dict[str, "dict[str, int]"])
 
     def __post_init__(self) -> None:
         budget = Budget()
@@ -468,7 +469,7 @@ class SourceDriver:
             self.core.say(peer.name, wire.Abort(want.request, want.generation, wrong))
             return
         request.attempts[peer.name] = attempt
-        self._asked.setdefault(peer.name, {})[want.request] = None
+        self._asked.setdefault(peer.name, {})[want.request] = want.generation
         self.core.awaits(peer.name)
         self._gated.watch(request)
         if not self._offer(request, attempt):
@@ -575,12 +576,10 @@ class SourceDriver:
             self.core.timers.cancel((TimerKind.EARLY, (request, peer)))
             self.core.awaits_no_more(peer)
         self.writes.lost(peer)
-        loss = PeerGone(peer, reason)
-        for name in self._asked.get(peer, ()):
-            generation = self._requests[name].attempts[peer].state.generation
-            self.core.losses.append(partial(self._tell_loss, name, generation, loss))
+        asked = tuple(self._asked.get(peer, {}).items())
+        self.core.losses.append(starmap(partial(self._tell_loss, PeerGone(peer, reason)), asked))
 
-    def _tell_loss(self, name: str, generation: int, loss: PeerGone) -> None:
+    def _tell_loss(self, loss: PeerGone, name: str, generation: int) -> None:
         request = self._requests.get(name)
         attempt = request.attempts.get(loss.peer) if request is not None else None
         if request is not None and attempt is not None and attempt.state.generation == generation:
