@@ -12,13 +12,24 @@ import kvmover
 from tests.docs.api_page import CHOSEN, PACKAGES, PAGE, WHOLE, names, page
 
 DOCS = PAGE.parent
-EXAMPLES = sorted(DOCS.glob("examples/*.py"))
+ROW_MOVER = DOCS / "examples" / "row_mover.py"
+EXAMPLES = sorted({*DOCS.glob("examples/*.py")} - {ROW_MOVER})
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=[path.name for path in EXAMPLES])
 def test_an_example_runs_and_finds_every_byte_right(example: Path, capfd: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(example), run_name="__main__")  # its own assertions are the test
     assert capfd.readouterr() == ("", "")
+
+
+def test_the_row_mover_of_the_page_has_forty_lines_and_moves_every_byte_in_the_interpreter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = ROW_MOVER.read_text()
+    assert f"```py\n{text}```" in (DOCS / "kernels.md").read_text(), "docs/kernels.md shows another row mover"
+    assert len(text.splitlines()) <= 40
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    runpy.run_path(str(ROW_MOVER), run_name="__main__")
 
 
 def test_the_example_of_a_memory_manager_stays_short_and_does_it_all() -> None:
