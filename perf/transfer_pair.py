@@ -151,6 +151,7 @@ class Pair:
     def moved(self, config: MoverConfig, tokens: int) -> float:
         """Seconds of a request, from asking to landed, as the destination sees it."""
         request = f"{time.monotonic_ns()}"
+        self.side.mover.configure(config)
         offered = self.side.mover.send(request, [self._pages])
         self._pipe.send((config, request, tokens))
         self.side.mover.wait([offered])

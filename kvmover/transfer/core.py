@@ -15,7 +15,7 @@ from kvmover.errors import KvmoverError, PeerLost, PeerUnknown, RefusedFor
 from kvmover.foreign_text import printable
 from kvmover.layout.component import Component
 from kvmover.layout.pool import Pool
-from kvmover.plan.cost import Route
+from kvmover.plan.cost import Costs, Route
 from kvmover.regions import BoundMemory
 from kvmover.repeats import Repeats
 from kvmover.shared_memory import HostProcess, MapMode
@@ -236,11 +236,14 @@ class Core:
         copied_s = stages[Stage.GATHER].sum_s + stages[Stage.SCATTER].sum_s if self.copier.inline else 0.0
         return stages[Stage.POST].sum_s + copied_s
 
+    def costs(self, host: str) -> Costs:
+        """Returns the config's costs, with the measured ones of the path to `host` in their place."""
+        return self.links.costs(host, self.config.costs, self.clock())
+
     def expect(self, host: str, route: Route, lane: Lane) -> None:
         """Expect the end of a lane's transfer, from or to a rank of `host`, that begins now by `route`."""
-        now = self.clock()
-        costs = self.links.costs(host, self.config.costs, now)
-        self.expected_ends.add(now + costs.us(route, lane.nbytes, lane.direct_runs) / 1e6, now)
+        now, us = self.clock(), self.costs(host).us(route, lane.nbytes, lane.direct_runs)
+        self.expected_ends.add(now + us / 1e6, now)
 
     def stamp_us(self) -> int:
         """Return this side's clock in microseconds, which a WriteLease will echo."""

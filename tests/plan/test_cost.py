@@ -46,6 +46,12 @@ def test_a_tie_goes_direct() -> None:
     assert costs.choose(100, 151).route is Route.PACKED
 
 
+def test_an_inline_window_is_two_chunks_and_what_the_latency_hides_and_a_nic_has_none() -> None:
+    inline = Costs(2.0, 10.0, 40.0, 40.0, 1.0, 100, Posting.INLINE, latency_us=7.0)
+    assert inline.window_bytes == 2 * 100 + 7 * 10
+    assert replace(inline, posting=Posting.AHEAD).window_bytes == math.inf
+
+
 def test_posting_adds_to_the_wire_inline_and_hides_behind_it_ahead() -> None:
     ahead = Costs(2.0, 10.0, 40.0, 40.0, 1.0, 100)
     inline = replace(ahead, posting=Posting.INLINE)

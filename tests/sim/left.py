@@ -22,6 +22,8 @@ def _remembered(scene: Scene, seat: Seat) -> list[str]:
         "limbo": wards,
         "farewells": mover._destination._retransmissions,
         "reads": mover._reads.flights,
+        "waiting reads": mover._reads._waiting,
+        "read bytes": mover._reads._packed,
         "requests": mover._source._requests,
         "early": mover._source.early,
         "posts": mover._writes._queue,

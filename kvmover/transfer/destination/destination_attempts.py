@@ -372,7 +372,7 @@ def _route(core: Core, peer: Peer, lane: Lane, runs: int, table_bytes: int) -> R
     if config.verb is wire.Verb.PUSH and table_bytes > wire.MAX_TABLE_BYTES:
         return Route.PACKED  # its page tables exceed a message
     among = BY_HOST if core.mappings.reach(peer, config.verb) else BY_WIRE
-    choice = core.links.costs(peer.card.host, config.costs, core.clock()).choose(lane.nbytes, runs, among)
+    choice = core.costs(peer.card.host).choose(lane.nbytes, runs, among)
     if log.isEnabledFor(logging.DEBUG):
         log.debug("from %s, %s", peer.name, choice.why())
     return choice.route

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -85,21 +86,55 @@ class Reading(msgspec.Struct, frozen=True, eq=False):
 
 @dataclass(slots=True, eq=False)
 class Reads:
-    """The reads of a rank. `tell` is called with the end of each."""
+    """The reads of a rank. `tell` is called with the end of each.
+
+    `_waiting` [source]: packed chunks that the link's windows have no room for. `_packed` [source, ticket]: bytes of
+    those under way.
+    """
 
     core: Core
     tell: Callable[[Reading, ReadEnded], None]
     flights: InFlight[Reading]
+    _waiting: dict[str, deque[tuple[Reading, int, int, int]]] = field(
+        default_factory=dict[str, "deque[tuple[Reading, int, int, int]]"]
+    )
+    _packed: dict[str, dict[int, int]] = field(default_factory=dict[str, "dict[int, int]"])
+
+    def under_way(self) -> list[Reading]:
+        """Returns all reads that touch memory or will."""
+        return [*self.flights.under_way(), *(entry[0] for waiting in self._waiting.values() for entry in waiting)]
 
     def packed(self, reading: Reading, remote: int, offset: int, span_bytes: int) -> None:
-        """Read from `remote` of the source's staging memory to `offset` of this side's arena."""
-        peer, arena = self.core.peers.get(reading.peer), self.core.incoming.memory
+        """Read from `remote` of the source's staging memory to `offset` of this side's arena, once the link's window
+        has room for it.
+        """
+        peer = self.core.peers.get(reading.peer)
         if peer is None:
             self._refuse(reading, f"{reading.peer} is not connected")
         elif not 0 <= remote <= peer.card.staging.nbytes - span_bytes:
             self._refuse(reading, f"{reading.peer} staged a chunk at {remote}, outside of its staging memory")
         else:
-            self._post(reading, part(arena, offset, span_bytes), part(peer.card.staging, remote, span_bytes))
+            self._waiting.setdefault(peer.name, deque()).append((reading, remote, offset, span_bytes))
+            self._next(peer)
+
+    def _next(self, peer: Peer) -> None:
+        """Post a source's packed reads, as many as two windows have room for: the reads of one end together, and those
+        of the other are on their way meanwhile.
+        """
+        waiting, under_way = self._waiting.pop(peer.name, None), self._packed.setdefault(peer.name, {})
+        while waiting:
+            reading, remote, offset, span_bytes = waiting[0]
+            most_bytes = 2 * self.core.costs(peer.card.host).window_bytes if under_way else math.inf
+            if sum(under_way.values()) + span_bytes > most_bytes:
+                self._waiting[peer.name] = waiting
+                return
+            waiting.popleft()
+            local = part(self.core.incoming.memory, offset, span_bytes)
+            ticket = self._post(reading, local, part(peer.card.staging, remote, span_bytes))
+            if ticket is not None:
+                under_way[ticket] = span_bytes
+        if not under_way:
+            del self._packed[peer.name]
 
     def direct(self, reading: Reading, boxes: Sequence[tuple[int, Box]]) -> None:
         """Read from the source's pages to this side's pages."""
@@ -134,18 +169,25 @@ class Reads:
         ended = ReadEnded(reading.peer, reading.chunk, reason)
         self.core.later.append(lambda: self.tell(reading, ended))
 
-    def _post(self, reading: Reading, local: Descriptors, remote: Descriptors) -> None:
+    def _post(self, reading: Reading, local: Descriptors, remote: Descriptors) -> int | None:
+        """Post a read. Returns its ticket; None if the transport refused it."""
         core, begun = self.core, self.core.clock()
         try:
             note = core.auth.sign(reading.peer, reading.note)
             ticket = core.transport.read(reading.peer, local, remote, note, core.config.deadline_s)
         except TransportError as error:
             self._refuse(reading, str(error))
-            return
+            return None
         now = core.clock()
         core.meter.took(Stage.POST, now - begun, reading.spent_s)
         core.meter.add(Count.DESCRIPTORS, local.count)
         self.flights.add(ticket, replace(reading, nbytes=local.nbytes, runs=local.count), now)
+        return ticket
+
+    def lost(self, peer: str) -> None:
+        """Fail the reads that wait for a lost source."""
+        for reading, *_ in self._waiting.pop(peer, ()):
+            self._refuse(reading, f"{peer} is lost")
 
     def handle(self, event: Completed | Failed) -> bool:
         """Handle the end of a read. Returns False for an operation that is not of these reads."""
@@ -158,8 +200,19 @@ class Reads:
             if peer is not None:
                 posted_s = self.core.clock() - landing.seconds
                 self.core.links.moved(peer.card.host, event, reading.nbytes, reading.runs, posted_s)
+        if reading.peer in self._packed:
+            self._ended(reading.peer, event.ticket)
         self.tell(reading, ReadEnded(reading.peer, reading.chunk, landing.reason, landing.quiescent))
         return True
+
+    def _ended(self, name: str, ticket: int) -> None:
+        """Let the reads that wait for the end of a packed one follow it, unless their source is lost."""
+        self._packed[name].pop(ticket, None)
+        peer = self.core.peers.get(name)
+        if peer is not None:
+            self._next(peer)
+        elif not self._packed[name]:
+            del self._packed[name]
 
 
 #: Ended attempts that are remembered, so that a source that missed the end can be told.
@@ -299,6 +352,7 @@ class DestinationDriver:
         """Handle the loss of a peer: attempts that need more from it fail for `reason`, others go on."""
         self._retransmissions.lost(peer)
         self.renewals.lost(peer)
+        self.reads.lost(peer)
         self._room = True  # its regions may be revoked by a new registration
         tell = partial(self._tell_loss, PeerGone(peer, reason))
         self.core.losses.append(map(tell, self._attempts.from_peer(peer)))
@@ -477,7 +531,7 @@ class DestinationDriver:
         if self._attempts.get(attempt.id) is None:
             return
         if attempt.faults == 1:
-            reading = frozenset((r.peer, r.chunk) for r in self.reads.flights.under_way() if r.id == attempt.id)
+            reading = frozenset((r.peer, r.chunk) for r in self.reads.under_way() if r.id == attempt.id)
             self._step(attempt, OwnFault(reason, frozenset(attempt.copying), reading))
             return
         attempt.cause = attempt.cause or Cause.FAULT

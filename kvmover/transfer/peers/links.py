@@ -150,9 +150,10 @@ class Links:
         link = self._links.get(host)
         if link is None:
             return None
-        _measure(link, link.bursts.over(now * 1e6))
-        if link.fresh and now >= link.fitted_at + REFIT_S:
-            link.fitted, link.fresh, link.fitted_at = link.measured.calibrate(host, self.kind, base), 0, now
+        if now >= link.fitted_at + REFIT_S:  # else each question during a burst would cut it
+            _measure(link, link.bursts.over(now * 1e6))
+            if link.fresh:
+                link.fitted, link.fresh, link.fitted_at = link.measured.calibrate(host, self.kind, base), 0, now
         return link.fitted
 
 

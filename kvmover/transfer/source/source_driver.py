@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import starmap
-from itertools import compress
+from itertools import compress, starmap
 from operator import methodcaller
 
 from msgspec.structs import replace

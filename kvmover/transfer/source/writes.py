@@ -139,7 +139,8 @@ class Writes:
     WriteFailed, then Settled; or Lapsed. `_leases` [peer]: until when this rank may write there.
 
     Destinations take turns. Each may hold as many bytes of staging memory as it leaves free for others, or one chunk,
-    so a stopped or slow reader stalls no other. `_reserved` [destination]: its bytes.
+    so a stopped or slow reader stalls no other; of packed writes, no more than the window of its link.
+    `_reserved` [destination]: its bytes.
     """
 
     core: Core
@@ -296,7 +297,7 @@ class Writes:
             self._lapse(entry)
             return True
         if job.want.route is Route.PACKED:
-            entry.staged = self._reserve(job.peer.name, job.lane.chunks[entry.chunk].span_bytes)
+            entry.staged = self._reserve(job, job.lane.chunks[entry.chunk].span_bytes)
             if entry.staged is None:
                 return False
         core.meter.took(Stage.STAGING_WAIT, core.clock() - entry.since, job.spent_s)
@@ -305,14 +306,20 @@ class Writes:
         self._do(entry, self._begin)
         return True
 
-    def _reserve(self, peer: str, span_bytes: int) -> int | None:
-        """Returns the offset of a region for a destination's chunk, or None while its share or the arena is full."""
-        arena, reserved = self.core.outgoing.arena, self._reserved.get(peer, 0)
-        if reserved and reserved + span_bytes > arena.nbytes - arena.reserved_bytes:
-            return None
+    def _reserve(self, job: Job, span_bytes: int) -> int | None:
+        """Returns the offset of a region for a destination's chunk, or None while its share, the window for writes to
+        it, or the arena is full.
+        """
+        arena, name = self.core.outgoing.arena, job.peer.name
+        if reserved := self._reserved.get(name, 0):
+            most_bytes = arena.nbytes - arena.reserved_bytes
+            if job.want.verb is Verb.PUSH:
+                most_bytes = min(most_bytes, self.core.costs(job.peer.card.host).window_bytes)
+            if reserved + span_bytes > most_bytes:
+                return None
         offset = arena.reserve(span_bytes)
         if offset is not None:
-            self._reserved[peer] += span_bytes
+            self._reserved[name] += span_bytes
         assert self._reserved.total() <= arena.reserved_bytes, (
             f"{self._reserved} are counted of {arena.reserved_bytes} bytes"
         )
