@@ -144,7 +144,7 @@ def a_lease_is_renewed() -> None:
 def chunks_are_staged_and_released() -> None:
     made, entries = source(), [chunk(), chunk()]
     for entry in entries:
-        entry.staged = made._reserve(A, 512)
+        entry.staged = made._reserve(entry.job, 512)
     for entry in entries:
         made._release(entry)
     assert not made._reserved
@@ -153,7 +153,7 @@ def chunks_are_staged_and_released() -> None:
 
 def a_chunk_is_begun_twice() -> None:
     made, entry = source(), chunk()
-    entry.staged = made._reserve(A, 512)
+    entry.staged = made._reserve(entry.job, 512)
     made._start(entry)
 
 
