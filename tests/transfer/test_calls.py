@@ -16,10 +16,10 @@ KV, FLEET = Component.attention(2, 2, 16, "bfloat16"), Fleet(page_tokens=16)
 
 #: Calls of both sides together for a request of one chunk, with the polls of the loopback transport.
 MOST = {
-    (Route.DIRECT, Verb.PUSH): 775,
-    (Route.DIRECT, Verb.PULL): 900,
-    (Route.PACKED, Verb.PUSH): 1010,
-    (Route.PACKED, Verb.PULL): 1180,
+    (Route.DIRECT, Verb.PUSH): 770,
+    (Route.DIRECT, Verb.PULL): 905,
+    (Route.PACKED, Verb.PUSH): 970,
+    (Route.PACKED, Verb.PULL): 1160,
 }
 
 
@@ -38,7 +38,8 @@ def test_a_request_of_one_chunk_takes_few_calls(route: Route, verb: Verb) -> Non
             target.poll()
 
     moved("first")
-    assert calls_of(lambda: moved("second")) <= MOST[route, verb]
+    moved("second")
+    assert calls_of(lambda: moved("third")) <= MOST[route, verb]
 
 
 def test_an_idle_poll_takes_few_calls() -> None:
