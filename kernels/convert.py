@@ -1,4 +1,4 @@
-"""The conversion kernel converts rows while it moves them: bfloat16 to fp8 or NVFP4, and any way back.
+"""The conversion kernel converts rows while it moves them: bfloat16 to fp8, NVFP4 or MX forms, and back.
 
 Results are those of `convert_reference`, bit for bit. An overlap is the numbers that a part of the source's form shares
 with a part of the destination's; its rows are cut into grains, powers of two that hold whole blocks. A tile is some
@@ -19,8 +19,23 @@ import torch
 import triton
 import triton.language as tl
 
-from .convert_elements import BF16, E2M1, E4M3, ELEMENTS, F32, as_float, to_fp4, to_fp8, to_words
-from .convert_reference import SCALE_FLOOR, Conversion, RowForm, borders, element_size
+from .convert_elements import (
+    BF16,
+    E2M1,
+    E4M3,
+    E5M2,
+    E8M0,
+    ELEMENTS,
+    F32,
+    SCALES,
+    as_float,
+    to_e5m2,
+    to_fp4,
+    to_fp8,
+    to_power,
+    to_words,
+)
+from .convert_reference import LARGEST, POWER_FLOOR, SCALE_FLOOR, Conversion, RowForm, borders, element_size
 from .launch import RULES, Kernel, Prepared, Program, RowConfig, RowKind, choose, one_device
 from .region import Planes, Region, RegionError, Side
 from .table import (
@@ -42,7 +57,8 @@ from .table import (
     unit_start,
 )
 
-FLOOR = tl.constexpr(SCALE_FLOOR)
+FLOOR, LEAST_OF_BLOCK = tl.constexpr(SCALE_FLOOR), tl.constexpr(POWER_FLOOR)
+LARGEST_E4M3, LARGEST_E2M1 = (tl.constexpr(LARGEST[name]) for name in ("float8_e4m3fn", "float4_e2m1fn_x2"))
 
 #: Word offsets of a region's streams, each as a side: elements and block scales read, then written; of the places of
 #: the plane scales of source and destination; and the number of words.
@@ -55,6 +71,8 @@ SRC_PLANES, DST_PLANES, WORDS = (tl.constexpr(DST_SCALES.value + SIDE_WORDS.valu
     OF_DST_ELEMENT,
     OF_SRC_BLOCK,
     OF_DST_BLOCK,
+    OF_SRC_SCALE,
+    OF_DST_SCALE,
     OF_VALUES,
     OF_LARGEST,
     OF_WIDTH,
@@ -63,7 +81,7 @@ SRC_PLANES, DST_PLANES, WORDS = (tl.constexpr(DST_SCALES.value + SIDE_WORDS.valu
     OF_DST_VEC,
     OF_SRC_KIND,
     OF_DST_KIND,
-) = map(tl.constexpr, range(12))
+) = map(tl.constexpr, range(14))
 
 
 @triton.jit
@@ -100,8 +118,9 @@ def _read(table, at, plane, head, unit, token, live, grain, OF: tl.constexpr, CA
     BLOCK: tl.constexpr = OF[OF_SRC_BLOCK]
     VALUES: tl.constexpr = OF[OF_VALUES]
     UNITS: tl.constexpr = OF[OF_SRC_KIND]
+    SCALE: tl.constexpr = OF[OF_SRC_SCALE]
     WORD: tl.constexpr = tl.float32 if KIND == F32 else (tl.int16 if KIND <= BF16 else tl.int8)  # pyright: ignore
-    FACTOR: tl.constexpr = tl.float32 if KIND == E4M3 else tl.int8  # pyright: ignore
+    FACTOR: tl.constexpr = tl.float32 if SCALE == F32 else tl.int8  # pyright: ignore
     rows = _starts(table, at + SRC, plane, head, unit, token, live, WORD, OF[OF_SRC_VEC], UNITS)
     here = live[:, None]
     if KIND == E2M1:
@@ -121,28 +140,36 @@ def _read(table, at, plane, head, unit, token, live, grain, OF: tl.constexpr, CA
         here = live[:, None] & (block * BLOCK < VALUES)
         scales = _starts(table, at + SRC_SCALES, plane, head, unit, token, live, FACTOR, 1, UNITS)
         factors = tl.load(scales + block, mask=here, other=0)
-        if KIND == E2M1:
-            factors = as_float(factors, E4M3, CASTS) * _plane_scale(table, at + SRC_PLANES, plane)
+        factors = as_float(factors, SCALE, CASTS)
+        if SCALE == E4M3:
+            factors *= _plane_scale(table, at + SRC_PLANES, plane)
         x = _by_block(x, factors, OF[OF_ROWS], WIDTH, BLOCK, 0)
-    elif KIND == E4M3:
+    elif KIND >= E4M3 and KIND != E2M1:
         x = x * _plane_scale(table, at + SRC_PLANES, plane)
     return x
 
 
 @triton.jit
-def _to_blocks_of_fp4(x, amax, plane_scale, BLOCK: tl.constexpr, CASTS: tl.constexpr):
-    """Return block scales in e4m3 [row, block], and pairs of e2m1 [row, pair]. `amax` [row, block]."""
-    ROWS: tl.constexpr = x.shape[0]
-    WIDTH: tl.constexpr = x.shape[1]
-    BLOCKS: tl.constexpr = WIDTH // BLOCK
-    own = tl.full([ROWS, BLOCKS], 1.0, tl.float32) * plane_scale
-    stored = tl.div_rn(tl.div_rn(amax, tl.full([ROWS, BLOCKS], 6.0, tl.float32)), own)
-    odd = tl.max(tl.where(x == x, 0.0, 1.0).reshape([ROWS, BLOCKS, BLOCK]), 2)
-    stored = tl.where(odd == 1.0, 0x7F, to_fp8(stored, CASTS)).to(tl.int8)
-    factors = as_float(stored, E4M3, CASTS) * own
-    y = _by_block(x, tl.where(factors == 0.0, float("inf"), factors), ROWS, WIDTH, BLOCK, 1)
-    low, high = tl.split(tl.reshape(to_fp4(tl.where(y == y, y, 0.0)), [ROWS, WIDTH // 2, 2]))
-    return stored, low | (high << 4)
+def _block_scales(table, at, plane, amax, odd, KIND: tl.constexpr, SCALE: tl.constexpr, CASTS: tl.constexpr):
+    """Return the scales of blocks as stored, and as the factors of their numbers. `amax`, `odd` [row, block]: the
+    largest magnitude, and 1 where a number is NaN.
+    """
+    largest = tl.full(amax.shape, LARGEST_E2M1 if KIND == E2M1 else LARGEST_E4M3, tl.float32)
+    if SCALE == F32:
+        stored = tl.maximum(tl.div_rn(amax, largest), FLOOR)
+        factors = stored
+    elif SCALE == E8M0:
+        stored = to_power(tl.div_rn(tl.maximum(amax, LEAST_OF_BLOCK), largest))
+        if KIND == E2M1:
+            stored = tl.where(odd == 1.0, -1, stored).to(tl.int8)
+        factors = as_float(stored, E8M0, CASTS)
+    else:
+        own = tl.full(amax.shape, 1.0, tl.float32) * _plane_scale(table, at + DST_PLANES, plane)
+        stored = to_fp8(tl.div_rn(tl.div_rn(amax, largest), own), CASTS)
+        stored = tl.where(odd == 1.0, 0x7F, stored).to(tl.int8)
+        factors = as_float(stored, E4M3, CASTS) * own
+        factors = tl.where(factors == 0.0, float("inf"), factors)
+    return stored, factors
 
 
 @triton.jit
@@ -154,8 +181,9 @@ def _write(table, at, plane, head, unit, token, live, grain, x, OF: tl.constexpr
     BLOCK: tl.constexpr = OF[OF_DST_BLOCK]
     VALUES: tl.constexpr = OF[OF_VALUES]
     UNITS: tl.constexpr = OF[OF_DST_KIND]
+    SCALE: tl.constexpr = OF[OF_DST_SCALE]
     WORD: tl.constexpr = tl.float32 if KIND == F32 else (tl.int16 if KIND <= BF16 else tl.int8)  # pyright: ignore
-    FACTOR: tl.constexpr = tl.float32 if KIND == E4M3 else tl.int8  # pyright: ignore
+    FACTOR: tl.constexpr = tl.float32 if SCALE == F32 else tl.int8  # pyright: ignore
     rows = _starts(table, at + DST, plane, head, unit, token, live, WORD, OF[OF_DST_VEC], UNITS)
     number = grain * WIDTH + tl.arange(0, WIDTH)[None, :]
     here = live[:, None]
@@ -168,26 +196,30 @@ def _write(table, at, plane, head, unit, token, live, grain, x, OF: tl.constexpr
         x = tl.where(x > largest, largest, tl.where(x < -largest, -largest, x))  # NaN stays
         if BLOCK == 0:
             own = tl.full([ROWS, WIDTH], 1.0, tl.float32) * _plane_scale(table, at + DST_PLANES, plane)
-            tl.store(rows + number, to_fp8(tl.div_rn(x, own), CASTS), mask=here)
+            y = tl.div_rn(x, own)
+            tl.store(rows + number, to_e5m2(y) if KIND == E5M2 else to_fp8(y, CASTS), mask=here)
         else:
             BLOCKS: tl.constexpr = WIDTH // BLOCK
             blocks = tl.reshape(x, [ROWS, BLOCKS, BLOCK])
             amax = tl.max(tl.where(blocks == blocks, tl.abs(blocks), 0.0), 2)
+            odd = amax
+            if KIND == E2M1:
+                odd = tl.max(tl.where(blocks == blocks, 0.0, 1.0), 2)
             block = grain * BLOCKS + tl.arange(0, BLOCKS)[None, :]
             held = live[:, None] & (block * BLOCK < VALUES)
             scales = _starts(table, at + DST_SCALES, plane, head, unit, token, live, FACTOR, 1, UNITS) + block
+            stored, factors = _block_scales(table, at, plane, amax, odd, KIND, SCALE, CASTS)
+            tl.store(scales, stored, mask=held)
+            y = _by_block(x, factors, ROWS, WIDTH, BLOCK, 1)
             if KIND == E4M3:
-                factors = tl.maximum(tl.div_rn(amax, tl.full([ROWS, BLOCKS], 448.0, tl.float32)), FLOOR)
-                tl.store(scales, factors, mask=held)
-                tl.store(rows + number, to_fp8(_by_block(x, factors, ROWS, WIDTH, BLOCK, 1), CASTS), mask=here)
+                tl.store(rows + number, to_fp8(y, CASTS), mask=here)
             else:
-                stored, pairs = _to_blocks_of_fp4(x, amax, _plane_scale(table, at + DST_PLANES, plane), BLOCK, CASTS)
-                tl.store(scales, stored, mask=held)
+                low, high = tl.split(tl.reshape(to_fp4(tl.where(y == y, y, 0.0)), [ROWS, WIDTH // 2, 2]))
                 pair = grain * (WIDTH // 2) + tl.arange(0, WIDTH // 2)[None, :]
                 whole = live[:, None]
                 if VALUES % WIDTH:
                     whole = whole & (pair * 2 < VALUES)
-                tl.store(rows + pair, pairs, mask=whole)
+                tl.store(rows + pair, low | (high << 4), mask=whole)
 
 
 @triton.jit
@@ -252,6 +284,7 @@ class OverlapEnd:
 
     element: str
     block: int
+    scale: str
     elements: Side
     size: int
     scales: Side
@@ -272,7 +305,7 @@ class OverlapEnd:
                 width = element_size(part.scale) if part.block else 0
                 factors = _from_byte(side, start + part.element_bytes + within // max(part.block, 1) * width)
                 found = scales[:, own] if part.is_scaled else np.ones(len(side.planes), np.float32)
-                return cls(part.element, part.block, elements, size, factors, width, found)
+                return cls(part.element, part.block, part.scale, elements, size, factors, width, found)
             begun, own = begun + part.values, own + part.is_scaled
         raise RegionError(f"number {first} of a row of {form.dim}")
 
@@ -314,15 +347,18 @@ class ColumnShape(NamedTuple):
     """The parameters a kernel is compiled for: `values` numbers a row, and the elements and blocks of both ends.
 
     `src_element`, `dst_element`: numbers of ELEMENTS. `src_block`, `dst_block`: numbers that share a scale; 0: no
-    blocks. `largest`: the number that infinity counts as. A tile is `rows` grains of `width` numbers. `src_vec`,
-    `dst_vec`: rows start at multiples of so many elements. `src_kind`, `dst_kind`: whether a side's units are listed,
-    or follow each other at one distance, as on the wire, without a table.
+    blocks. `src_scale`, `dst_scale`: numbers of SCALES. `largest`: the number that infinity counts as. A tile is `rows`
+    grains of `width` numbers. `src_vec`, `dst_vec`: rows start at multiples of so many elements. `src_kind`,
+    `dst_kind`: whether a side's units are listed, or follow each other at one distance, as on the wire, without a
+    table.
     """
 
     src_element: int
     dst_element: int
     src_block: int
     dst_block: int
+    src_scale: int
+    dst_scale: int
     values: int
     largest: float
     width: int
@@ -357,9 +393,9 @@ class ColumnShape(NamedTuple):
         tile = block_bytes // WIDEST.value * min(WIDEST.value // max(src.size, dst.size), *vecs)
         half = of.writes.values == "float16"
         largest = torch.finfo(torch.float16 if half else torch.bfloat16).max
-        numbers = ELEMENTS[src.element], ELEMENTS[dst.element], src.block, dst.block, overlap.values, largest
+        forms = ELEMENTS[src.element], ELEMENTS[dst.element], src.block, dst.block, SCALES[src.scale], SCALES[dst.scale]
         kinds = kind_of_units(of.src.units), kind_of_units(of.dst.units)
-        return cls(*numbers, width, max(1, min(MOST_ROWS, tile // width)), *vecs, *kinds)
+        return cls(*forms, overlap.values, largest, width, max(1, min(MOST_ROWS, tile // width)), *vecs, *kinds)
 
 
 def _vec(of: Conversion, end: OverlapEnd, form: RowForm) -> int:

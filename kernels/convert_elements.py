@@ -9,9 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-#: Kernel numbers of elements, by torch's names.
-ELEMENTS = {"float32": 0, "float16": 1, "bfloat16": 2, "float8_e4m3fn": 3, "float4_e2m1fn_x2": 4}
-F32, F16, BF16, E4M3, E2M1 = (tl.constexpr(number) for number in range(5))
+#: Kernel numbers of elements and of block scales, by torch's names; 0 for a block without.
+ELEMENTS = {"float32": 0, "float16": 1, "bfloat16": 2, "float8_e4m3fn": 3, "float4_e2m1fn_x2": 4, "float8_e5m2": 5}
+SCALES = {"float32": 0, "": 0, "float8_e4m3fn": 3, "float8_e8m0fnu": 6}
+F32, F16, BF16, E4M3, E2M1, E5M2, E8M0 = (tl.constexpr(number) for number in range(7))
 
 
 @triton.jit
@@ -33,6 +34,12 @@ def as_float(q, KIND: tl.constexpr, CASTS: tl.constexpr):
             magnitude = ((wide & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
             x = (magnitude.to(tl.int32, bitcast=True) | (wide & 0x80) << 24).to(tl.float32, bitcast=True)
             x = tl.where((wide & 0x7F) == 0x7F, float("nan"), x)
+    elif KIND == E5M2:  # the upper half of a float16
+        x = (q.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    elif KIND == E8M0:  # float32's exponent; 2**-127 is subnormal there
+        wide = q.to(tl.int32) & 0xFF
+        x = tl.where(wide == 0, 0x400000, wide << 23).to(tl.float32, bitcast=True)
+        x = tl.where(wide == 0xFF, float("nan"), x)
     else:
         wide = q.to(tl.int32)
         magnitude = ((wide & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126
@@ -53,6 +60,26 @@ def to_fp8(y, CASTS: tl.constexpr):
     subnormal = stepped.to(tl.int32, bitcast=True) - 0x46800000
     q = tl.where(magnitude < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)  # 2**-6
     return tl.where(y == y, q, 0x7F).to(tl.int8)
+
+
+@triton.jit
+def to_e5m2(y):
+    """Round float32 to e5m2 as int8: to nearest even, beyond 57,344 to 57,344, NaN to 0x7F."""
+    bits = y.to(tl.int32, bitcast=True)
+    magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x47600000)  # 57,344
+    normal = ((magnitude + 0xFFFFF + ((magnitude >> 21) & 1)) >> 21) - (112 << 2)
+    # Near 2**7 float32's step is that of e5m2's subnormal numbers, 2**-16: the addition rounds to it.
+    stepped = magnitude.to(tl.float32, bitcast=True) + 128.0
+    subnormal = stepped.to(tl.int32, bitcast=True) - 0x43000000
+    q = tl.where(magnitude < 0x38800000, subnormal, normal) | ((bits >> 24) & 0x80)  # 2**-14
+    return tl.where(y == y, q, 0x7F).to(tl.int8)
+
+
+@triton.jit
+def to_power(y):
+    """Return the least power of two that is at least `y`, as e8m0 in int8. `y`: normal, and at most 2**127."""
+    bits = y.to(tl.int32, bitcast=True)
+    return ((bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)).to(tl.int8)
 
 
 @triton.jit

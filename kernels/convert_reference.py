@@ -10,21 +10,24 @@ and written, with amax the largest magnitude of its block, as
     no block:          element = round(clamp(x / plane))            plain elements: round(x)
     e4m3, float32:     scale = max(amax / 448, 2**-126)             element = round(clamp(x / scale))
     e2m1, e4m3:        scale = round(clamp((amax / 6) / plane))     element = round(clamp(x / (scale * plane)))
+    e4m3 or e2m1, e8m0:  scale = 2**ceil(log2(max(amax, 1e-30) / largest))   element = round(clamp(x / scale))
 
-clamp is to the largest number of the element, 448 or 6, and of a scale in e4m3 to 448. These are the forms of SGLang
-and vLLM: e4m3 by a scale a tensor; DeepSeek-V3.2's 512 e4m3 with four float32 scales and 64 bfloat16; NVFP4.
+clamp is to the largest number of the element, 448, 57,344 in e5m2 or 6, and of a scale in e4m3 to 448. These are the
+forms of SGLang and vLLM: e4m3 and e5m2 by a scale a tensor; DeepSeek-V3.2's 512 e4m3 with four float32 scales and 64
+bfloat16; NVFP4; MXFP8 with SGLang's floor of a block's scale, and MXFP4.
 
 Not finite: before any division, infinity counts as bfloat16's largest number, or as float16's if the numbers stand for
-float16; bfloat16, float16 and float32 store infinity unchanged. NaN does not count in amax and stays NaN: 0x7F in e4m3,
-0x7FFF in 16 bits, 0x7FFFFFFF in 32. e2m1 has no NaN: its block's scale becomes 0x7F, so the whole block is NaN. A block
-whose scale is 0 in e4m3 is zeros, each with its number's sign.
+float16; bfloat16, float16 and float32 store infinity unchanged. NaN does not count in amax and stays NaN: 0x7F in e4m3
+and e5m2, 0x7FFF in 16 bits, 0x7FFFFFFF in 32. e2m1 has no NaN: its block's scale becomes 0x7F, in e8m0 0xFF, so the
+whole block is NaN. A block whose scale is 0 in e4m3 is zeros, each with its number's sign.
 
 Error of a finite x, not clipped, of a part with scale s, where x' is read in float32:
 
-    e4m3:              |x' - x| <= max(|x| / 16, s / 1000)
+    e4m3, e5m2:        |x' - x| <= max(|x| / 16, s / 1000), max(|x| / 8, s / 100,000)
     e4m3 by blocks:    |x' - x| <= 0.036 amax + 2**-135
     e2m1 by blocks:    |x' - x| <= 0.177 amax                       where amax >= 3 * 2**-5 plane
                        |x' - x| <= max(amax / 5, plane / 160)       below
+    powers of two:     |x' - x| <= amax / 16 in e4m3, amax / 4 in e2m1      where amax >= 1e-30
 
 e4m3 clips at 448 * plane, NVFP4 at 2,688 * plane. Rounding x' back to bfloat16 adds 2**-8 of it.
 """
@@ -45,10 +48,16 @@ from .region import Region, RegionError, Side
 
 FP8_MAX, FP4_MAX = 448.0, 6.0
 
+#: The largest number of each element that has scales.
+LARGEST = {"float8_e4m3fn": FP8_MAX, "float8_e5m2": 57344.0, "float4_e2m1fn_x2": FP4_MAX}
+
+#: A block's least largest number where its scale is a power of two.
+POWER_FLOOR = 1e-30
+
 #: Float32's smallest normal number, the least scale: a block of zeros can be divided by its scale.
 SCALE_FLOOR = 2.0**-126
 
-FP8_NAN = 0x7F
+FP8_NAN, POWER_NAN = 0x7F, 0xFF
 
 Scales = npt.NDArray[np.float32]
 
@@ -244,7 +253,7 @@ def encode(form: RowForm, numbers: torch.Tensor, scales: Sequence[float]) -> tor
             continue
         x = x.clamp(-largest, largest)  # leaves NaN as it is
         if not part.block:
-            found.append(_fp8(x / plane))
+            found.append(_fp8(x / plane, part.element))
             continue
         blocks = x.unflatten(1, (-1, part.block))
         amax = blocks.abs().nan_to_num(nan=0.0).amax(2)
@@ -252,10 +261,17 @@ def encode(form: RowForm, numbers: torch.Tensor, scales: Sequence[float]) -> tor
             factors = (amax / FP8_MAX).clamp(min=SCALE_FLOOR)
             found += [_fp8((blocks / factors[:, :, None]).flatten(1)), factors.contiguous().view(torch.uint8)]
             continue
-        stored = _fp8(amax / FP4_MAX / plane).masked_fill_(blocks.isnan().any(2), FP8_NAN)
+        is_power = part.scale == "float8_e8m0fnu"
+        if is_power:
+            stored = _power(amax.clamp(min=POWER_FLOOR) / LARGEST[part.element])
+        else:
+            stored = _fp8(amax / FP4_MAX / plane)
+        if part.element == "float4_e2m1fn_x2":
+            stored.masked_fill_(blocks.isnan().any(2), POWER_NAN if is_power else FP8_NAN)
         factors = _numbers(part.scale, stored) * plane
         scaled = (blocks / factors.masked_fill(factors == 0, torch.inf)[:, :, None]).flatten(1)
-        found += [_fp4(scaled.masked_fill_(scaled.isnan(), 0.0)), stored]
+        elements = _fp8(scaled) if part.element == "float8_e4m3fn" else _fp4(scaled.masked_fill_(scaled.isnan(), 0.0))
+        found += [elements, stored]
     return torch.cat(found, 1)
 
 
@@ -279,8 +295,15 @@ def _plain(x: torch.Tensor, element: str) -> torch.Tensor:
     return x.to(kind, copy=True).contiguous().view(words).masked_fill_(x.isnan(), nan).view(torch.uint8)
 
 
-def _fp8(x: torch.Tensor) -> torch.Tensor:
-    return x.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8).masked_fill_(x.isnan(), FP8_NAN)
+def _fp8(x: torch.Tensor, element: str = "float8_e4m3fn") -> torch.Tensor:
+    largest = LARGEST[element]
+    return x.clamp(-largest, largest).to(getattr(torch, element)).view(torch.uint8).masked_fill_(x.isnan(), FP8_NAN)
+
+
+def _power(x: torch.Tensor) -> torch.Tensor:
+    """Return the least power of two that is at least `x`, as e8m0. `x`: normal, and at most 2**127."""
+    bits = x.contiguous().view(torch.int32)
+    return ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).to(torch.uint8)
 
 
 #: Midpoints of neighbours in e2m1; a number on one goes to the even code.

@@ -20,15 +20,26 @@ ELEMENTS: dict[str, tuple[int, float]] = {
     "float16": (16, 2.0**-11),
     "bfloat16": (16, 2.0**-8),
     "float8_e4m3fn": (8, 2.0**-4),
+    "float8_e5m2": (8, 2.0**-3),
     "float4_e2m1fn_x2": (4, 2.0**-2),
 }
+
+#: Bytes of a block's scale. A power of two is the scale of the MX forms.
+SCALES = {"float32": 4, "float8_e4m3fn": 1, "float8_e8m0fnu": 1}
 
 #: Dtypes of the numbers themselves, and so the elements of a codec without scales.
 VALUES = ("float32", "float16", "bfloat16")
 
 #: Largest rounding error in a scaled block, relative to the block's largest number: half the widest step of
-#: the element against its largest number, plus the error of rounding the scale. 16 / 448, and (1 + 1 / 17) / 6.
-_BLOCK_ERRORS = {("float8_e4m3fn", "float32"): 0.036, ("float4_e2m1fn_x2", "float8_e4m3fn"): 0.177}
+#: the element against its largest number, plus the error of rounding the scale. 16 / 448, and (1 + 1 / 17) / 6. A power
+#: of two may be twice as large as it need be, and the widest step is used up to 7/4 and 3/2 of it: 7/4 * 16 / 448, and
+#: 3/2 / 6.
+_BLOCK_ERRORS = {
+    ("float8_e4m3fn", "float32"): 0.036,
+    ("float8_e4m3fn", "float8_e8m0fnu"): 0.0625,
+    ("float4_e2m1fn_x2", "float8_e4m3fn"): 0.177,
+    ("float4_e2m1fn_x2", "float8_e8m0fnu"): 0.25,
+}
 
 #: Parts of a row, and values of one: more than any row has. They bound the work that a peer's message can cause.
 MAX_PARTS, MAX_VALUES = 8, 1 << 20
@@ -56,7 +67,7 @@ class CodecPart:
             known = f"at most {MAX_VALUES} values, in {', '.join(ELEMENTS)}"
             raise LayoutError(f"a part of {self.values} values in {self.element!r}; {known}")
         form = (self.element, self.scale)
-        plain = self.element in VALUES or self.element == "float8_e4m3fn"
+        plain = self.element in VALUES or self.element in ("float8_e4m3fn", "float8_e5m2")
         if not ((plain and not self.block and not self.scale) or (self.block and form in _BLOCK_ERRORS)):
             known = ", ".join(f"{scale} for {element}" for element, scale in _BLOCK_ERRORS)
             raise LayoutError(
@@ -73,13 +84,13 @@ class CodecPart:
     @property
     def nbytes(self) -> int:
         """The bytes of elements and scales."""
-        scales = self.values // self.block * ELEMENTS[self.scale][0] // 8 if self.block else 0
+        scales = self.values // self.block * SCALES[self.scale] if self.block else 0
         return self.element_bytes + scales
 
     @property
     def is_scaled(self) -> bool:
         """True if each plane has a scale for this part beside the pages: k_scale, v_scale, or NVFP4's global one."""
-        return self.element not in VALUES and self.scale != "float32"
+        return self.element not in VALUES and self.scale in ("", "float8_e4m3fn")
 
     @property
     def error(self) -> float:
@@ -117,16 +128,17 @@ class Codec:
                 f"a codec of {self.values!r} in {len(self.parts)} parts; 1 to {MAX_PARTS} of {', '.join(VALUES)}"
             )
         for part, start in zip(self.parts, self.starts, strict=True):
-            for form, at in ((part.element, start), (part.scale, start + part.element_bytes)):
-                size = ELEMENTS[form][0] // 8 if form else 0
+            for form, size, at in (
+                (part.element, ELEMENTS[part.element][0] // 8, start),
+                (part.scale, SCALES.get(part.scale, 0), start + part.element_bytes),
+            ):
                 if size > 1 and at % size:
                     raise LayoutError(f"{part.text()} at byte {at} of a row: {form} lies at multiples of {size}")
 
     @property
     def width_bytes(self) -> int:
         """The bytes of the widest element or scale, and the alignment of rows: 4 for scales in float32."""
-        forms = (form for part in self.parts for form in (part.element, part.scale) if form)
-        return max(1, *(ELEMENTS[form][0] // 8 for form in forms))
+        return max(1, *(max(ELEMENTS[part.element][0] // 8, SCALES.get(part.scale, 0)) for part in self.parts))
 
     @classmethod
     def plain(cls, values: str, dim: int) -> Codec:
@@ -139,6 +151,21 @@ class Codec:
         share a row (vLLM).
         """
         return cls(values, tuple(CodecPart(dim, "float8_e4m3fn") for dim in dims))
+
+    @classmethod
+    def fp8_e5m2(cls, values: str, *dims: int) -> Codec:
+        """Returns e5m2 with a scale a tensor, `--kv-cache-dtype fp8_e5m2`; `dims` as in `fp8`."""
+        return cls(values, tuple(CodecPart(dim, "float8_e5m2") for dim in dims))
+
+    @classmethod
+    def mxfp8(cls, values: str, dim: int) -> Codec:
+        """Returns e4m3 with a power of two for each 32 behind it."""
+        return cls(values, (CodecPart(dim, "float8_e4m3fn", 32, "float8_e8m0fnu"),))
+
+    @classmethod
+    def mxfp4(cls, values: str, dim: int) -> Codec:
+        """Returns e2m1 with a power of two for each 32 behind it."""
+        return cls(values, (CodecPart(dim, "float4_e2m1fn_x2", 32, "float8_e8m0fnu"),))
 
     @classmethod
     def fp8_ds_mla(cls, latent: int = 512, rope: int = 64) -> Codec:
@@ -237,8 +264,10 @@ def named(name: str, values: str, dims: Sequence[int]) -> Codec:
         return Codec.plain(values, dim)
     if name in ("fp8", "fp8_e4m3"):
         return Codec.fp8(values, *dims)
-    if name == "nvfp4":
-        return Codec.nvfp4(values, dim)
+    if name == "fp8_e5m2":
+        return Codec.fp8_e5m2(values, *dims)
+    if name in _OF_A_ROW:
+        return _OF_A_ROW[name](values, dim)
     if name == "fp8_ds_mla" and dim > 64:
         return Codec.fp8_ds_mla(dim - 64)
     if name in VALUES:
@@ -246,5 +275,8 @@ def named(name: str, values: str, dims: Sequence[int]) -> Codec:
     raise LayoutError(f"unknown form {name!r} of a row of {dim} {values}; known are {', '.join(FORMS)}")
 
 
+#: Forms in which all numbers of a row are one part.
+_OF_A_ROW = {"nvfp4": Codec.nvfp4, "mxfp8": Codec.mxfp8, "mxfp4": Codec.mxfp4}
+
 #: The names that `named` takes.
-FORMS = ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla", "nvfp4", *VALUES)
+FORMS = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla", *_OF_A_ROW, *VALUES)

@@ -42,11 +42,13 @@ FORMS: dict[int, dict[str, Codec]] = {
         "half": Codec.fp8("float16", dim),
         "fp8": Codec.fp8("bfloat16", dim),
         "k-v": Codec.fp8("bfloat16", dim // 2, dim // 2),
+        "e5m2": Codec.fp8_e5m2("bfloat16", dim),
     }
     for dim in (24, 64, 128, 576)
 }
 for _dim in (64, 128, 576):
-    FORMS[_dim]["nvfp4"] = Codec.nvfp4("bfloat16", _dim)
+    FORMS[_dim] |= {"nvfp4": Codec.nvfp4("bfloat16", _dim), "mxfp8": Codec.mxfp8("bfloat16", _dim)}
+    FORMS[_dim]["mxfp4"] = Codec.mxfp4("bfloat16", _dim)
 FORMS[576]["ds-mla"] = Codec.fp8_ds_mla()
 FORMS[576]["v-in-4"] = Codec(
     "bfloat16", (CodecPart(512, "float4_e2m1fn_x2", 16, "float8_e4m3fn"), CodecPart(64, "float32"))
@@ -277,15 +279,15 @@ def test_a_kernel_for_narrower_accesses_and_units_given_otherwise_writes_the_sam
     run([case for case in TOGETHER[together] if case.units], narrowly)
 
 
-@pytest.mark.parametrize("writes", ["fp8", "half", "nvfp4", "f16", "k-v"])
+@pytest.mark.parametrize("writes", ["fp8", "half", "e5m2", "nvfp4", "mxfp8", "mxfp4", "f16", "k-v"])
 def test_every_pattern_of_bfloat16_is_converted_as_defined(writes: str) -> None:
     """Shuffled, so that blocks have all magnitudes."""
     bits = np.random.default_rng(0).permutation(np.arange(1 << 16).astype(np.uint16))
     assert_flat(FORMS[64]["bf16"], FORMS[64][writes], torch.from_numpy(bits.view(np.uint8)).view(-1, 128), 3.7)
 
 
-@pytest.mark.parametrize("reads", ["fp8", "nvfp4"])
-@pytest.mark.parametrize("writes", ["bf16", "f16", "f32", "fp8", "nvfp4"])
+@pytest.mark.parametrize("reads", ["fp8", "e5m2", "nvfp4", "mxfp8", "mxfp4"])
+@pytest.mark.parametrize("writes", ["bf16", "f16", "f32", "fp8", "e5m2", "nvfp4", "mxfp8", "mxfp4"])
 def test_every_byte_of_a_narrow_form_is_converted_as_defined(reads: str, writes: str) -> None:
     form = FORMS[64][reads]
     rows = torch.from_numpy(np.random.default_rng(1).integers(0, 256, (64, form.row_bytes), np.uint8))
@@ -326,6 +328,12 @@ WAYS = [
     (128, "fp8", "fp8"),
     (128, "bf16", "nvfp4"),
     (128, "nvfp4", "bf16"),
+    (128, "bf16", "e5m2"),
+    (128, "e5m2", "bf16"),
+    (128, "bf16", "mxfp8"),
+    (128, "mxfp8", "bf16"),
+    (128, "bf16", "mxfp4"),
+    (128, "mxfp4", "bf16"),
     (576, "bf16", "ds-mla"),
     (576, "ds-mla", "bf16"),
 ]

@@ -23,10 +23,11 @@ from kvmover.layout import Codec
 from kvmover.layout.codec import error_of
 
 FP8, NVFP4, DS_MLA = FORMS[64]["fp8"], FORMS[64]["nvfp4"], FORMS[576]["ds-mla"]
-F32 = FORMS[64]["f32"]
+F32, E5, MXFP8, MXFP4 = (FORMS[64][name] for name in ("f32", "e5m2", "mxfp8", "mxfp4"))
 
-#: Every finite magnitude of e4m3 and of e2m1, by its code.
+#: Every finite magnitude of e4m3, e5m2 and e2m1, by its code.
 E4M3 = np.array([m / 8 * 2.0**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)])[:-1]
+E5M2 = np.array([m / 4 * 2.0**-14 if e == 0 else (1 + m / 4) * 2.0 ** (e - 15) for e in range(31) for m in range(4)])
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 #: Numbers of a cache of any magnitude that float32 has.
@@ -63,7 +64,7 @@ def nearest(numbers: np.ndarray, grid: np.ndarray) -> np.ndarray:
     return np.where((below < above) | ((below == above) & (low % 2 == 0)), low, high)
 
 
-@pytest.mark.parametrize(("grid", "form"), [(E4M3, FP8), (E2M1, NVFP4)], ids=["e4m3", "e2m1"])
+@pytest.mark.parametrize(("grid", "form"), [(E4M3, FP8), (E5M2, E5), (E2M1, NVFP4)], ids=["e4m3", "e5m2", "e2m1"])
 def test_all_numbers_borders_and_their_neighbours_round_to_the_nearest(grid: np.ndarray, form: Codec) -> None:
     middles = (grid[1:] + grid[:-1]) / 2
     near = np.concatenate([grid, middles, [grid[-1] * 2, 1e30]]).astype(np.float32)
@@ -75,13 +76,13 @@ def test_all_numbers_borders_and_their_neighbours_round_to_the_nearest(grid: np.
     rows[:, :, 0] = 6
     for sign in (1, -1):
         stored = encode(form, torch.from_numpy(sign * rows).flatten(1), [1.0])
-        if form is FP8:
+        if form is not NVFP4:
             codes = stored.view(-1, 4, 16).numpy()
         else:
             assert (stored[:, 32:] == 0x38).all()  # 1 in e4m3
             pairs = stored[:, :32]
             codes = torch.stack([pairs & 0xF, pairs >> 4], 2).view(-1, 4, 16).numpy()
-        magnitude, bit = codes & (len(grid) if form is FP8 else 7), 0x80 if form is FP8 else 8
+        magnitude, bit = (codes & 7, 8) if form is NVFP4 else (codes & 0x7F, 0x80)
         assert np.array_equal(magnitude, nearest(rows.astype(np.float64), grid))
         assert ((codes & bit > 0) == (np.signbit(sign * rows))).all()
 
@@ -132,7 +133,42 @@ def test_nvfp4_keeps_its_bound(rows: np.ndarray, scale: float) -> None:
     assert (error <= bound + 2.0**-140).all()
 
 
-@pytest.mark.parametrize("name", ["fp8", "k-v"])
+@given(numbers, scales)
+def test_e5m2_by_a_scale_keeps_its_bound(rows: np.ndarray, scale: float) -> None:
+    inside = np.clip(rows, -57344 * scale, 57344 * scale).astype(np.float32)
+    found = back(E5, torch.from_numpy(inside), scale).double().numpy()
+    x = np.abs(inside.astype(np.float64))
+    assert (np.abs(found - inside) <= np.maximum(x / 8, scale / 1e5)).all()
+
+
+@pytest.mark.parametrize(("form", "share"), [(MXFP8, 1 / 16), (MXFP4, 1 / 4)], ids=["mxfp8", "mxfp4"])
+@given(rows=numbers)
+@example(rows=np.full((3, 64), np.nextafter(np.float32(448), np.float32(449)), np.float32))
+@example(rows=np.full((3, 64), np.nextafter(np.float32(6), np.float32(7)), np.float32))
+@example(rows=np.zeros((3, 64), np.float32))
+def test_powers_of_two_for_scales_keep_their_bound(form: Codec, share: float, rows: np.ndarray) -> None:
+    inside = np.where(np.abs(rows) < 1e-30, 0, rows).astype(np.float32)
+    error = np.abs(back(form, torch.from_numpy(inside)).double().numpy() - inside).reshape(3, 2, 32)
+    largest = np.abs(inside.astype(np.float64)).reshape(3, 2, 32).max(2)[:, :, None]
+    assert (error <= share * largest).all()
+
+
+@pytest.mark.parametrize(("form", "most"), [(MXFP8, 448.0), (MXFP4, 6.0)], ids=["mxfp8", "mxfp4"])
+def test_a_power_of_two_is_the_least_that_leaves_the_largest_number_room(form: Codec, most: float) -> None:
+    """Bytes of scales for blocks whose largest number is a power of two times `most`, one step above, and zero."""
+    powers = np.array([-60, -1, 0, 1, 60])
+    exact = np.exp2(powers).astype(np.float32) * np.float32(most)
+    for largest, byte in ((exact, 127 + powers), (np.nextafter(exact, np.float32(np.inf)), 128 + powers)):
+        rows = np.zeros((5, 64), np.float32)
+        rows[:, [0, 40]] = largest[:, None]
+        stored = encode(form, torch.from_numpy(rows), [])
+        assert (stored[:, -2:].numpy() == byte[:, None]).all()
+    none = encode(form, torch.zeros(1, 64), [])
+    assert none[0, -1] == 127 + np.ceil(np.log2(1e-30 / most))
+    assert not none[0, :-2].any()
+
+
+@pytest.mark.parametrize("name", ["fp8", "e5m2", "k-v"])
 def test_what_was_stored_once_is_stored_again_as_it_is(name: str) -> None:
     """A page that goes there and back, and there again, loses nothing more."""
     form, random = FORMS[64][name], torch.Generator().manual_seed(0)
@@ -154,6 +190,8 @@ def test_the_stated_error_is_that_of_what_is_lost() -> None:
     assert error_of(wide, DS_MLA) == 0.036
     assert error_of(DS_MLA, wide) == 2.0**-8
     assert error_of(FORMS[64]["bf16"], NVFP4) == error_of(FP8, NVFP4) == 0.177
+    assert error_of(FP8, E5) == 2.0**-3
+    assert (error_of(FP8, MXFP8), error_of(NVFP4, MXFP4)) == (0.0625, 0.25)
 
 
 # What is not finite
@@ -174,18 +212,19 @@ def test_nan_stays_nan_and_spoils_no_scale() -> None:
     row = torch.linspace(-3, 3, 576)[None].clone()
     without = row.clone()
     row[0, [7, 300, 570]], without[0, [7, 300, 570]] = torch.nan, 0.0
-    for form in (FORMS[576]["fp8"], DS_MLA):
+    for form in (FORMS[576]["fp8"], FORMS[576]["e5m2"], FORMS[576]["mxfp8"], DS_MLA):
         each = [1.0] * form.scales
         got, want = (decode(form, encode(form, rows, each), each) for rows in (row, without))
         assert got.isnan().nonzero()[:, 1].tolist() == [7, 300, 570]
         assert torch.equal(got.nan_to_num(nan=0.0), want)
 
 
-def test_nan_makes_all_of_its_block_nan_where_elements_have_none() -> None:
+@pytest.mark.parametrize(("form", "block"), [(NVFP4, range(16, 32)), (MXFP4, range(32))], ids=["nvfp4", "mxfp4"])
+def test_nan_makes_all_of_its_block_nan_where_elements_have_none(form: Codec, block: range) -> None:
     row = torch.full((1, 64), 6.0)
     row[0, 20] = torch.nan
-    found = back(NVFP4, row)
-    assert found.isnan().nonzero()[:, 1].tolist() == list(range(16, 32))
+    found = back(form, row)
+    assert found.isnan().nonzero()[:, 1].tolist() == list(block)
     assert torch.equal(found.nan_to_num(nan=6.0), torch.full((1, 64), 6.0))
 
 
@@ -296,9 +335,19 @@ WIDE = {
     "fp8-fp8": (128, 128, True),
     "bf16-nvfp4": (128, 64, False),
     "nvfp4-bf16": (64, 128, False),
+    "bf16-e5m2": (128, 128, True),
+    "e5m2-bf16": (64, 128, True),
+    "bf16-mxfp8": (128, 32, False),
+    "mxfp8-bf16": (32, 128, True),
+    "bf16-mxfp4": (128, 32, False),
+    "mxfp4-bf16": (32, 128, True),
     "bf16-ds-mla": (128, 128, False),
     "ds-mla-bf16": (64, 128, True),
 }
+
+
+#: Ways that round to e4m3: elements, or the scales of blocks.
+TO_E4M3 = {"bf16-fp8", "fp8-fp8", "bf16-nvfp4", "bf16-mxfp8", "bf16-ds-mla"}
 
 
 @pytest.mark.timeout(LIMIT_S + 30)
@@ -322,5 +371,4 @@ def test_machine_code(report: dict[str, dict]) -> None:
         assert [width for width in stores if width < written] in ([], [8], [32]), name  # a scale
         assert not (direct and launch["shared_bytes"]), name
         casts = sum(n for opcode, n in launch["opcodes"].items() if opcode.startswith("F2FP.SATFINITE.E4M3.F32"))
-        narrows = not name.endswith("-1") and way.split("-")[0] != "nvfp4" and not way.endswith("bf16")
-        assert (casts > 0) == (narrows and "sm_80" not in name), name
+        assert (casts > 0) == (way in TO_E4M3 and not name.endswith("-1") and "sm_80" not in name), name

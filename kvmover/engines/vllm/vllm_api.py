@@ -92,9 +92,13 @@ def _group(group: Any, config: Any) -> CacheGroup:
     )
 
 
+#: Forms with a scale a layer, by vLLM's names.
+_BY_TENSOR = {"fp8": Codec.fp8, "fp8_e4m3": Codec.fp8, "fp8_e5m2": Codec.fp8_e5m2}
+
+
 def _stored(layer: str, spec: Any, config: Any) -> StoredRows | None:
-    """Returns the codec of rows in e4m3 by the layer's scales, or of DeepSeek-V3.2's; None for plain rows and unknown
-    encodings.
+    """Returns the codec of rows in e4m3 or e5m2 by the layer's scales, or of DeepSeek-V3.2's; None for plain rows and
+    unknown encodings.
 
     Scales that vLLM computes as it runs are not known yet: such a cache is moved as bytes.
     """
@@ -104,14 +108,14 @@ def _stored(layer: str, spec: Any, config: Any) -> StoredRows | None:
         return None
     if latent and spec.state_content_size_bytes == 656 and spec.head_size == 576 and values == "bfloat16":
         return StoredRows(Codec.fp8_ds_mla())
-    by_tensor = str(cache.cache_dtype) in ("fp8", "fp8_e4m3") and not getattr(cache, "calculate_kv_scales", False)
-    if not by_tensor or not (latent or type(spec) in (_cache.FullAttentionSpec, _cache.SlidingWindowSpec)):
+    by_tensor = None if getattr(cache, "calculate_kv_scales", False) else _BY_TENSOR.get(str(cache.cache_dtype))
+    if by_tensor is None or not (latent or type(spec) in (_cache.FullAttentionSpec, _cache.SlidingWindowSpec)):
         return None
     module = config.compilation_config.static_forward_context.get(layer)
     scales = [float(getattr(module, f"_{side}_scale_float", 1.0)) for side in "kv"]
     if latent:
-        return StoredRows(Codec.fp8(values, spec.head_size), (scales[0],))
-    return StoredRows(Codec.fp8(values, spec.head_size, spec.head_size_v), tuple(scales))
+        return StoredRows(by_tensor(values, spec.head_size), (scales[0],))
+    return StoredRows(by_tensor(values, spec.head_size, spec.head_size_v), tuple(scales))
 
 
 def _sides(*specs: Any) -> int:
