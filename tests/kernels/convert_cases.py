@@ -344,7 +344,7 @@ def launches() -> Iterator[tuple[str, int, Case, RowConfig]]:
     """Name, architecture, rows and configuration of all that is compiled."""
     nhd, packed = PoolShape(NHD, 64, 4), PoolShape(PACKED, 64, 1)
     base = Case("bf16", "fp8", 128, nhd, packed, tokens=64, heads=1, units=4, even=True)
-    for architecture, (dim, reads, writes) in product((80, 90, 100), WAYS):
+    for architecture, (dim, reads, writes) in product((80, 90, 100, 120), WAYS):
         case = replace(base, dim=dim, reads=reads, writes=writes)
         yield f"sm_{architecture}-{dim}-{reads}-{writes}", architecture, case, convert.CONFIG
     yield "sm_90-128-bf16-fp8-budget", 90, base, convert.BUDGET_CONFIG

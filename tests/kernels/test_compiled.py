@@ -1,4 +1,4 @@
-"""The row mover's machine code, by two Tritons for three GPUs, without one: wide accesses, no spills, few registers."""
+"""The row mover's machine code, by two Tritons for four GPUs, without one: wide accesses, no spills, few registers."""
 
 from __future__ import annotations
 
@@ -62,8 +62,9 @@ def test_whole_units_cost_a_third_less_address_arithmetic(cases: Report) -> None
     for whole, by_row in found:
         in_flight = [len(case["widths"]["LDG"]) for case in (whole, by_row)]
         assert in_flight[0] >= in_flight[1]
-        assert whole["integers"] / (2 * in_flight[0]) <= 20  # a load and a store
-        assert by_row["integers"] / (2 * in_flight[1]) >= 30
+        arithmetic = [case["integers"] / (2 * n) for case, n in zip((whole, by_row), in_flight, strict=True)]
+        assert arithmetic[0] <= 20  # of a load and a store
+        assert arithmetic[0] <= arithmetic[1] * 2 / 3
         assert whole["registers"] / in_flight[0] <= by_row["registers"] / in_flight[1]
 
 
