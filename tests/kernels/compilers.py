@@ -68,7 +68,7 @@ class Compiler:
 
 
 #: A plain run has the newest compile a few cases: each takes most of a second, most of it to disassemble. `make prove`
-#: has each Triton compile a few for each GPU and all for one, but for sm_120 the newest alone; `make night` all for each.
+#: has each Triton compile a few for each GPU and all for one, but the newest alone for sm_120; `make night` all.
 FEW = Compiler("newest", 90, "few")
 _FEW, _ALL = (
     [Compiler(*each, cases) for each in product(("oldest", "newest"), (80, 90, 100, 120))] for cases in ("few", "all")
