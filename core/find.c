@@ -62,11 +62,12 @@ PyObject *columns_find(Columns *self, PyObject *const *args, Py_ssize_t count)
     Node *node = node_before(last, end);
     if (node == NULL)
         return NULL;
-    if (found.nodes && (touch_up(self, found.last) < 0 || touch_held(self, end < found.end ? node : found.last) < 0))
+    Node *used = end < found.end ? node : found.last;
+    if (found.nodes && (touch_up(self, found.last) < 0 || touch_held(self, used) < 0))
         return NULL;
-    PyObject *rest[] = {last == root ? Py_NewRef(Py_None) : Py_NewRef((PyObject *)last), PyLong_FromLongLong(found.end),
-                        PyLong_FromSsize_t(found.nodes), node == root ? Py_NewRef(Py_None) : Py_NewRef((PyObject *)node),
-                        PyLong_FromLongLong(end), ids_of_path(node, end), held_at(self, node, end)};
+    PyObject *ends[] = {last == root ? Py_None : (PyObject *)last, node == root ? Py_None : (PyObject *)node};
+    PyObject *rest[] = {Py_NewRef(ends[0]), PyLong_FromLongLong(found.end), PyLong_FromSsize_t(found.nodes),
+                        Py_NewRef(ends[1]), PyLong_FromLongLong(end), ids_of_path(node, end), held_at(self, node, end)};
     enum { FIELDS = sizeof rest / sizeof *rest };
     PyObject *told = PyTuple_New(FIELDS);
     for (Py_ssize_t i = 0; i < FIELDS; i++) {

@@ -99,7 +99,7 @@ static Node *next_in_reach(Node *node, long long end, long long *left)
     return parent != NULL && is_some(parent->parent) ? parent : NULL;
 }
 
-/* The ids of component `i` at the nodes that hold what page `end` needs, of which the last is `node`; NULL with an error. */
+/* The ids of component `i` at the nodes that hold what page `end` needs, the last of them `node`; NULL with an error. */
 static PyObject *ids_in_reach(Columns *self, Node *node, long long end, Py_ssize_t i)
 {
     long long reach = reach_pages_of(self, i), left = reach;

@@ -1,10 +1,10 @@
-/* An insertion on one tier in one call: `insert` of columns.py, and with further components what insert.py does there. */
+/* An insertion on one tier in one call: `insert` of columns.py, and what insert.py does with further components. */
 #include "core.h"
 
 enum { ATTENTION = -1 };
 
-/* Ids of attention KV or of a component that came with a prompt, for its pages from `first` on. `fresh` are those that the
- * tree does not have at their place, and `twice` those of them for whose place it has others. */
+/* Ids of attention KV or of a component that came with a prompt, for its pages from `first` on. `fresh` are those that
+ * the tree does not have at their place, and `twice` those of them for whose place it has others. */
 typedef struct {
     Py_ssize_t index;
     PyObject *in_use, *given, *claimed;
@@ -58,7 +58,8 @@ static int read_rows(Columns *self, Prompt *prompt, PyObject *ids, PyObject *in_
     int able = read_row(prompt->rows, prompt->pages);
     for (Py_ssize_t k = 1; able > 0 && k < prompt->count; k++) {
         Brought *row = prompt->rows + k;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(others, k - 1), "nO!O", &row->index, &PyBytes_Type, &row->given, &row->in_use))
+        PyObject *other = PyTuple_GetItem(others, k - 1);
+        if (!PyArg_ParseTuple(other, "nO!O", &row->index, &PyBytes_Type, &row->given, &row->in_use))
             return -1;
         row->per_page = is_per_page(self, row->index);
         able = row->per_page < 0 ? -1 : read_row(row, prompt->pages);
@@ -75,8 +76,8 @@ static Py_ssize_t ids_within(const Brought *row, long long pages, long long star
     return end > row->first ? (Py_ssize_t)(end - row->first) - *from : 0;
 }
 
-/* Sets `*ids` to what a node has of a row's component, NULL for nothing: of a path up to `end`, from page `start` on. -1
- * with an error. */
+/* Sets `*ids` to what a node has of a row's component, NULL for nothing: of a path up to `end`, from page `start` on.
+ * -1 with an error. */
 static int own_ids(Node *node, const Brought *row, long long start, long long end, char **ids)
 {
     ComponentPages *held = row->index < 0 ? NULL : held_of(node, row->index);
@@ -211,7 +212,7 @@ static int pass(Columns *self, const Prompt *prompt, Node *node)
     }
 }
 
-/* Where the node that begins at page `start` has to end: where ids begin, or the reach of a component before the end. */
+/* Where the node that begins at page `start` has to end: where ids begin, or a component's reach before the end. */
 static long long next_cut(Columns *self, const Prompt *prompt, long long start)
 {
     long long cut = prompt->pages;
@@ -233,7 +234,8 @@ static Node *grow_to(Columns *self, const Prompt *prompt, Node *parent, long lon
     long long skipped = parent->end - row->first, pages = end - parent->end;
     int all = !skipped && end == prompt->pages;
     PyObject *stop = PyLong_FromLongLong(end);
-    PyObject *ids = all ? Py_NewRef(row->given) : PyBytes_FromStringAndSize(row->ids + skipped * ID_BYTES, pages * ID_BYTES);
+    const char *from = row->ids + skipped * ID_BYTES;
+    PyObject *ids = all ? Py_NewRef(row->given) : PyBytes_FromStringAndSize(from, pages * ID_BYTES);
     PyObject *const args[] = {(PyObject *)parent, prompt->data, stop, ids};
     Node *node = stop == NULL || ids == NULL ? NULL : (Node *)columns_grow(self, args, 4);
     Py_XDECREF(stop);
@@ -263,10 +265,11 @@ static Node *lengthen(Columns *self, const Prompt *prompt, const Reached *found,
     return touch_up(self, end) < 0 || touch_held(self, end) < 0 || PyErr_Occurred() ? NULL : end;
 }
 
-/* The nodes of a path, root first, that have pages from `first` on, in memory that is the caller's; NULL with an error. */
+/* The nodes of a path, root first, with pages from `first` on, in memory that is the caller's; NULL with an error. */
 static Node **path_from(const Reached *found, long long first, Py_ssize_t *nodes)
 {
-    Node **path = PyMem_Malloc((found->nodes + 1) * sizeof *path), *node = found->inside != NULL ? found->inside : found->last;
+    Node **path = PyMem_Malloc((found->nodes + 1) * sizeof *path);
+    Node *node = found->inside != NULL ? found->inside : found->last;
     if (path == NULL)
         return (Node **)PyErr_NoMemory();
     Py_ssize_t count = 0;
@@ -283,8 +286,7 @@ static Node **path_from(const Reached *found, long long first, Py_ssize_t *nodes
     return NULL;
 }
 
-/* The path's end, borrowed, and 1; 0, before any change, where the prompt does not fit or its ids are in use; -1 with an
- * error. */
+/* The path's end, borrowed, and 1; 0, before any change, if an id is in use; -1 with an error. */
 static int insert(Columns *self, Prompt *prompt, const Reached *found, Node **end)
 {
     long long first = prompt->pages;
@@ -330,7 +332,8 @@ PyObject *columns_insert(Columns *self, PyObject *const *args, Py_ssize_t count)
     Prompt prompt = {.data = args[1], .pages = PyBytes_Size(args[1]) / page_bytes};
     if (PyErr_Occurred())
         return NULL;
-    if (!prompt.pages || first < 0 || first > prompt.pages || PyBytes_Size(args[2]) != (prompt.pages - first) * ID_BYTES)
+    long long due = prompt.pages - first;
+    if (!prompt.pages || first < 0 || due < 0 || PyBytes_Size(args[2]) != due * ID_BYTES)
         Py_RETURN_NONE;
     Reached found;
     PyObject *stop = PyLong_FromLongLong(prompt.pages * page_bytes);
@@ -341,7 +344,8 @@ PyObject *columns_insert(Columns *self, PyObject *const *args, Py_ssize_t count)
         able = read_rows(self, &prompt, args[2], args[4], args[5]);
     if (able > 0)
         able = insert(self, &prompt, &found, &end);
-    PyObject *twice = able > 0 ? give_back(&prompt) : NULL, *known = twice == NULL ? NULL : PyLong_FromLongLong(prompt.known);
+    PyObject *twice = able > 0 ? give_back(&prompt) : NULL;
+    PyObject *known = twice == NULL ? NULL : PyLong_FromLongLong(prompt.known);
     PyObject *told = known == NULL ? NULL : PyTuple_Pack(3, (PyObject *)end, known, twice);
     Py_XDECREF(known);
     Py_XDECREF(twice);

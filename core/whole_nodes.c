@@ -142,7 +142,8 @@ PyObject *columns_evict_nodes(Columns *self, PyObject *const *args, Py_ssize_t c
     Eviction eviction = {self, as_set(self->device), component_count(self), 0, NULL};
     if (eviction.device == NULL)
         return NULL;
-    if (count != 2 || !PyTuple_Check(args[0]) || PyTuple_Size(args[0]) != 1 + eviction.count || !is_linked(eviction.device->order))
+    int fit = count == 2 && PyTuple_Check(args[0]) && PyTuple_Size(args[0]) == 1 + eviction.count;
+    if (!fit || !is_linked(eviction.device->order))
         return PyErr_Format(PyExc_TypeError, "pages of attention KV and each component, and the most nodes are due");
     eviction.left = PyLong_AsLongLong(args[1]);
     if (PyErr_Occurred())

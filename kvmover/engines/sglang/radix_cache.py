@@ -444,7 +444,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         """
         end = key.tokens // self.page_size * self.page_size
         pages, windows, held = self._indices.keep(row, kept, end), NO_IDS, dict[str, PageArray]()
-        if self._windows is not None and len(windows := self._windows.keep(row[live:end])):
+        if self._windows is not None and len(windows := self._windows.keep(row, live, end)):
             held[WINDOW] = windows
         if len(state):
             held[STATE] = state

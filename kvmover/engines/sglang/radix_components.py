@@ -38,9 +38,9 @@ class WindowPages:
         """Returns the number of kept pages."""
         return len(self.indices)
 
-    def keep(self, full_indices: torch.Tensor) -> PageArray:
-        """Returns new ids for the windows of these tokens, whole pages."""
-        return self.indices.keep(full_indices)
+    def keep(self, full_indices: torch.Tensor, first: int, stop: int) -> PageArray:
+        """Returns new ids for the windows of `full_indices[first:stop]`, whole pages."""
+        return self.indices.keep(full_indices, first, stop)
 
     def move(self, ids: PageArray, full_indices: torch.Tensor) -> None:
         """Map the same window pages from other full indices, of equal tokens, from now on."""
