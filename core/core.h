@@ -254,6 +254,7 @@ PyObject *unit_offsets(PyObject *module, PyObject *const *args, Py_ssize_t count
 PyObject *descriptors(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *least_and_most(PyObject *module, PyObject *table);
 PyObject *run_count(PyObject *module, PyObject *table);
+PyObject *short_strides(PyObject *module, PyObject *table);
 PyObject *runs_fit(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *vectors(PyObject *module, PyObject *unused);
 

@@ -23,6 +23,19 @@ PyObject *run_count(PyObject *Py_UNUSED(module), PyObject *of)
     return PyLong_FromLongLong(runs);
 }
 
+/* short_strides(table): True where the stride of a row is below its length. */
+PyObject *short_strides(PyObject *Py_UNUSED(module), PyObject *of)
+{
+    Column table;
+    int found = 0;
+    if (column_of(of, PyBUF_SIMPLE, &table) < 0)
+        return NULL;
+    for (Py_ssize_t at = 0; at + COLUMNS <= table.count && !found; at += COLUMNS)
+        found = table.numbers[at + STRIDE] < table.numbers[at + NBYTES];
+    PyBuffer_Release(&table.view);
+    return PyBool_FromLong(found);
+}
+
 /* The rows of one side, and the registered ranges of the first row's device: ascending, the first a sentinel. */
 typedef struct {
     Column rows, starts, ends;

@@ -388,8 +388,9 @@ def _count_runs(
 
 
 def _begin_pages(groups: tuple[Units, ...], side: str, page_tokens: int) -> bool:
-    """Returns True if each unit begins a page of one side."""
-    return not any((getattr(units, side) % page_tokens).any() for units in groups)
+    """Returns True if each unit begins a page of one side, as one does that is as long as the page it lies in."""
+    shorter = [getattr(units, side) for units in groups if units.tokens < page_tokens]
+    return not any((at % page_tokens).any() for at in shorter)
 
 
 @lru_cache(maxsize=1024)

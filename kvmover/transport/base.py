@@ -62,6 +62,15 @@ def run_count_in_python(table: npt.NDArray[np.int64]) -> int:
 run_count: Callable[[npt.NDArray[np.int64]], int] = getattr(NATIVE, "run_count", run_count_in_python)
 
 
+def short_strides_in_python(table: npt.NDArray[np.int64]) -> bool:
+    """Returns True if the stride of a row is below its length, as the stride of a single run may be."""
+    return bool((table[:, STRIDE] < table[:, NBYTES]).any())
+
+
+#: `short_strides_in_python`, in C where it was built.
+short_strides: Callable[[npt.NDArray[np.int64]], bool] = getattr(NATIVE, "short_strides", short_strides_in_python)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Descriptors:
     """Strided byte runs in one kind of memory: the operands of a one-sided operation.

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover.errors import TransportUnavailable
-from kvmover.transport.base import COUNT, DEVICE, NBYTES, STRIDE, Descriptors, Timing
+from kvmover.transport.base import COUNT, DEVICE, NBYTES, STRIDE, Descriptors, Timing, short_strides
 
 #: The oldest release that the tests ran with. 1.4.0 crashes when a peer dies.
 OLDEST_NIXL = (1, 4, 1)
@@ -153,9 +153,9 @@ def descriptor_rows(descriptors: Descriptors, release: tuple[int, ...]) -> npt.N
     """
     if release < _STRIDED_SINCE:
         return descriptors.dense().table[:, : DEVICE + 1].astype(np.uint64, order="C")
-    table = descriptors.table
-    if not np.count_nonzero(table[:, STRIDE] < table[:, NBYTES]):
-        return np.ascontiguousarray(table).view(np.uint64)
+    table = np.ascontiguousarray(descriptors.table)
+    if not short_strides(table):
+        return table.view(np.uint64)
     table = table.astype(np.uint64, order="C")
     one = table[:, COUNT] == 1
     # NIXL refuses a stride below the length even of a single run.

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvmover.c_core import NATIVE
 from kvmover.errors import DescriptorError, PeerRefused, ProtocolError
 from kvmover.transport import MAX_NOTE_BYTES, Descriptors, Memory, MemoryKind, checks, memory_of, whole
-from kvmover.transport.base import run_count_in_python, union
+from kvmover.transport.base import run_count_in_python, short_strides_in_python, union
 from kvmover.transport.checks import Operation, Ranges, check_note, check_runs, touches
 from kvmover.transport.envelope import TransportCard, seal, unseal
 from tests.proofs import searched
@@ -150,10 +150,11 @@ def test_an_address_and_a_length_that_wrap_round_lie_in_no_range() -> None:
 
 @needs_c
 @given(st.lists(st.tuples(*[st.integers(-1, 3) | st.just((1 << 63) - 1)] * 5), min_size=1, max_size=5))
-def test_c_counts_runs_as_python_does(table: list[tuple[int, ...]]) -> None:
+def test_c_counts_runs_and_finds_short_strides_as_python_does(table: list[tuple[int, ...]]) -> None:
     assert NATIVE is not None
     counted = np.array(table, np.int64)
     assert NATIVE.run_count(counted) == run_count_in_python(counted)
+    assert NATIVE.short_strides(counted) == short_strides_in_python(counted)
 
 
 @needs_c
@@ -166,8 +167,9 @@ def test_c_refuses_tables_that_do_not_fit() -> None:
                 NATIVE.runs_fit(*sides)
     with pytest.raises(TypeError, match="takes 6 tables, got 1"):
         NATIVE.runs_fit(row)
-    with pytest.raises(ValueError, match="3 bytes are no numbers"):
-        NATIVE.run_count(np.zeros(3, np.int8))
+    for counted in (NATIVE.run_count, NATIVE.short_strides):
+        with pytest.raises(ValueError, match="3 bytes are no numbers"):
+            counted(np.zeros(3, np.int8))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -273,26 +273,20 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
         at = at[at // self.src[component].spec.page_tokens >= first_page]
         if not at.size:
             return range(0)
-        positions = self._position(component, at)
+        first, last = (_position(self.src[component], end) for end in least_and_most(at))
         tokens = self.src[component].spec.component.row_tokens
-        return range(int(positions.min()) * tokens, (int(positions.max()) + 1) * tokens)
+        return range(first * tokens, (last + 1) * tokens)
 
     def _stop(self, piece: Piece, stop: int) -> int:
         if self.src[piece.component].spec.component.states:
             return stop  # a state is final once all tokens have passed through it
-        last = int(self._position(piece.component, piece.units.src + piece.units.tokens - 1).max())
-        return (last + 1) * self.src[piece.component].spec.component.row_tokens
+        held = self.src[piece.component]
+        last = least_and_most(piece.units.src)[1] + piece.units.tokens - 1  # positions ascend with their index
+        return (_position(held, last) + 1) * held.spec.component.row_tokens
 
     def _positions(self, piece: Piece) -> npt.NDArray[np.int64]:
         """Returns the logical position of each unit's first token [unit], equal from both sides."""
-        return self._position(piece.component, piece.units.src)
-
-    def _position(self, component: int, tokens_at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Returns the logical position of each of the source's tokens."""
-        held = self.src[component].shard.positions
-        assert held is not None, "a piece was cut from positions that nobody holds"
-        run, token = np.divmod(tokens_at, held.width)
-        return run * held.step + token + held.start
+        return _position(self.src[piece.component], piece.units.src)
 
     def marks(self, chunk: int) -> list[Marks]:
         """Returns the logical coordinates of a chunk's pieces, in the order of its boxes: its digest is computed over
@@ -396,6 +390,17 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
         else:
             units = placed.units[piece.group][piece.first_unit : piece.first_unit + piece.units.src.size]
         return BoxSide(cut.allocation, cut.offset, units, cut.head_bytes, cut.token_bytes)
+
+
+#: An index into the positions of a rank, or many [n].
+At = TypeVar("At", int, npt.NDArray[np.int64])
+
+
+def _position(held: Held, tokens_at: At) -> At:
+    """Returns the logical position of a rank's token, or of each."""
+    positions = held.shard.positions
+    assert positions is not None, "a piece was cut from positions that nobody holds"
+    return tokens_at // positions.width * positions.step + tokens_at % positions.width + positions.start
 
 
 def unit_offsets(
