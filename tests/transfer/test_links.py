@@ -11,7 +11,7 @@ from kvmover.plan.calibration import FEWEST, Calibration
 from kvmover.plan.cost import Route
 from kvmover.transfer.meter import Count
 from kvmover.transfer.mover import Mover
-from kvmover.transfer.peers.links import REFIT_S
+from kvmover.transfer.peers.links import REFIT_S, Links
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transport import LoopbackTransport
 from kvmover.transport.base import Completed, Event, Timing
@@ -89,3 +89,29 @@ def test_chunks_that_are_not_packed_say_nothing_of_packed_ones() -> None:
     assert all(
         link.measured.calibrate("a", "", pair.bench.config.costs).chunk_us is None for link in links._links.values()
     )
+
+
+def links_of(pair: Pair) -> Links:
+    return pair.src.movers[0]._core.links
+
+
+@pytest.mark.parametrize(("hidden_s", "kept"), [(4e-6, 1), (6e-6, 0)])
+def test_a_write_whose_end_copies_hid_for_most_of_its_time_says_nothing_of_the_wire(hidden_s: float, kept: int) -> None:
+    links = links_of(Pair.of())
+    links.moved("a", Completed(1, Timing(post_us=1.0, total_us=10.0)), 1 << 20, 1, 1.0, hidden_s)
+    assert sum(each.writes for each in links.calibrations(CONFIG.costs, 2.0)) == kept
+
+
+def test_costs_that_are_asked_for_during_a_burst_leave_it_one_sample() -> None:
+    """Writes of 20 us, one behind the other, each posted before the end of the one before."""
+    links = links_of(Pair.of())
+    links.moved("a", Completed(0, Timing(1.0, 1.0)), 64, 1, 0.5)
+    assert links.calibrations(CONFIG.costs, 0.9)[0].writes == 1
+    for number in range(5):
+        links.moved("a", Completed(1 + number, Timing(1.0, 20.0)), 1 << 20, 1, 1.0 + number * 15e-6)
+        links.costs("a", CONFIG.costs, 1.0 + number * 15e-6 + 25e-6)
+    links.calibrations(CONFIG.costs, 2.0 + REFIT_S)
+    (link,) = links._links.values()
+    samples = [sample for window in link.measured._writes for sample in window]
+    assert [(sample.nbytes, sample.runs) for sample in samples] == [(64, 1), (5 << 20, 5)]
+    assert samples[1].total_us == pytest.approx(80)

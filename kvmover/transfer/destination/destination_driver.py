@@ -72,7 +72,8 @@ from kvmover.transport.base import Completed, Descriptors, Failed
 
 class Reading(msgspec.Struct, frozen=True, eq=False):
     """A read of a chunk from `peer`, by the attempt `id` (request, generation). `note`: the encoded message that
-    reaches the peer after the bytes were read. `spent_s`: times of that attempt. `nbytes` in `runs`: posted.
+    reaches the peer after the bytes were read. `spent_s`: times of that attempt. `nbytes` in `runs`: posted, at
+    `Core.moving_s`.
     """
 
     id: tuple[str, int]
@@ -82,6 +83,7 @@ class Reading(msgspec.Struct, frozen=True, eq=False):
     spent_s: Spent
     nbytes: int = 0
     runs: int = 0
+    moving_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -181,7 +183,8 @@ class Reads:
         now = core.clock()
         core.meter.took(Stage.POST, now - begun, reading.spent_s)
         core.meter.add(Count.DESCRIPTORS, local.count)
-        self.flights.add(ticket, replace(reading, nbytes=local.nbytes, runs=local.count), now)
+        posted = replace(reading, nbytes=local.nbytes, runs=local.count, moving_s=core.moving_s)
+        self.flights.add(ticket, posted, now)
         return ticket
 
     def lost(self, peer: str) -> None:
@@ -198,8 +201,8 @@ class Reads:
         if isinstance(event, Completed):
             self.core.meter.took(Stage.WIRE, landing.seconds, reading.spent_s)
             if peer is not None:
-                posted_s = self.core.clock() - landing.seconds
-                self.core.links.moved(peer.card.host, event, reading.nbytes, reading.runs, posted_s)
+                posted_s, hidden_s = self.core.clock() - landing.seconds, self.core.moving_s - reading.moving_s
+                self.core.links.moved(peer.card.host, event, reading.nbytes, reading.runs, posted_s, hidden_s)
         if reading.peer in self._packed:
             self._ended(reading.peer, event.ticket)
         self.tell(reading, ReadEnded(reading.peer, reading.chunk, landing.reason, landing.quiescent))

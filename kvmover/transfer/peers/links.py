@@ -98,9 +98,15 @@ class Links:
             link = self._links[host] = _Link()
         return link
 
-    def moved(self, host: str, event: Completed, nbytes: int, runs: int, posted_s: float) -> None:
-        """Record a successful write or read of `nbytes` bytes in `runs` runs, whose post was over at `posted_s`."""
-        if event.timing is not None:
+    def moved(
+        self, host: str, event: Completed, nbytes: int, runs: int, posted_s: float, hidden_s: float = 0.0
+    ) -> None:
+        """Record a successful write or read of `nbytes` bytes in `runs` runs, whose post was over at `posted_s`.
+
+        `hidden_s`: of copies and posts by this thread since, during which it saw no end. Where that is half of the time
+        and more, as beside conversions on a CPU, the time is not the wire's, and is dropped.
+        """
+        if event.timing is not None and 2e6 * hidden_s < event.timing.total_us:
             began_us, total_us, link = posted_s * 1e6 - event.timing.post_us, event.timing.total_us, self._link(host)
             _measure(link, link.bursts.wrote(began_us, Sample(nbytes, runs, total_us)))
 

@@ -117,7 +117,7 @@ class Part:
     """A chunk under way: granted in `round` under a lease of `term`, to memory of a `registration`.
 
     `staged`: the offset of a packed chunk in this side's arena. `posting`: the transport's write call has not returned;
-    if it raises now, the write may be under way.
+    if it raises now, the write may be under way. `moving_s`: `Core.moving_s` when it was posted.
     """
 
     job: Job
@@ -131,6 +131,7 @@ class Part:
     digest: int | None = None
     runs: int = 1
     posting: bool = False
+    moving_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -276,8 +277,8 @@ class Writes:
             return True
         meter, moved = self.core.meter, entry.job.lane.chunks[entry.chunk].nbytes
         if isinstance(event, Completed):
-            posted_s = self.core.clock() - landing.seconds
-            self.core.links.moved(entry.job.peer.card.host, event, moved, entry.runs, posted_s)
+            posted_s, hidden_s = self.core.clock() - landing.seconds, self.core.moving_s - entry.moving_s
+            self.core.links.moved(entry.job.peer.card.host, event, moved, entry.runs, posted_s, hidden_s)
         meter.took(Stage.WIRE, landing.seconds, entry.job.spent_s)
         meter.add(Count.SENT_CHUNKS)
         meter.add(Count.SENT_BYTES, moved)
@@ -400,7 +401,7 @@ class Writes:
             return
         now = self.core.clock()
         self.core.meter.took(Stage.POST, now - begun, job.spent_s)
-        entry.runs = ends[0].count
+        entry.runs, entry.moving_s = ends[0].count, self.core.moving_s
         self.core.meter.add(Count.DESCRIPTORS, entry.runs)
         self.flights.add(ticket, entry, now)
 
