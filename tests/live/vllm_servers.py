@@ -45,15 +45,18 @@ OFFLOADING = {"WITHOUT_GPU_OFFLOADING": "1"}
 #: A cache that other processes of the host map, as they do one on a GPU.
 SHARED_CACHE = {"WITHOUT_GPU_SHARED_CACHE": "1"}
 
+#: Time after which a transfer that nobody ends is given up.
+DEADLINE_S = 20
+
 
 def kvmover(role: str = "kv_both", policy: str = "recompute", **options: Any) -> dict[str, Any]:
-    """`--kv-transfer-config` for kvmover's connector. A transfer that nobody ends is given up after 20 s."""
+    """`--kv-transfer-config` for kvmover's connector."""
     return {
         "kv_connector": "KvmoverConnector",
         "kv_connector_module_path": "kvmover.engines.vllm",
         "kv_role": role,
         "kv_load_failure_policy": policy,
-        "kv_connector_extra_config": {"deadline_s": 20, **options},
+        "kv_connector_extra_config": {"deadline_s": DEADLINE_S, **options},
     }
 
 
