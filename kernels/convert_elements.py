@@ -48,31 +48,34 @@ def as_float(q, KIND: tl.constexpr, CASTS: tl.constexpr):
 
 
 @triton.jit
+def _to_byte(y, DIGITS: tl.constexpr, LEAST: tl.constexpr, LARGEST: tl.constexpr, STEP: tl.constexpr):
+    """Round float32 to a sign, an exponent and `DIGITS` bits, as int8: to nearest even, NaN to 0x7F.
+
+    The least normal number is 2**`LEAST`; float32 has the largest as the bits `LARGEST`, beyond which all become it.
+    Near `STEP` float32's step is that of the subnormal numbers: an addition rounds to it.
+    """
+    SHIFT: tl.constexpr = 23 - DIGITS
+    bits = y.to(tl.int32, bitcast=True)
+    magnitude = tl.minimum(bits & 0x7FFFFFFF, LARGEST)
+    normal = ((magnitude + ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1)) >> SHIFT) - ((126 + LEAST) << DIGITS)  # pyright: ignore
+    stepped = magnitude.to(tl.float32, bitcast=True) + STEP
+    subnormal = stepped.to(tl.int32, bitcast=True) - ((150 + LEAST - DIGITS) << 23)
+    q = tl.where(magnitude < ((127 + LEAST) << 23), subnormal, normal) | ((bits >> 24) & 0x80)
+    return tl.where(y == y, q, 0x7F).to(tl.int8)
+
+
+@triton.jit
 def to_fp8(y, CASTS: tl.constexpr):
     """Round float32 to e4m3 as int8: to nearest even, beyond 448 to 448, NaN to 0x7F, as `cvt.rn.satfinite` does."""
     if CASTS:
         return y.to(tl.float8e4nv).to(tl.int8, bitcast=True)
-    bits = y.to(tl.int32, bitcast=True)
-    magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # 448
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    # Near 2**14 float32's step is that of e4m3's subnormal numbers, 2**-9: the addition rounds to it.
-    stepped = magnitude.to(tl.float32, bitcast=True) + 16384.0
-    subnormal = stepped.to(tl.int32, bitcast=True) - 0x46800000
-    q = tl.where(magnitude < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)  # 2**-6
-    return tl.where(y == y, q, 0x7F).to(tl.int8)
+    return _to_byte(y, 3, -6, 0x43E00000, 16384.0)
 
 
 @triton.jit
 def to_e5m2(y):
     """Round float32 to e5m2 as int8: to nearest even, beyond 57,344 to 57,344, NaN to 0x7F."""
-    bits = y.to(tl.int32, bitcast=True)
-    magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x47600000)  # 57,344
-    normal = ((magnitude + 0xFFFFF + ((magnitude >> 21) & 1)) >> 21) - (112 << 2)
-    # Near 2**7 float32's step is that of e5m2's subnormal numbers, 2**-16: the addition rounds to it.
-    stepped = magnitude.to(tl.float32, bitcast=True) + 128.0
-    subnormal = stepped.to(tl.int32, bitcast=True) - 0x43000000
-    q = tl.where(magnitude < 0x38800000, subnormal, normal) | ((bits >> 24) & 0x80)  # 2**-14
-    return tl.where(y == y, q, 0x7F).to(tl.int8)
+    return _to_byte(y, 2, -14, 0x47600000, 128.0)
 
 
 @triton.jit
