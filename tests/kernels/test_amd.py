@@ -23,7 +23,7 @@ COMPILERS = family([*_FEW, *_ALL], few=_FEW[2:3], proved=[*_FEW, _ALL[3]])
 def cases(request: pytest.FixtureRequest, ahead: Ahead) -> dict[str, dict]:
     """By kernel and case, of one compiler."""
     found = ahead.result(request.module, "cases", request.param)
-    assert len(found) == {"all": 72, "few": 8}[request.param.cases]
+    assert len(found) == {"all": 78, "few": 8}[request.param.cases]
     return found
 
 
