@@ -138,7 +138,7 @@ def on_the_wire(measured: dict[str, Any]) -> dict[str, object]:
     The code is a gather and a scatter at its own speed, of the bytes before it; the wire carries the bytes after it.
     """
     nbytes = 32 << 20
-    plain = replace(HOST, wire_rate=WIRE_BYTES_S / 1e6, chunk_bytes=CHUNK_BYTES, posting=Posting.AHEAD)
+    plain = replace(HOST, wire_rate=WIRE_BYTES_S / 1e6, chunk_bytes=CHUNK_BYTES, posting=Posting.SOCKET)
     ratio = max(float(measured[f"ratio_{listed}"]) for listed in LISTS)
     coded: Costs = replace(
         plain,

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from kvmover.layout import Component
 from kvmover.layout.codec import named
-from kvmover.plan import HOST, Route
+from kvmover.plan import HOST, Posting, Route
 from kvmover.transfer.config import Integrity, MoverConfig
 from kvmover.transfer.peers.links import REFIT_S
 from kvmover.transfer.protocol.wire import Verb
@@ -34,7 +34,8 @@ from perf.transfer_pair import ARENA_BYTES, COMPONENT, LOSSY, Pair
 BYTES_PER_S, TOKENS = 125e6, 512
 
 FP8 = COMPONENT.kept_as(named("fp8_e4m3", COMPONENT.dtype, [COMPONENT.dim]))
-PACKED = MoverConfig(arena_bytes=ARENA_BYTES, route=Route.PACKED, costs=replace(HOST, chunk_bytes=2 << 20), lossy=LOSSY)
+COSTS = replace(HOST, chunk_bytes=2 << 20, posting=Posting.SOCKET)
+PACKED = MoverConfig(arena_bytes=ARENA_BYTES, route=Route.PACKED, costs=COSTS, lossy=LOSSY)
 DIRECT, PULL = replace(PACKED, route=Route.DIRECT), replace(PACKED, verb=Verb.PULL)
 
 

@@ -437,7 +437,7 @@ TEXTS: Mapping[str, str] = {
     "mover.costs.scatter_rate": "Bytes per microsecond of the scatter kernel, assumed until measured.",
     "mover.costs.chunk_us": "Microseconds that a chunk takes beside its bytes, whatever its size.",
     "mover.costs.chunk_bytes": "Target size of a chunk, in bytes. The arena must hold one, better several.",
-    "mover.costs.posting": "ahead: descriptors are posted while others travel (NIC); inline: posting copies (CPU).",
+    "mover.costs.posting": "ahead: a NIC sends meanwhile; socket: TCP between hosts; inline: posting copies (CPU).",
     "mover.costs.pool_chunk_bytes": "The same of a chunk that takes no arena (direct, mapped); 0: as the others.",
     "mover.costs.latency_us": "Time of the way there and back, which each route pays once, in microseconds.",
     "progress.share": "The polling thread sleeps for this fraction of the time since the last event.",

@@ -28,13 +28,15 @@ BY_HOST = frozenset(Route)
 class Posting(StrEnum):
     """A transport's way to share time between posting descriptors and moving their bytes.
 
-    AHEAD: a NIC moves posted bytes while the next are posted, so the slower of the two counts. INLINE: the core that
-    posts also copies, so they add up. UCX's cma is INLINE: 1024 runs of 32 KiB were posted in 3.87 ms, where posting
-    1024 tiny runs takes 1.51 ms and one run of 32 MiB 2.28 ms. So is its tcp: 8192 runs of 2 KiB in 32 ms, 18 ms and 5
-    ms.
+    AHEAD: a NIC moves posted bytes while the next are posted, so the slower of the two counts. SOCKET: the kernel sends
+    them meanwhile, but all that is posted shares the wire and ends together: UCX's tcp between hosts. INLINE: the core
+    that posts also copies, so they add up. UCX's cma is INLINE: 1024 runs of 32 KiB were posted in 3.87 ms, where
+    posting 1024 tiny runs takes 1.51 ms and one run of 32 MiB 2.28 ms. So is its tcp on one host: 8192 runs of 2 KiB in
+    32 ms, 18 ms and 5 ms.
     """
 
     AHEAD = "ahead"
+    SOCKET = "socket"
     INLINE = "inline"
 
 
@@ -74,19 +76,20 @@ class Costs:
         return self.latency_us + (wire_us + post_us if self.posting is Posting.INLINE else max(wire_us, post_us))
 
     def packed_us(self, nbytes: int, chunks: int) -> float:
-        """Returns the time of the packed route: gather, wire and scatter overlap but for the first gather and the last
-        scatter.
+        """Returns the time of the packed route: one chunk through gather, wire and scatter, and for each further chunk
+        the slowest of these and of `chunk_us`.
 
         With INLINE posting the core gathers, writes and answers for one chunk after the other: at 100 us a chunk and
         all rates 4 GB/s, 2 chunks of 8 MiB take 8.6 ms there, and 2.1 ms more to scatter the last.
         """
         first = min(nbytes, self.chunk_bytes)
-        gather_us, wire_us, scatter_us = nbytes / self.gather_rate, nbytes / self.wire_rate, nbytes / self.scatter_rate
-        first_us, last_us, notes_us = first / self.gather_rate, first / self.scatter_rate, chunks * self.chunk_us
+        gather_us, wire_us, scatter_us = first / self.gather_rate, first / self.wire_rate, first / self.scatter_rate
+        more, notes_us = nbytes / first - 1, chunks * self.chunk_us
         if self.posting is Posting.INLINE:
-            waits_us = first_us + first / self.wire_rate - last_us
-            return self.latency_us + max(gather_us + wire_us + notes_us, waits_us + scatter_us) + last_us
-        return self.latency_us + first_us + max(wire_us, gather_us, scatter_us, notes_us) + last_us
+            core_us = (1 + more) * (gather_us + wire_us) + notes_us
+            return self.latency_us + max(core_us, gather_us + wire_us + more * scatter_us) + scatter_us
+        once_us, slowest_us = gather_us + wire_us + scatter_us, max(gather_us, wire_us, scatter_us)
+        return self.latency_us + max(once_us + more * slowest_us, gather_us + notes_us + scatter_us)
 
     def mapped_us(self, nbytes: int) -> float:
         """Returns the time of one copy with strides at both ends, at the slower of the gather and scatter rates.
@@ -112,8 +115,8 @@ class Costs:
         """The most bytes of packed chunks that are under way to a rank: one chunk on the wire, one behind it, and as
         much as the latency hides.
 
-        INLINE writes share the wire: of 8 chunks that UCX's tcp had at once, all ended together, and 7 were scattered
-        behind the last instead of meanwhile. A NIC moves one after the other, so AHEAD has no such bound.
+        Writes through sockets share the wire: of 8 chunks that UCX's tcp had at once, all ended together, and 7 were
+        scattered behind the last instead of meanwhile. A NIC moves one after the other, so AHEAD has no such bound.
         """
         if self.posting is Posting.AHEAD:
             return math.inf

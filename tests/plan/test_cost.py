@@ -46,10 +46,31 @@ def test_a_tie_goes_direct() -> None:
     assert costs.choose(100, 151).route is Route.PACKED
 
 
-def test_an_inline_window_is_two_chunks_and_what_the_latency_hides_and_a_nic_has_none() -> None:
-    inline = Costs(2.0, 10.0, 40.0, 40.0, 1.0, 100, Posting.INLINE, latency_us=7.0)
-    assert inline.window_bytes == 2 * 100 + 7 * 10
-    assert replace(inline, posting=Posting.AHEAD).window_bytes == math.inf
+@pytest.mark.parametrize("posting", [Posting.INLINE, Posting.SOCKET])
+def test_a_window_is_two_chunks_and_what_the_latency_hides_and_a_nic_has_none(posting: Posting) -> None:
+    costs = Costs(2.0, 10.0, 40.0, 40.0, 1.0, 100, posting, latency_us=7.0)
+    assert costs.window_bytes == 2 * 100 + 7 * 10
+    assert replace(costs, posting=Posting.AHEAD).window_bytes == math.inf
+
+
+@given(COSTS, NBYTES, st.integers(1, 1 << 30), st.sampled_from(Route))
+def test_through_a_socket_a_transfer_takes_as_long_as_by_a_nic_of_that_rate(
+    costs: Costs, nbytes: int, runs: int, route: Route
+) -> None:
+    ahead, socket = (replace(costs, posting=posting) for posting in (Posting.AHEAD, Posting.SOCKET))
+    assert ahead.us(route, nbytes, runs) == socket.us(route, nbytes, runs)
+
+
+@given(COSTS, st.integers(1, 40))
+def test_the_packed_route_takes_as_long_as_its_chunks_step_by_step(costs: Costs, chunks: int) -> None:
+    """Chunks of equal size go through gather, wire and scatter, of which each has one chunk at a time."""
+    costs = replace(costs, posting=Posting.AHEAD, chunk_us=1e-6)
+    ended = [0.0, 0.0, 0.0]
+    for _ in range(chunks):
+        before = 0.0
+        for stage, rate in enumerate((costs.gather_rate, costs.wire_rate, costs.scatter_rate)):
+            before = ended[stage] = max(before, ended[stage]) + costs.chunk_bytes / rate
+    assert costs.packed_us(chunks * costs.chunk_bytes, chunks) == pytest.approx(ended[-1], rel=1e-6)
 
 
 def test_posting_adds_to_the_wire_inline_and_hides_behind_it_ahead() -> None:
@@ -62,8 +83,8 @@ def test_posting_adds_to_the_wire_inline_and_hides_behind_it_ahead() -> None:
 def test_a_core_that_posts_and_copies_gathers_and_writes_one_after_the_other() -> None:
     ahead = Costs(1.0, 10.0, 5.0, 20.0, 3.0, 100)
     inline = replace(ahead, posting=Posting.INLINE)
-    # Ahead: 20 for the first gather, 80 for four of them, 5 for the last scatter. Inline: 80 + 40 + 4 * 3, and 5.
-    assert (ahead.packed_us(400, 4), inline.packed_us(400, 4)) == (105, 137)
+    # Ahead: 20 + 10 + 5 for one chunk, and 20 to gather each of three more. Inline: 80 + 40 + 4 * 3, and 5.
+    assert (ahead.packed_us(400, 4), inline.packed_us(400, 4)) == (95, 137)
     slow = replace(inline, scatter_rate=1.0)
     # The other side's core is the slower: it begins when the first chunk is there, and scatters without a rest.
     assert slow.packed_us(400, 4) == 20 + 10 + 400

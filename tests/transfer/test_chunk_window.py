@@ -13,7 +13,7 @@ from kvmover.transfer.protocol.wire import Verb
 from tests.transfer.mover_fleets import CONFIG, Pair
 
 #: A window of two chunks of 4 KiB, of the 25 of a request.
-INLINE = replace(CONFIG, costs=replace(CONFIG.costs, posting=Posting.INLINE), drain_s=0.01)
+SOCKET = replace(CONFIG, costs=replace(CONFIG.costs, posting=Posting.SOCKET), drain_s=0.01)
 
 
 def under_way(pair: Pair) -> int:
@@ -23,7 +23,7 @@ def under_way(pair: Pair) -> int:
 
 @pytest.mark.parametrize(("verb", "most"), [(Verb.PUSH, 2), (Verb.PULL, 4)])
 def test_a_window_of_chunks_is_under_way_and_every_byte_lands(verb: Verb, most: int) -> None:
-    pair = Pair.of(config=replace(INLINE, verb=verb))
+    pair = Pair.of(config=replace(SOCKET, verb=verb))
     network, transfers, seen = pair.bench.network, [*pair.send(), *pair.receive()], list[int]()
     while not all(transfer.ended for transfer in transfers):
         network.hold()
@@ -48,7 +48,7 @@ def abort(pair: Pair) -> None:
 @pytest.mark.parametrize("end", [lose, abort])
 def test_reads_that_wait_for_room_end_with_their_request(end: Callable[[Pair], None]) -> None:
     """Memory of the arena stays theirs until no read can touch it, and is free then."""
-    pair = Pair.of(config=replace(INLINE, verb=Verb.PULL))
+    pair = Pair.of(config=replace(SOCKET, verb=Verb.PULL))
     network, target = pair.bench.network, pair.bench.movers[1]
     network.hold()
     pair.send()
