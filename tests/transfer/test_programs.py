@@ -260,6 +260,22 @@ def test_nearly_all_bytes_are_moved_by_code_for_their_rows(name: str) -> None:
     assert moved[True] > 30 * moved[False]
 
 
+@pytest.mark.parametrize("name", FLAGSHIPS)
+def test_a_chunk_of_either_side_is_copied_and_digested_in_one_launch(name: str) -> None:
+    """Converted rows have a launch that converts and one that digests them, which reads no other row."""
+    shape = FLAGSHIPS[name]
+    known = known_of(shape)
+    for copy in copies(shape, 5, 2):
+        if copy.work.logicals is None or copy.way is Way.READ:
+            continue
+        found = launches(copy.work.using(known[copy.way]), RULES.sms, torch.zeros(1, dtype=torch.int64))
+        copied = [digest.digest_kernel] if copy.work.regions else []
+        converted = [convert.convert_kernel, digest.digest_kernel] if copy.work.conversions else []
+        assert sorted(str(launch.program.kernel) for launch in found) == sorted(map(str, copied + converted))
+        read = [launch.launch.regions for launch in found if launch.program.kernel is digest.digest_kernel]
+        assert read == [count for count in (len(copy.work.regions), len(copy.work.conversions)) if count]
+
+
 @pytest.mark.parametrize("engine", list(CopyEngine))
 def test_what_is_compiled_is_what_the_engine_runs(engine: CopyEngine) -> None:
     """A row mover under no budget for a green context, none for other engines, and digests fused with the row mover's

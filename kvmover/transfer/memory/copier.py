@@ -31,8 +31,8 @@ Done = Callable[[int | None], None]
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """The kernels of one direction. `digest`: fused with a gather. `wire_digest`: over chunks with converted rows.
-    `rest_digest`: over pages in place, as after a scatter. None: not compiled ahead.
+    """The kernels of one direction. `digest`: fused with the copy. `wire_digest`: over converted rows in the chunk.
+    `rest_digest`: over pages in place, as of a direct route. None: not compiled ahead.
     """
 
     move: Program | None = None
@@ -83,21 +83,24 @@ def launches(
     """Returns the kernel launches of some work on a GPU, in order. `total` int64 [1]: the digest is added to it.
     `engine`: the copy engine; only the row mover digests while copying.
 
-    All arguments are checked, and tables uploaded on the current stream, before the first launch runs.
+    Rows that are copied are digested as they are read, and converted rows where they lie in the chunk. All arguments
+    are checked, and tables uploaded on the current stream, before the first launch runs.
     """
     from kvmover.kernels import bulk, convert, digest, rows
 
-    known = work.programs or Programs()
+    known, by_rows = work.programs or Programs(), engine in BY_ROWS
     found: list[Prepared | PreparedBulk | None] = [convert.prepare(work.conversions, sms=sms, using=known.convert)]
-    by_rows = engine in BY_ROWS
-    at_once = total is not None and work.moves and work.end == "src" and not work.conversions and by_rows
-    if work.moves and not at_once:
+    unread, logicals = work.digested, work.logicals
+    if work.moves and by_rows and total is not None and logicals is not None:
+        copied = len(work.regions)
+        found.append(digest.prepare(work.regions, logicals[:copied], total, sms=sms, using=known.digest))
+        unread, logicals = unread[copied:], logicals[copied:]
+    elif work.moves:
         prepare = rows.prepare if by_rows else partial(bulk.prepare, engine=engine)
         found.append(prepare(work.regions, sms=sms, using=known.move))
-    if total is not None and work.logicals is not None:
-        reads = None if at_once else work.end
-        using = known.wire_digest if work.conversions else known.digest if at_once else known.rest_digest
-        found.append(digest.prepare(work.digested, work.logicals, total, sms=sms, reads=reads, using=using))
+    if total is not None and logicals:
+        using = known.wire_digest if work.conversions else known.rest_digest
+        found.append(digest.prepare(unread, logicals, total, sms=sms, reads=work.end, using=using))
     return [launch for launch in found if launch is not None]
 
 

@@ -103,21 +103,22 @@ def programs_between(way: Way, src: End, dst: End, memory: OwnMemory, rules: Rul
 
 
 def _with_digests(found: Programs, way: Way, work: Work, kinds: tuple[int, int], rules: Rules) -> Programs:
-    """Returns the kernels with those that digest: fused with the copy, over rows at rest, or over converted chunks."""
+    """Returns the kernels with those that digest: fused with the copy, over rows at rest, or over converted rows."""
     from kvmover.kernels import digest
     from kvmover.kernels.table import EVEN, LISTED
 
     pool, packed = int(LISTED.value), int(EVEN.value)  # pyright: ignore
     marks, sms = (work.logicals or ())[: len(work.regions)], rules.sms
-    fused = way in (Way.GATHER, Way.WRITE) and rules.engine in BY_ROWS
+    fused = way is not Way.READ and rules.engine in BY_ROWS
     if work.regions and fused:
         found = replace(found, digest=digest.standing_program(work.regions, marks, kinds, sms))
-    if work.regions and way is not Way.READ and not (fused and way is Way.WRITE):
+    if work.conversions:
+        first = len(work.regions) if fused else 0
+        unread, kept = (work.digested[first:], (work.logicals or ())[first:]), (packed, packed)
+        found = replace(found, wire_digest=digest.standing_program(*unread, kept, sms, work.end))
+    elif way in (Way.GATHER, Way.SCATTER) or (way is Way.WRITE and not fused):
         end = "dst" if way is Way.SCATTER else "src"
         found = replace(found, rest_digest=digest.standing_program(work.regions, marks, (pool, pool), sms, end))
-    if work.conversions:
-        every, kept = (work.digested, work.logicals or ()), (packed, packed)
-        found = replace(found, wire_digest=digest.standing_program(*every, kept, sms, work.end))
     return found
 
 
