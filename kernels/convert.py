@@ -3,7 +3,8 @@
 Results are those of `convert_reference`, bit for bit. An overlap is the numbers that a part of the source's form shares
 with a part of the destination's; its rows are cut into grains, powers of two that hold whole blocks. A tile is some
 grains of one plane and head, from as many units as it takes: a scale is known where its block is read, and no tile
-waits for another. All overlaps of a call go in one launch, and each kind of overlap has its own code.
+waits for another. All overlaps of a call go in one launch, and each kind of overlap has its own code. The same launch
+digests one end's rows, whose words it has in registers.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from . import digest_reference
 from .convert_elements import (
     BF16,
     E2M1,
@@ -29,6 +31,7 @@ from .convert_elements import (
     F32,
     SCALES,
     as_float,
+    in_words,
     to_e5m2,
     to_fp4,
     to_fp8,
@@ -36,13 +39,18 @@ from .convert_elements import (
     to_words,
 )
 from .convert_reference import LARGEST, POWER_FLOOR, SCALE_FLOOR, Conversion, RowForm, borders, element_size
+from .digest import coordinate_words, key_of, sum_of
+from .digest_reference import End, Logical
 from .launch import RULES, Kernel, Prepared, Program, RowConfig, RowKind, choose, one_device
 from .region import Planes, Region, RegionError, Side
 from .table import (
+    ADDRESSES,
+    LISTED,
     SEVERAL_UNITS,
     SHAPE,
     SIDE_WORDS,
     SIDES,
+    TOKEN_STRIDE,
     WIDEST,
     Counts,
     Launch,
@@ -64,6 +72,14 @@ LARGEST_E4M3, LARGEST_E2M1 = (tl.constexpr(LARGEST[name]) for name in ("float8_e
 #: the plane scales of source and destination; and the number of words.
 SRC, SRC_SCALES, DST, DST_SCALES = (tl.constexpr(SIDES.value + i * SIDE_WORDS.value) for i in range(4))
 SRC_PLANES, DST_PLANES, WORDS = (tl.constexpr(DST_SCALES.value + SIDE_WORDS.value + i) for i in range(3))
+
+#: Further words for a digest: the coordinates, as `digest` has them, and the numbers, in a row's words, of the first
+#: element and the first block scale.
+LOGICAL = WORDS
+FIRST_WORD, FIRST_SCALE_WORD, DIGEST_WORDS = (tl.constexpr(LOGICAL.value + SIDE_WORDS.value + 1 + i) for i in range(3))
+
+#: The end of the conversion that a kernel digests, as its `DIGESTS`.
+NEITHER, DIGESTS_SRC, DIGESTS_DST = map(tl.constexpr, range(3))
 
 #: Index of each ColumnShape field in the kernel's `OF`.
 (
@@ -98,6 +114,26 @@ def _plane_scale(table, planes, plane):
 
 
 @triton.jit
+def _key(table, at, plane, head, unit, token, live):
+    """Return each row's key for the digest: [row, 1]."""
+    side = at + LOGICAL
+    position = unit_start(table, side, unit, live, LISTED, 1) + token * tl.load(side + TOKEN_STRIDE)
+    return key_of(side, tl.load(table + tl.load(side + ADDRESSES) + plane), head, position)[:, None]
+
+
+@triton.jit
+def _sum(q, key, live, first, grain, ROWS: tl.constexpr, COUNT: tl.constexpr, ALL: tl.constexpr):
+    """Return the summed terms of a tile of one stream. `q` [row, element]: `COUNT` elements of each grain, of `ALL` in
+    a row. `first`: number of the row's first word.
+    """
+    BITS: tl.constexpr = q.dtype.primitive_bitwidth
+    EACH: tl.constexpr = (COUNT * BITS + 31) // 32
+    word = grain * EACH + tl.arange(0, EACH)[None, :]
+    here = live[:, None] & (word < (ALL * BITS + 31) // 32)
+    return sum_of(in_words(q, ROWS, COUNT), here, key, first + grain * EACH, tl.arange(0, EACH)[None, :])
+
+
+@triton.jit
 def _by_block(x, factors, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DIVIDE: tl.constexpr):
     """Multiply numbers [row, column] by the factor of their block [row, block], or divide them if `DIVIDE`."""
     blocks = tl.reshape(x, [ROWS, WIDTH // BLOCK, BLOCK])
@@ -111,8 +147,13 @@ def _by_block(x, factors, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def _read(table, at, plane, head, unit, token, live, grain, OF: tl.constexpr, CASTS: tl.constexpr):
-    """Return the numbers of a tile in float32: [row, number]. `grain` [row, 1]: the grain's number in its row."""
+def _read(
+    table, at, plane, head, unit, token, live, grain, key, OF: tl.constexpr, CASTS: tl.constexpr, SUM: tl.constexpr
+):
+    """Return the numbers of a tile in float32, [row, number], and the sum of its words if `SUM`, else 0.
+
+    `grain`, `key` [row, 1]: the grain's number in its row, and the row's key.
+    """
     KIND: tl.constexpr = OF[OF_SRC_ELEMENT]
     WIDTH: tl.constexpr = OF[OF_WIDTH]
     BLOCK: tl.constexpr = OF[OF_SRC_BLOCK]
@@ -121,6 +162,7 @@ def _read(table, at, plane, head, unit, token, live, grain, OF: tl.constexpr, CA
     SCALE: tl.constexpr = OF[OF_SRC_SCALE]
     WORD: tl.constexpr = tl.float32 if KIND == F32 else (tl.int16 if KIND <= BF16 else tl.int8)  # pyright: ignore
     FACTOR: tl.constexpr = tl.float32 if SCALE == F32 else tl.int8  # pyright: ignore
+    total = tl.full([], 0, tl.int64)
     rows = _starts(table, at + SRC, plane, head, unit, token, live, WORD, OF[OF_SRC_VEC], UNITS)
     here = live[:, None]
     if KIND == E2M1:
@@ -128,25 +170,32 @@ def _read(table, at, plane, head, unit, token, live, grain, OF: tl.constexpr, CA
         if VALUES % WIDTH:
             here = here & (pair * 2 < VALUES)
         pairs = tl.load(rows + pair, mask=here, other=0, eviction_policy="evict_first")
+        if SUM:
+            total += _sum(pairs, key, live, tl.load(at + FIRST_WORD), grain, OF[OF_ROWS], WIDTH // 2, VALUES // 2)
         q = tl.interleave(pairs & 0xF, (pairs >> 4) & 0xF)
     else:
         number = grain * WIDTH + tl.arange(0, WIDTH)[None, :]
         if VALUES % WIDTH:
             here = here & (number < VALUES)
         q = tl.load(rows + number, mask=here, other=0, eviction_policy="evict_first")
+        if SUM:
+            total += _sum(q, key, live, tl.load(at + FIRST_WORD), grain, OF[OF_ROWS], WIDTH, VALUES)
     x = as_float(q, KIND, CASTS)
     if BLOCK > 0:
         block = grain * (WIDTH // BLOCK) + tl.arange(0, WIDTH // BLOCK)[None, :]
         here = live[:, None] & (block * BLOCK < VALUES)
         scales = _starts(table, at + SRC_SCALES, plane, head, unit, token, live, FACTOR, 1, UNITS)
         factors = tl.load(scales + block, mask=here, other=0)
+        if SUM:
+            first = tl.load(at + FIRST_SCALE_WORD)
+            total += _sum(factors, key, live, first, grain, OF[OF_ROWS], WIDTH // BLOCK, VALUES // BLOCK)
         factors = as_float(factors, SCALE, CASTS)
         if SCALE == E4M3:
             factors *= _plane_scale(table, at + SRC_PLANES, plane)
         x = _by_block(x, factors, OF[OF_ROWS], WIDTH, BLOCK, 0)
     elif KIND >= E4M3 and KIND != E2M1:
         x = x * _plane_scale(table, at + SRC_PLANES, plane)
-    return x
+    return x, total
 
 
 @triton.jit
@@ -173,8 +222,12 @@ def _block_scales(table, at, plane, amax, odd, KIND: tl.constexpr, SCALE: tl.con
 
 
 @triton.jit
-def _write(table, at, plane, head, unit, token, live, grain, x, OF: tl.constexpr, CASTS: tl.constexpr):
-    """Store numbers [row, number] in the destination's form, with their block scales."""
+def _write(
+    table, at, plane, head, unit, token, live, grain, key, x, OF: tl.constexpr, CASTS: tl.constexpr, SUM: tl.constexpr
+):
+    """Store numbers [row, number] in the destination's form, with their block scales. Returns the sum of the words
+    stored if `SUM`, else 0.
+    """
     KIND: tl.constexpr = OF[OF_DST_ELEMENT]
     WIDTH: tl.constexpr = OF[OF_WIDTH]
     ROWS: tl.constexpr = OF[OF_ROWS]
@@ -184,20 +237,23 @@ def _write(table, at, plane, head, unit, token, live, grain, x, OF: tl.constexpr
     SCALE: tl.constexpr = OF[OF_DST_SCALE]
     WORD: tl.constexpr = tl.float32 if KIND == F32 else (tl.int16 if KIND <= BF16 else tl.int8)  # pyright: ignore
     FACTOR: tl.constexpr = tl.float32 if SCALE == F32 else tl.int8  # pyright: ignore
+    total = tl.full([], 0, tl.int64)
     rows = _starts(table, at + DST, plane, head, unit, token, live, WORD, OF[OF_DST_VEC], UNITS)
     number = grain * WIDTH + tl.arange(0, WIDTH)[None, :]
     here = live[:, None]
     if VALUES % WIDTH:
         here = here & (number < VALUES)
     if KIND <= BF16:
-        tl.store(rows + number, to_words(x, KIND, CASTS), mask=here)
+        q = to_words(x, KIND, CASTS)
+        tl.store(rows + number, q, mask=here)
     else:
         largest = OF[OF_LARGEST]
         x = tl.where(x > largest, largest, tl.where(x < -largest, -largest, x))  # NaN stays
         if BLOCK == 0:
             own = tl.full([ROWS, WIDTH], 1.0, tl.float32) * _plane_scale(table, at + DST_PLANES, plane)
             y = tl.div_rn(x, own)
-            tl.store(rows + number, to_e5m2(y) if KIND == E5M2 else to_fp8(y, CASTS), mask=here)
+            q = to_e5m2(y) if KIND == E5M2 else to_fp8(y, CASTS)
+            tl.store(rows + number, q, mask=here)
         else:
             BLOCKS: tl.constexpr = WIDTH // BLOCK
             blocks = tl.reshape(x, [ROWS, BLOCKS, BLOCK])
@@ -210,28 +266,56 @@ def _write(table, at, plane, head, unit, token, live, grain, x, OF: tl.constexpr
             scales = _starts(table, at + DST_SCALES, plane, head, unit, token, live, FACTOR, 1, UNITS) + block
             stored, factors = _block_scales(table, at, plane, amax, odd, KIND, SCALE, CASTS)
             tl.store(scales, stored, mask=held)
+            if SUM:
+                stored = tl.where(held, stored, 0).to(FACTOR)
+                first = tl.load(at + FIRST_SCALE_WORD)
+                total += _sum(stored, key, live, first, grain, ROWS, BLOCKS, VALUES // BLOCK)
             y = _by_block(x, factors, ROWS, WIDTH, BLOCK, 1)
             if KIND == E4M3:
-                tl.store(rows + number, to_fp8(y, CASTS), mask=here)
+                q = to_fp8(y, CASTS)
+                tl.store(rows + number, q, mask=here)
             else:
                 low, high = tl.split(tl.reshape(to_fp4(tl.where(y == y, y, 0.0)), [ROWS, WIDTH // 2, 2]))
                 pair = grain * (WIDTH // 2) + tl.arange(0, WIDTH // 2)[None, :]
                 whole = live[:, None]
                 if VALUES % WIDTH:
                     whole = whole & (pair * 2 < VALUES)
-                tl.store(rows + pair, low | (high << 4), mask=whole)
+                q = low | (high << 4)
+                tl.store(rows + pair, q, mask=whole)
+    if SUM:
+        HALF: tl.constexpr = 2 if KIND == E2M1 else 1  # pyright: ignore
+        if VALUES % WIDTH:
+            element = grain * (WIDTH // HALF) + tl.arange(0, WIDTH // HALF)[None, :]
+            q = tl.where(element * HALF < VALUES, q, 0).to(q.dtype)
+        total += _sum(q, key, live, tl.load(at + FIRST_WORD), grain, ROWS, WIDTH // HALF, VALUES // HALF)
+    return total
 
 
 @triton.jit
-def _tile(table, at, tile, SHAPES: tl.constexpr, I: tl.constexpr, CASTS: tl.constexpr):
-    """Convert one tile of the region described at `at`, whose rows are served by shape `I`."""
+def _tile(table, at, out, tile, SHAPES: tl.constexpr, I: tl.constexpr, CASTS: tl.constexpr, DIGESTS: tl.constexpr):
+    """Convert one tile of the region described at `at`, whose rows are served by shape `I`; add its sum to `out`."""
     OF: tl.constexpr = SHAPES[I]
     COUNT: tl.constexpr = (OF[OF_VALUES] + OF[OF_WIDTH] - 1) // OF[OF_WIDTH]
     plane, head, piece = plane_and_head(at, tile)
     unit, token, grain, live = rows_of(at, piece, OF[OF_ROWS], COUNT, SEVERAL_UNITS)
     grain = grain.to(tl.int32)[:, None]
-    x = _read(table, at, plane, head, unit, token, live, grain, OF, CASTS)
-    _write(table, at, plane, head, unit, token, live, grain, x, OF, CASTS)
+    key = grain
+    if DIGESTS != NEITHER:
+        key = _key(table, at, plane, head, unit, token, live)
+    x, read = _read(table, at, plane, head, unit, token, live, grain, key, OF, CASTS, DIGESTS == DIGESTS_SRC)
+    wrote = _write(table, at, plane, head, unit, token, live, grain, key, x, OF, CASTS, DIGESTS == DIGESTS_DST)
+    if DIGESTS != NEITHER:
+        tl.atomic_add(out, read + wrote, sem="relaxed")
+
+
+@triton.jit
+def _tiles(table, out, regions, tiles, SHAPES: tl.constexpr, CASTS: tl.constexpr, DIGESTS: tl.constexpr):
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        at, local = find_region(table, regions, tile, WORDS if DIGESTS == NEITHER else DIGEST_WORDS)
+        shape = tl.load(at + SHAPE).to(tl.int32)
+        for i in tl.static_range(len(SHAPES)):
+            if shape == i:
+                _tile(table, at, out, local, SHAPES, i, CASTS, DIGESTS)
 
 
 @triton.jit(do_not_specialize=["regions", "tiles"])
@@ -240,12 +324,15 @@ def convert_kernel(table, regions, tiles, SHAPES: tl.constexpr, CASTS: tl.conste
 
     `table`: see `describe`. `CASTS`: see `casts`.
     """
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        at, local = find_region(table, regions, tile, WORDS)
-        shape = tl.load(at + SHAPE).to(tl.int32)
-        for i in tl.static_range(len(SHAPES)):
-            if shape == i:
-                _tile(table, at, local, SHAPES, i, CASTS)
+    _tiles(table, table, regions, tiles, SHAPES, CASTS, NEITHER)
+
+
+@triton.jit(do_not_specialize=["regions", "tiles"], do_not_specialize_on_alignment=["out"])
+def convert_and_digest_kernel(
+    table, out, regions, tiles, SHAPES: tl.constexpr, CASTS: tl.constexpr, DIGESTS: tl.constexpr
+):
+    """Convert all tiles as `convert_kernel`, and add the digest of the rows of one end, `DIGESTS`, to `out`."""
+    _tiles(table, out, regions, tiles, SHAPES, CASTS, DIGESTS)
 
 
 #: Configurations of untuned GPUs, without and with an SM budget.
@@ -279,7 +366,8 @@ MOST_ROWS = 256
 class OverlapEnd:
     """One end of an overlap: each row's first element, and first block scale if there are blocks.
 
-    `size`, `scale_size`: bytes of an element and of a block scale. `planes`: plane scales [plane], or ones.
+    `size`, `scale_size`: bytes of an element and of a block scale. `first_byte`, `first_scale_byte`: of the first ones
+    in a row. `planes`: plane scales [plane], or ones.
     """
 
     element: str
@@ -287,8 +375,10 @@ class OverlapEnd:
     scale: str
     elements: Side
     size: int
+    first_byte: int
     scales: Side
     scale_size: int
+    first_scale_byte: int
     planes: npt.NDArray[np.float32]
 
     @classmethod
@@ -301,11 +391,13 @@ class OverlapEnd:
         for part, start in zip(form.parts, form.starts, strict=True):
             if first < begun + part.values:
                 within, size = first - begun, element_size(part.element)
-                elements = _from_byte(side, start + within * part.element_bytes // part.values)
                 width = element_size(part.scale) if part.block else 0
-                factors = _from_byte(side, start + part.element_bytes + within // max(part.block, 1) * width)
+                firsts = within * part.element_bytes // part.values, within // max(part.block, 1) * width
+                first_byte, first_scale_byte = start + firsts[0], start + part.element_bytes + firsts[1]
+                elements, factors = _from_byte(side, first_byte), _from_byte(side, first_scale_byte)
                 found = scales[:, own] if part.is_scaled else np.ones(len(side.planes), np.float32)
-                return cls(part.element, part.block, part.scale, elements, size, factors, width, found)
+                streams = elements, size, first_byte, factors, width, first_scale_byte
+                return cls(part.element, part.block, part.scale, *streams, found)
             begun, own = begun + part.values, own + part.is_scaled
         raise RegionError(f"number {first} of a row of {form.dim}")
 
@@ -313,6 +405,19 @@ class OverlapEnd:
     def words(self) -> npt.NDArray[np.int64]:
         """Plane scales as the kernel reads them: float32 in the low half of a word [plane]."""
         return np.ascontiguousarray(self.planes).view(np.int32).astype(np.int64)
+
+    def streams(self, values: int, width: int) -> Iterator[tuple[int, int, int]]:
+        """Yield elements, then block scales: the first byte in a row, and the bytes of `values` numbers and of a grain
+        of `width`.
+        """
+        together = 2 if self.element == "float4_e2m1fn_x2" else 1
+        yield self.first_byte, values * self.size // together, width * self.size // together
+        if self.block:
+            yield (
+                self.first_scale_byte,
+                -(-values // self.block) * self.scale_size,
+                width // self.block * self.scale_size,
+            )
 
     def describe(self, table: Table, kind: int) -> list[int]:
         """Add both streams to `table`, and return their words. `kind`: see `Table.side`."""
@@ -333,6 +438,11 @@ class Overlap:
     values: int
     src: OverlapEnd
     dst: OverlapEnd
+
+    @property
+    def width(self) -> int:
+        """Numbers of a grain: a power of two."""
+        return max(2, min(MOST_COLUMNS, 1 << (self.values - 1).bit_length()), self.src.block, self.dst.block)
 
 
 def overlaps(of: Conversion) -> Iterator[Overlap]:
@@ -385,7 +495,7 @@ class ColumnShape(NamedTuple):
     def of(cls, overlap: Overlap, block_bytes: int) -> ColumnShape:
         """Return the best shape: as many rows as fill a tile, and the widest accesses that the addresses allow."""
         of, src, dst = overlap.of, overlap.src, overlap.dst
-        width = max(2, min(MOST_COLUMNS, 1 << (overlap.values - 1).bit_length()), src.block, dst.block)
+        width = overlap.width
         # A thread reads as many narrow elements as make one wide access: twice as many would cross shared memory.
         most = 16 // dst.size if src.element != "float4_e2m1fn_x2" else 16
         vecs = min(most, _vec(of, src, of.reads)), _vec(of, dst, of.writes)
@@ -410,15 +520,47 @@ def _owns(conversions: Sequence[Conversion], block_bytes: int) -> list[tuple[Col
     return [(ColumnShape.of(overlap, block_bytes), overlap) for overlap in found]
 
 
-def describe(conversions: Sequence[Conversion], block_bytes: int, shapes: tuple[ColumnShape, ...] = ()) -> Launch:
+def can_digest(of: Conversion, logical: Logical, end: End) -> bool:
+    """Returns True if `prepare_with_digest` serves a conversion: no word of the rows at `end` lies in two streams or
+    grains. So it is unless the other form has parts that end within such a word.
+    """
+    forms = of.reads, of.writes, end
+    if forms not in _in_words:
+        _in_words[forms] = _has_whole_words(of, end)
+    return _in_words[forms] and logical.heads_in_row == 1
+
+
+#: Whether `prepare_with_digest` serves two forms, by forms and digested end.
+_in_words: dict[tuple[RowForm, RowForm, End], bool] = {}
+
+
+def _has_whole_words(of: Conversion, end: End) -> bool:
+    row_bytes, nbytes = of.at(end).row_bytes, 0
+    for overlap in overlaps(of):
+        side: OverlapEnd = getattr(overlap, end)
+        for first, whole, grain in side.streams(overlap.values, overlap.width):
+            nbytes += whole
+            if first % 4 or (grain % 4 and whole > grain) or (whole % 4 and first + whole < row_bytes):
+                return False
+    return nbytes == row_bytes
+
+
+def describe(
+    conversions: Sequence[Conversion],
+    block_bytes: int,
+    shapes: tuple[ColumnShape, ...] = (),
+    digests: tuple[Sequence[Logical], End] | None = None,
+) -> Launch:
     """Lay the overlaps out as the kernel reads them, compiled for `shapes`, then for overlaps these do not serve.
 
-    The first shape that can serve an overlap does. Raises RegionError if a count reaches 2^31: the kernel has 32 bits.
+    The first shape that can serve an overlap does. `digests`: the coordinates of each conversion, and the end that is
+    digested. Raises RegionError if a count reaches 2^31: the kernel has 32 bits.
     """
     owns = _owns(conversions, block_bytes)
     further = {own for own, _ in owns if not any(shape.serves(own) for shape in shapes)}
     shapes = (*shapes, *sorted(further, reverse=True))
-    table = Table(len(owns), WORDS.value)
+    table = Table(len(owns), (WORDS if digests is None else DIGEST_WORDS).value)
+    logicals = {} if digests is None else dict(zip(conversions, digests[0], strict=True))
     for own, overlap in owns:
         number = next(i for i, shape in enumerate(shapes) if shape.serves(own))
         of, shape = overlap.of, shapes[number]
@@ -429,23 +571,35 @@ def describe(conversions: Sequence[Conversion], block_bytes: int, shapes: tuple[
         src = overlap.src.describe(table, kind_in(shape.src_kind, own.src_kind))
         dst = overlap.dst.describe(table, kind_in(shape.dst_kind, own.dst_kind))
         scales = table.append(overlap.src.words), table.append(overlap.dst.words)
-        table.region(number, counts, pieces, shape.columns, SEVERAL_UNITS.value, [*src, *dst, *scales])
+        further = [*src, *dst, *scales]
+        if digests is not None:
+            end: OverlapEnd = getattr(overlap, digests[1])
+            further += coordinate_words(table, logicals[of], LISTED.value)
+            further += [end.first_byte // 4, end.first_scale_byte // 4]
+        table.region(number, counts, pieces, shape.columns, SEVERAL_UNITS.value, further)
     return table.launch(shapes)
 
 
-def program(shapes: tuple[ColumnShape, ...], config: RowConfig, device: torch.device) -> Program:
-    """Return the kernel for these shapes on this kind of device."""
+def program(
+    shapes: tuple[ColumnShape, ...], config: RowConfig, device: torch.device, digests: End | None = None
+) -> Program:
+    """Return the kernel for these shapes on this kind of device, which digests the rows at an end, or neither's."""
     # Rounding a product and a sum at once would change bits.
     constants = ("CASTS", casts(device)), ("enable_fp_fusion", False)
-    return Program(convert_kernel, shapes, config, constants)
+    if digests is None:
+        return Program(convert_kernel, shapes, config, constants)
+    end = DIGESTS_SRC if digests == "src" else DIGESTS_DST
+    return Program(convert_and_digest_kernel, shapes, config, (*constants, ("DIGESTS", end.value)), outputs=1)
 
 
-def standing_program(conversions: Sequence[Conversion], kinds: tuple[int, int], sms: int | None) -> Program:
-    """Return the one kernel for conversions like these; see `rows.standing_program`."""
+def standing_program(
+    conversions: Sequence[Conversion], kinds: tuple[int, int], sms: int | None, digests: End | None = None
+) -> Program:
+    """Return the one kernel for conversions like these; see `rows.standing_program` and `program`."""
     config = configured(conversions, sms)
     given = dict(zip(("src_kind", "dst_kind"), kinds, strict=True))
     shapes = {own._replace(**given) for own, _ in _owns(conversions, config.block_bytes)}
-    return program(tuple(sorted(shapes, reverse=True)), config, conversions[0].device)
+    return program(tuple(sorted(shapes, reverse=True)), config, conversions[0].device, digests)
 
 
 def prepare(
@@ -464,6 +618,35 @@ def prepare(
     config = using.config if using is not None else config or configured(work, sms)
     launch = describe(work, config.block_bytes, () if using is None else using.shapes)
     return Prepared.of(program(launch.shapes, config, device), launch, device, sms)
+
+
+def prepare_with_digest(
+    conversions: Sequence[Conversion],
+    logicals: Sequence[Logical],
+    end: End,
+    out: torch.Tensor,
+    config: RowConfig | None = None,
+    sms: int | None = None,
+    using: Program | None = None,
+) -> Prepared | None:
+    """Prepare as `prepare` does; the launch also adds the digest of the rows at `end` to `out`, int64 [1] on their
+    device, which is `digest_reference`'s modulo 2^64.
+
+    Raises RegionError, too, for a conversion that `can_digest` does not serve.
+    """
+    digest_reference.check([each.at(end) for each in conversions], logicals)
+    for each, logical in zip(conversions, logicals, strict=True):
+        each.check()
+        if not can_digest(each, logical, end):
+            raise RegionError(f"rows of {each.at(end).row_bytes} bytes are not whole words of the streams they are of")
+    work = [(each, logical) for each, logical in zip(conversions, logicals, strict=True) if each.rows]
+    if not work:
+        return None
+    moved, coordinates = [each for each, _ in work], [logical for _, logical in work]
+    device = one_device([*(each.device for each in moved), out.device])
+    config = using.config if using is not None else config or configured(moved, sms)
+    launch = describe(moved, config.block_bytes, () if using is None else using.shapes, (coordinates, end))
+    return Prepared.of(program(launch.shapes, config, device, end), launch, device, sms, out)
 
 
 def convert(

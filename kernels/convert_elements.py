@@ -95,6 +95,21 @@ def to_fp4(y):
 
 
 @triton.jit
+def in_words(q, ROWS: tl.constexpr, COUNT: tl.constexpr):
+    """Return `COUNT` stored elements a row, of 8, 16 or 32 bits, as 32-bit words, little endian, the last one filled
+    with zero bytes: [row, word].
+    """
+    BITS: tl.constexpr = q.dtype.primitive_bitwidth
+    if BITS == 32:
+        words = q.to(tl.int32, bitcast=True)
+    else:
+        TOGETHER: tl.constexpr = min(32 // BITS, COUNT)
+        each = tl.reshape(q.to(tl.int32) & ((1 << BITS) - 1), [ROWS, COUNT // TOGETHER, TOGETHER])  # pyright: ignore
+        words = tl.sum(each << (tl.arange(0, TOGETHER) * BITS)[None, None, :], 2)
+    return words
+
+
+@triton.jit
 def to_words(x, KIND: tl.constexpr, CASTS: tl.constexpr):
     """Round float32 to a plain element, to nearest even, as stored: float32 or int16. NaN is as hardware writes it."""
     if KIND == F32:

@@ -74,9 +74,10 @@ M1, M2 = tl.constexpr(definition.M1), tl.constexpr(definition.M2)
 
 
 @triton.jit
-def _key(at, plane_key, head, position):
-    """Return each row's key: mix64 of its coordinates. `head` counts the region's heads."""
-    logical_head = tl.load(at + FIRST_HEAD) + tl.load(at + LOGICAL + HEAD_STRIDE) * head.to(tl.int64)
+def key_of(coordinates, plane_key, head, position):
+    """Return each row's key: mix64 of its coordinates. `head` counts the region's heads. `coordinates`: see LOGICAL."""
+    first_head = tl.load(coordinates + (FIRST_HEAD - LOGICAL))
+    logical_head = first_head + tl.load(coordinates + HEAD_STRIDE) * head.to(tl.int64)
     z = plane_key.to(tl.uint64) + logical_head.to(tl.uint64) * H + position.to(tl.uint64) * T
     z = (z ^ (z >> 30)) * M1
     z = (z ^ (z >> 27)) * M2
@@ -84,7 +85,7 @@ def _key(at, plane_key, head, position):
 
 
 @triton.jit
-def _sum(word, live, key, first, words):
+def sum_of(word, live, key, first, words):
     """Return the summed terms of live `word`s, number `first` + `words` of their row; `words` costs little."""
     a = (key.to(tl.uint32) + first.to(tl.uint32) * A) + words.to(tl.uint32) * A
     b = ((key >> 32).to(tl.uint32) + first.to(tl.uint32) * B) + words.to(tl.uint32) * B
@@ -171,8 +172,8 @@ def _tile(table, at, out, tile, SHAPES: tl.constexpr, I: tl.constexpr, BLOCK: tl
         further = group // HEADS_IN_ROW
         head = head + (group - further * HEADS_IN_ROW)
         position = position + further * step
-    key = _key(at, tl.load(table + tl.load(at + LOGICAL + ADDRESSES) + plane), head, position)
-    tl.atomic_add(out + tl.load(at + OUT), _sum(word, live[:, None], key, first, words), sem="relaxed")
+    key = key_of(at + LOGICAL, tl.load(table + tl.load(at + LOGICAL + ADDRESSES) + plane), head, position)
+    tl.atomic_add(out + tl.load(at + OUT), sum_of(word, live[:, None], key, first, words), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["regions", "tiles"], do_not_specialize_on_alignment=["out"])
@@ -347,6 +348,12 @@ class DigestShape(NamedTuple):
         return cls(4 if wide else 1, vec, *row, int(cut is not region), span.value, *kinds), cut
 
 
+def coordinate_words(table: Table, logical: Logical, kind: int) -> list[int]:
+    """Add the coordinates' lists to `table`. Returns the words from LOGICAL to FIRST_HEAD. `kind`: of positions."""
+    keys, positions = table.append(logical.plane_keys()), table.units(logical.positions, 1, kind)
+    return [keys, *positions, logical.head_step, logical.position_step, logical.first_head]
+
+
 def _kinds(shape: DigestShape) -> tuple[int, int, int]:
     return shape.src_kind, shape.dst_kind, shape.position_kind
 
@@ -386,8 +393,7 @@ def describe(
         element = shape.element_bytes
         src, dst, places = map(kind_in, _kinds(shape), _kinds(own))
         sides = [*table.side(cut.src, element, src), *table.side(cut.dst, element, dst)]
-        keys, positions = table.append(logical.plane_keys()), table.units(logical.positions, 1, places)
-        coordinates = keys, *positions, logical.head_step, logical.position_step, logical.first_head, out
+        coordinates = [*coordinate_words(table, logical, places), out]
         counts = Counts(cut.units, cut.planes, cut.heads, cut.tokens)
         table.region(number, counts, pieces, grains, shape.span, [*sides, *coordinates])
     return table.launch(shapes)

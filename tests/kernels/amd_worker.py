@@ -38,9 +38,9 @@ def launches() -> Iterator[tuple[str, Program]]:
     for config, end in ((digest_worker.CONFIG, ""), (digest_worker.BUDGETED, "-budgeted")):
         for name, case in digest_worker.cases().items():
             yield f"digest {name}{end}", digest_worker.program(*case, config)
-    for name, architecture, case, config in convert_cases.launches():
+    for name, architecture, case, config, end in convert_cases.launches():
         if architecture == 80:  # whose numbers are converted in integers
-            for part, program in convert_cases.programs(case, architecture, config):
+            for part, program in convert_cases.programs(case, architecture, config, end):
                 yield f"convert {name.partition('-')[2]}-{part}", program
 
 

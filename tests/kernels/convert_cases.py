@@ -21,10 +21,11 @@ import torch
 import triton
 from row_moves import HND, NAMES, NHD, PACKED, PoolMemory, PoolShape
 
-from kvmover.kernels import convert
+from kvmover.kernels import convert, digest_reference
 from kvmover.kernels.convert_reference import Conversion, decode, encode
+from kvmover.kernels.digest_reference import End, Logical
 from kvmover.kernels.launch import Program, RowConfig
-from kvmover.kernels.region import Side
+from kvmover.kernels.region import RegionError, Side
 from kvmover.layout import Codec, CodecPart
 from kvmover.layout.codec import cut_block
 from perf import machine_code
@@ -230,6 +231,40 @@ def _misaligned() -> list[Case]:
 CASES = [*_forms(), *_pages(), *_misaligned()]
 IDS = [f"{number}-{case}" for number, case in enumerate(CASES)]
 
+
+ENDS: tuple[End, End] = ("src", "dst")
+
+
+def coordinates(case: Case, of: Conversion) -> Logical:
+    """Planes, heads and positions of another model's request: far apart, and in another order."""
+    random = np.random.default_rng(case.seed)
+    planes = random.permutation(of.planes).astype(np.int64) * 3 + 1
+    positions = random.permutation(len(of.src.units)).astype(np.int64) * case.tokens + 5
+    return Logical(planes, positions, first_head=2, head_step=3)
+
+
+def run_with_digest(cases: Sequence[Case], end: End, config: RowConfig, sms: int | None = None) -> None:
+    """Convert as `run` does, with the digest of one end's rows on top of an earlier one."""
+    out, wanted = torch.tensor([5], dtype=torch.int64), 0
+
+    def verb(conversions: Sequence[Conversion]) -> None:
+        nonlocal wanted
+        logicals = [coordinates(*each) for each in zip(cases, conversions, strict=True)]
+        launch = convert.prepare_with_digest(conversions, logicals, end, out, config, sms)
+        if launch is not None:
+            launch.run()
+        wanted = digest_reference.digest([each.at(end) for each in conversions], logicals, end)
+
+    run(cases, verb)
+    assert int(out[0]) % digest_reference.MODULUS == (wanted + 5) % digest_reference.MODULUS
+
+
+def digests(case: Case, end: End) -> bool:
+    """True if the rows at an end are digested while they are converted."""
+    conversion = OpenCase(case).conversion
+    return convert.can_digest(conversion, coordinates(case, conversion), end)
+
+
 #: Several conversions in one call, of all kinds, alignments and pages.
 TOGETHER = {"forms": _forms()[1::17], "misaligned": _misaligned()[1::3], "pages": _pages()}
 
@@ -252,6 +287,28 @@ def traits(case: Case) -> set[Hashable]:
 @pytest.mark.parametrize("case", family(CASES, few=covering(CASES, traits)), ids=IDS)
 def test_a_case_equals_the_definition(case: Case) -> None:
     run([case], convert.convert)
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("case", family(CASES, few=covering(CASES, traits)[::2]), ids=IDS)
+def test_a_case_converts_and_digests_as_the_definitions_do(case: Case, end: End) -> None:
+    if digests(case, end):
+        run_with_digest([case], end, RowConfig(4096, 4))
+    else:
+        with pytest.raises(RegionError, match="not whole words"):
+            run_with_digest([case], end, RowConfig(4096, 4))
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_conversions_of_any_kinds_share_a_digest(end: End) -> None:
+    cases = [case for together in TOGETHER.values() for case in together if digests(case, end)]
+    assert len(cases) > 10
+    run_with_digest(cases[::3], end, RowConfig(4096, 4), sms=3)
+
+
+def test_all_forms_are_digested_while_they_are_converted_but_from_parts_that_end_within_a_word() -> None:
+    others = {(case.reads, case.writes)[end == "src"] for case in CASES for end in ENDS if not digests(case, end)}
+    assert others == {"k-v"}
 
 
 @pytest.mark.parametrize(
@@ -337,39 +394,46 @@ WAYS = [
     (576, "bf16", "ds-mla"),
     (576, "ds-mla", "bf16"),
 ]
-FEW = {"128-bf16-fp8", "128-fp8-bf16", "576-bf16-ds-mla", "128-bf16-fp8-budget"}
+FEW = {"128-bf16-fp8", "128-fp8-bf16", "576-bf16-ds-mla", "128-bf16-fp8-budget", "128-bf16-fp8-digest-dst"}
 
 
-def launches() -> Iterator[tuple[str, int, Case, RowConfig]]:
-    """Name, architecture, rows and configuration of all that is compiled."""
+def launches() -> Iterator[tuple[str, int, Case, RowConfig, End | None]]:
+    """Name, architecture, rows, configuration and digested end of all that is compiled."""
     nhd, packed = PoolShape(NHD, 64, 4), PoolShape(PACKED, 64, 1)
     base = Case("bf16", "fp8", 128, nhd, packed, tokens=64, heads=1, units=4, even=True)
     for architecture, (dim, reads, writes) in product((80, 90, 100, 120), WAYS):
         case = replace(base, dim=dim, reads=reads, writes=writes)
-        yield f"sm_{architecture}-{dim}-{reads}-{writes}", architecture, case, convert.CONFIG
-    yield "sm_90-128-bf16-fp8-budget", 90, base, convert.BUDGET_CONFIG
+        name = f"sm_{architecture}-{dim}-{reads}-{writes}"
+        yield name, architecture, case, convert.CONFIG, None
+        for end in ENDS if architecture == 90 else ():
+            yield f"{name}-digest-{end}", architecture, case, convert.CONFIG, end
     latents = replace(base, dim=576, writes="ds-mla")
-    yield "sm_90-576-bf16-ds-mla-budget", 90, latents, convert.BUDGET_CONFIG
+    for name, case in (("128-bf16-fp8", base), ("576-bf16-ds-mla", latents)):
+        yield f"sm_90-{name}-budget", 90, case, convert.BUDGET_CONFIG, None
+        yield f"sm_90-{name}-budget-digest-dst", 90, case, convert.BUDGET_CONFIG, "dst"
     for off in (2, 8):
         case = replace(base, src=replace(nhd, misaligned=off), dst=replace(packed, misaligned=off // 2))
-        yield f"sm_90-128-bf16-fp8-off{off}", 90, case, convert.CONFIG
+        yield f"sm_90-128-bf16-fp8-off{off}", 90, case, convert.CONFIG, None
 
 
-def programs(case: Case, architecture: int, config: RowConfig) -> Iterator[tuple[str, Program]]:
-    """The kernel of a call, with code for each kind of overlap that it has; and for each of several alone."""
+def programs(case: Case, architecture: int, config: RowConfig, digested: End | None) -> Iterator[tuple[str, Program]]:
+    """The kernel of a call, with code for each kind of overlap that it has; and for each of several alone, unless rows
+    are digested.
+    """
     shapes = convert.describe([OpenCase(case).conversion], config.block_bytes).shapes
-    parts = {"all": shapes, **({str(i): (shape,) for i, shape in enumerate(shapes)} if len(shapes) > 1 else {})}
+    alone = len(shapes) > 1 and digested is None
+    parts = {"all": shapes, **({str(i): (shape,) for i, shape in enumerate(shapes)} if alone else {})}
     for name, some in parts.items():
-        program = convert.program(some, config, torch.device("cpu"))
+        program = convert.program(some, config, torch.device("cpu"), digested)
         constants = {**dict(program.constants), "CASTS": int(architecture >= 90)}
         yield name, replace(program, constants=tuple(constants.items()))
 
 
 def main() -> None:
     results: dict[str, object] = {}
-    for name, architecture, case, config in launches():
+    for name, architecture, case, config, end in launches():
         if architecture == int(sys.argv[1]) and (sys.argv[2] == "all" or name.partition("-")[2] in FEW):
-            for part, program in programs(case, architecture, config):
+            for part, program in programs(case, architecture, config, end):
                 code = machine_code.of_program(program, architecture)
                 read = {"opcodes": dict(code.opcodes), "widths": code.widths(), "spills": code.spills}
                 results[f"{name}-{part}"] = {**asdict(code), **read}

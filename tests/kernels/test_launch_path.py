@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import triton
-from convert_cases import CASES, OpenCase
+from convert_cases import CASES, OpenCase, coordinates
 from triton.backends.compiler import GPUTarget
 
 from kvmover.kernels import ahead_of_time, code_store, convert, cuda_driver, digest, launch, rows
@@ -28,7 +28,12 @@ from kvmover.kernels.table import Launch
 from tests.counting_driver import CountingDriver
 
 GPU, STREAM, TABLE = torch.device("cuda", 0), 77, 1 << 40
-KERNELS: tuple[Any, ...] = rows.move_kernel, digest.digest_kernel, convert.convert_kernel
+KERNELS: tuple[Any, ...] = (
+    rows.move_kernel,
+    digest.digest_kernel,
+    convert.convert_kernel,
+    convert.convert_and_digest_kernel,
+)
 LOADED = ["cuModuleLoadData", "cuModuleGetFunction", "cuFuncLoad"]
 
 
@@ -69,12 +74,16 @@ def launches() -> dict[str, tuple[Program, Launch]]:
     moved = rows.describe([region()], config.block_bytes)
     logical = Logical(np.zeros(1, np.int64), np.array([0, 64]))
     digested = digest.describe([region()], [logical], [0], config.block_bytes)
-    converted = convert.describe([OpenCase(CASES[0]).conversion], config.block_bytes)
+    conversion = OpenCase(CASES[0]).conversion
+    converted = convert.describe([conversion], config.block_bytes)
+    marks = [coordinates(CASES[0], conversion)]
+    both = convert.describe([conversion], config.block_bytes, (), (marks, "dst"))
     casts = ("CASTS", 1), ("enable_fp_fusion", False)
     return {
         "rows": (rows.program(moved.shapes, config), moved),
         "digest": (digest.program(digested.shapes, config, None), digested),
         "convert": (Program(convert.convert_kernel, converted.shapes, config, casts), converted),
+        "convert and digest": (convert.program(both.shapes, config, torch.device("cpu"), "dst"), both),
     }
 
 
@@ -86,7 +95,7 @@ def parameters(program: Program) -> tuple[int, ...]:
 
 
 @pytest.mark.filterwarnings("ignore")  # Triton's own
-@pytest.mark.parametrize("name", ["rows", "digest", "convert"])
+@pytest.mark.parametrize("name", ["rows", "digest", "convert", "convert and digest"])
 def test_after_its_code_is_loaded_a_launch_is_one_call_with_the_kernels_parameters(
     name: str, driver: CountingDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +187,7 @@ def test_a_process_compiles_and_this_one_only_loads(driver: CountingDriver, work
     launch._functions.clear()  # as in the next process, for which nothing is compiled anywhere
     worker.rest()
     assert [program.function(GPU, None).threads for program in programs]  # pyright: ignore[reportArgumentType]
-    assert driver.loaded[3:] == driver.loaded[:3]
+    assert driver.loaded[len(programs) :] == driver.loaded[: len(programs)]
 
 
 def test_words_of_a_process_that_cannot_compile_are_told_and_the_next_begins_anew(

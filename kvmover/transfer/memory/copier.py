@@ -31,19 +31,21 @@ Done = Callable[[int | None], None]
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """The kernels of one direction. `digest`: fused with the copy. `wire_digest`: over converted rows in the chunk.
-    `rest_digest`: over pages in place, as of a direct route. None: not compiled ahead.
+    """The kernels of one direction. `digest`, `convert_digest`: fused with the copy and the conversion. `wire_digest`:
+    over converted rows in the chunk, whose forms no kernel digests as it converts. `rest_digest`: over pages in place,
+    as of a direct route. None: not compiled ahead.
     """
 
     move: Program | None = None
     digest: Program | None = None
     convert: Program | None = None
+    convert_digest: Program | None = None
     wire_digest: Program | None = None
     rest_digest: Program | None = None
 
     def all(self) -> list[Program]:
         """Returns the kernels that are known."""
-        each = self.move, self.digest, self.convert, self.wire_digest, self.rest_digest
+        each = self.move, self.digest, self.convert, self.convert_digest, self.wire_digest, self.rest_digest
         return [program for program in each if program is not None]
 
 
@@ -83,25 +85,57 @@ def launches(
     """Returns the kernel launches of some work on a GPU, in order. `total` int64 [1]: the digest is added to it.
     `engine`: the copy engine; only the row mover digests while copying.
 
-    Rows that are copied are digested as they are read, and converted rows where they lie in the chunk. All arguments
-    are checked, and tables uploaded on the current stream, before the first launch runs.
+    Rows are digested as they are copied or converted, but for those that are `undigested`. All arguments are checked,
+    and tables uploaded on the current stream, before the first launch runs.
     """
     from kvmover.kernels import bulk, convert, digest, rows
 
     known, by_rows = work.programs or Programs(), engine in BY_ROWS
-    found: list[Prepared | PreparedBulk | None] = [convert.prepare(work.conversions, sms=sms, using=known.convert)]
-    unread, logicals = work.digested, work.logicals
-    if work.moves and by_rows and total is not None and logicals is not None:
-        copied = len(work.regions)
-        found.append(digest.prepare(work.regions, logicals[:copied], total, sms=sms, using=known.digest))
-        unread, logicals = unread[copied:], logicals[copied:]
-    elif work.moves:
-        prepare = rows.prepare if by_rows else partial(bulk.prepare, engine=engine)
-        found.append(prepare(work.regions, sms=sms, using=known.move))
-    if total is not None and logicals:
+    prepare = rows.prepare if by_rows else partial(bulk.prepare, engine=engine)
+    converts = partial(convert.prepare, work.conversions, sms=sms, using=known.convert)
+    moves = partial(prepare, work.regions, sms=sms, using=known.move)
+    left: list[tuple[Region, Logical]] = []
+    if total is not None and work.logicals is not None:
+        left = undigested(work, engine)
+        marks = work.logicals[: len(work.regions)], work.logicals[len(work.regions) :]
+        if by_rows:
+            moves = partial(digest.prepare, work.regions, marks[0], total, sms=sms, using=known.digest)
+        if digests_conversions(work):
+            converts = partial(
+                convert.prepare_with_digest,
+                work.conversions,
+                marks[1],
+                work.end,
+                total,
+                sms=sms,
+                using=known.convert_digest,
+            )
+    found: list[Prepared | PreparedBulk | None] = [
+        converts() if work.conversions else None,
+        moves() if work.moves else None,
+    ]
+    if left and total is not None:
+        regions, logicals = zip(*left, strict=True)
         using = known.wire_digest if work.conversions else known.rest_digest
-        found.append(digest.prepare(unread, logicals, total, sms=sms, reads=work.end, using=using))
+        found.append(digest.prepare(regions, logicals, total, sms=sms, reads=work.end, using=using))
     return [launch for launch in found if launch is not None]
+
+
+def digests_conversions(work: Work) -> bool:
+    """Returns True if rows with logicals are digested by the launch that converts them."""
+    from kvmover.kernels import convert
+
+    logicals = (work.logicals or ())[len(work.regions) :]
+    return all(convert.can_digest(*each, work.end) for each in zip(work.conversions, logicals, strict=True))
+
+
+def undigested(work: Work, engine: CopyEngine) -> list[tuple[Region, Logical]]:
+    """Returns the rows with logicals that no launch digests as it copies or converts them: those at rest, of an engine
+    that cannot, or of forms that share words.
+    """
+    copied = 0 if work.moves and engine in BY_ROWS else len(work.regions)
+    rows = list(zip(work.digested, work.logicals or (), strict=True))
+    return [*rows[:copied], *([] if digests_conversions(work) else rows[len(work.regions) :])]
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from kvmover.kernels.copy_engine import BY_ROWS, CopyEngine
 from kvmover.kernels.region import Region
 from kvmover.plan.legs import Replicas
 from kvmover.regions import BoundMemory
-from kvmover.transfer.memory.copier import Programs, Work
+from kvmover.transfer.memory.copier import Programs, Work, digests_conversions, undigested
 from kvmover.transfer.memory.descriptors import Placed, between, logical, packing
 from kvmover.transfer.memory.mapped import Mapped
 from kvmover.transfer.protocol.chunks import Cut, End, Lane, Marks, plans_between
@@ -104,7 +104,7 @@ def programs_between(way: Way, src: End, dst: End, memory: OwnMemory, rules: Rul
 
 def _with_digests(found: Programs, way: Way, work: Work, kinds: tuple[int, int], rules: Rules) -> Programs:
     """Returns the kernels with those that digest: fused with the copy, over rows at rest, or over converted rows."""
-    from kvmover.kernels import digest
+    from kvmover.kernels import convert, digest
     from kvmover.kernels.table import EVEN, LISTED
 
     pool, packed = int(LISTED.value), int(EVEN.value)  # pyright: ignore
@@ -113,9 +113,13 @@ def _with_digests(found: Programs, way: Way, work: Work, kinds: tuple[int, int],
     if work.regions and fused:
         found = replace(found, digest=digest.standing_program(work.regions, marks, kinds, sms))
     if work.conversions:
-        first = len(work.regions) if fused else 0
-        unread, kept = (work.digested[first:], (work.logicals or ())[first:]), (packed, packed)
-        found = replace(found, wire_digest=digest.standing_program(*unread, kept, sms, work.end))
+        if digests_conversions(work):
+            found = replace(found, convert_digest=convert.standing_program(work.conversions, kinds, sms, work.end))
+        if left := undigested(work, rules.engine):
+            regions, logicals = zip(*left, strict=True)
+            found = replace(
+                found, wire_digest=digest.standing_program(regions, logicals, (packed, packed), sms, work.end)
+            )
     elif way in (Way.GATHER, Way.SCATTER) or (way is Way.WRITE and not fused):
         end = "dst" if way is Way.SCATTER else "src"
         found = replace(found, rest_digest=digest.standing_program(work.regions, marks, (pool, pool), sms, end))
