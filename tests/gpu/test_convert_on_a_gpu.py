@@ -17,17 +17,21 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 import torch
 from convert_cases import (  # pyright: ignore[reportMissingImports]
     CASES,
+    ENDS,
     FORMS,
     IDS,
     TOGETHER,
     Case,
     OpenCase,
     assert_flat,
+    coordinates,
+    digests,
 )
 from row_moves import GUARD  # pyright: ignore[reportMissingImports]
 
-from kvmover.kernels import convert
+from kvmover.kernels import convert, digest_reference
 from kvmover.kernels.convert_reference import Conversion
+from kvmover.kernels.digest_reference import End
 
 pytestmark = [
     pytest.mark.gpu,
@@ -87,6 +91,24 @@ def run(cases: Sequence[Case], sms: int | None = None) -> None:
 @pytest.mark.parametrize("case", CASES[::3], ids=IDS[::3])
 def test_a_case_equals_the_definition(case: Case) -> None:
     run([case])
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("case", CASES[1::3], ids=IDS[1::3])
+def test_a_case_converts_and_digests_as_the_definitions_do(case: Case, end: End) -> None:
+    if not digests(case, end):
+        pytest.skip("these rows are digested by a launch of their own")
+    opened, out = OpenCase(case), torch.tensor([5], dtype=torch.int64, device="cuda")
+    on_gpu, marks, wanted = _OnGpu(opened), [coordinates(case, opened.conversion)], opened.expected()
+    launch = convert.prepare_with_digest([on_gpu.conversion], marks, end, out)
+    if launch is not None:
+        launch.run()
+    for got, want in zip(on_gpu.bytes(), wanted, strict=True):
+        assert torch.equal(got, want)
+    for whole, want in zip((whole for pool in opened.pools for whole in pool.whole), wanted, strict=True):
+        whole.copy_(want)
+    defined = digest_reference.digest([opened.conversion.at(end)], marks, end)
+    assert (int(out[0]) - 5) % digest_reference.MODULUS == defined
 
 
 @pytest.mark.parametrize("cases", TOGETHER.values(), ids=TOGETHER.keys())
