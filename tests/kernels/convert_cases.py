@@ -21,7 +21,7 @@ import torch
 import triton
 from row_moves import HND, NAMES, NHD, PACKED, PoolMemory, PoolShape
 
-from kvmover.kernels import convert, digest_reference
+from kvmover.kernels import convert, convert_overlaps, digest_reference
 from kvmover.kernels.convert_reference import Conversion, decode, encode
 from kvmover.kernels.digest_reference import End, Logical
 from kvmover.kernels.launch import Program, RowConfig
@@ -262,7 +262,7 @@ def run_with_digest(cases: Sequence[Case], end: End, config: RowConfig, sms: int
 def digests(case: Case, end: End) -> bool:
     """True if the rows at an end are digested while they are converted."""
     conversion = OpenCase(case).conversion
-    return convert.can_digest(conversion, coordinates(case, conversion), end)
+    return convert_overlaps.can_digest(conversion, coordinates(case, conversion), end)
 
 
 #: Several conversions in one call, of all kinds, alignments and pages.
@@ -275,8 +275,8 @@ def traits(case: Case) -> set[Hashable]:
     for end, pool in enumerate((case.src, case.dst)):
         found |= {(end, pool.order), (end, pool.separate), (end, "off", pool.misaligned & -pool.misaligned)}
     if case.units:
-        for overlap in convert.overlaps(OpenCase(case).conversion):
-            shape = convert.ColumnShape.of(overlap, 1024)
+        for overlap in convert_overlaps.overlaps(OpenCase(case).conversion):
+            shape = convert_overlaps.ColumnShape.of(overlap, 1024)
             found |= {("numbers", shape.src_element, shape.dst_element, shape.src_block, shape.dst_block)}
             found |= {("vecs", shape.src_vec, shape.dst_vec), ("kinds", shape.src_kind, shape.dst_kind)}
             found |= {("cut", shape.values % shape.width > 0, shape.dst_element == 4), ("largest", shape.largest)}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from row_moves import FAR, HND, MOVES, NHD, TOGETHER, WHOLE, FarMove, Move, PoolShape, ids
 
-from kvmover.kernels import convert, digest, rows, table
+from kvmover.kernels import convert, convert_overlaps, digest, rows, table
 from kvmover.kernels.launch import RowConfig, RowKind, Upload, choose
 from kvmover.kernels.region import Region, RegionError, Side
 from kvmover.kernels.table import ONE_UNIT, SEVERAL_UNITS, TOKEN_UNITS, WHOLE_UNITS
@@ -304,7 +304,7 @@ def test_a_launch_uploads_one_offset_a_unit_of_the_pool_and_one_address_a_plane(
 
 
 @pytest.mark.parametrize(
-    ("module", "shape"), [(rows, rows.RowShape), (digest, digest.DigestShape), (convert, convert.ColumnShape)]
+    ("module", "shape"), [(rows, rows.RowShape), (digest, digest.DigestShape), (convert, convert_overlaps.ColumnShape)]
 )
 def test_a_kernel_finds_each_field_of_a_shape_by_its_name(module: Any, shape: Any) -> None:
     names = {name: at.value for name, at in vars(module).items() if name.startswith("OF_")}

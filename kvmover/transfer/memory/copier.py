@@ -123,10 +123,10 @@ def launches(
 
 def digests_conversions(work: Work) -> bool:
     """Returns True if rows with logicals are digested by the launch that converts them."""
-    from kvmover.kernels import convert
+    from kvmover.kernels.convert_overlaps import can_digest
 
     logicals = (work.logicals or ())[len(work.regions) :]
-    return all(convert.can_digest(*each, work.end) for each in zip(work.conversions, logicals, strict=True))
+    return all(can_digest(*each, work.end) for each in zip(work.conversions, logicals, strict=True))
 
 
 def undigested(work: Work, engine: CopyEngine) -> list[tuple[Region, Logical]]:
