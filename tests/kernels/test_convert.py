@@ -10,7 +10,7 @@ import pytest
 import torch
 from ahead import Ahead
 from compilers import COMPILERS, LIMIT_S
-from convert_cases import CASES, FORMS, IDS, TOGETHER, WAYS, Case, OpenCase, flat, run
+from convert_cases import CASES, DIGESTED, FORMS, IDS, TOGETHER, WAYS, Case, OpenCase, flat, run
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -324,7 +324,7 @@ def report(request: pytest.FixtureRequest, ahead: Ahead) -> dict[str, dict]:
     latents = sum(way[0] == 576 for way in WAYS)  # have two overlaps, compiled together and alone
     every = len(WAYS) + 2 * latents
     further = request.param.architecture == 90  # where narrower accesses, a budget and digests are compiled too
-    digests = 2 * len(WAYS) + 2
+    digests = 2 * len(DIGESTED) + 2
     assert len(found) == {"all": every + (6 + digests) * further, "few": 5 + 2 * further}[request.param.cases]
     return found
 
