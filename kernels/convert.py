@@ -413,13 +413,7 @@ def prepare(
     """Check the conversions and upload their table. Returns None without rows. Raises RegionError as `convert`."""
     for each in conversions:
         each.check()
-    work = [each for each in conversions if each.rows]
-    if not work:
-        return None
-    device = one_device(each.device for each in work)
-    config = using.config if using is not None else config or configured(work, sms)
-    launch = describe(work, config.block_bytes, () if using is None else using.shapes)
-    return Prepared.of(program(launch.shapes, config, device), launch, device, sms)
+    return _prepared([each for each in conversions if each.rows], config, sms, using)
 
 
 def prepare_with_digest(
@@ -441,14 +435,26 @@ def prepare_with_digest(
         each.check()
         if not can_digest(each, logical, end):
             raise RegionError(f"rows of {each.at(end).row_bytes} bytes are not whole words of the streams they are of")
-    work = [(each, logical) for each, logical in zip(conversions, logicals, strict=True) if each.rows]
+    marks = [logical for each, logical in zip(conversions, logicals, strict=True) if each.rows]
+    return _prepared([each for each in conversions if each.rows], config, sms, using, (marks, end), out)
+
+
+def _prepared(
+    work: Sequence[Conversion],
+    config: RowConfig | None,
+    sms: int | None,
+    using: Program | None,
+    digests: tuple[Sequence[Logical], End] | None = None,
+    *outputs: torch.Tensor,
+) -> Prepared | None:
+    """Describe a launch of checked conversions that have rows, and upload its table. `digests`: see `describe`."""
     if not work:
         return None
-    moved, coordinates = [each for each, _ in work], [logical for _, logical in work]
-    device = one_device([*(each.device for each in moved), out.device])
-    config = using.config if using is not None else config or configured(moved, sms)
-    launch = describe(moved, config.block_bytes, () if using is None else using.shapes, (coordinates, end))
-    return Prepared.of(program(launch.shapes, config, device, end), launch, device, sms, out)
+    device = one_device([*(each.device for each in work), *(each.device for each in outputs)])
+    config = using.config if using is not None else config or configured(work, sms)
+    launch = describe(work, config.block_bytes, () if using is None else using.shapes, digests)
+    kernel = program(launch.shapes, config, device, None if digests is None else digests[1])
+    return Prepared.of(kernel, launch, device, sms, *outputs)
 
 
 def convert(
