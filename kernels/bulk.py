@@ -16,6 +16,7 @@ import torch
 
 from . import cpu, cuda_driver, experimental
 from .copy_engine import EXPERIMENTAL, CopyEngine, EngineUnavailable, engine_of
+from .crossover import Crossover, HostEnd, known
 from .launch import DEFAULT_SMS, Program, off_legacy
 from .region import Region, RegionError, check_apart, copies, mean_copy, merged
 
@@ -24,19 +25,27 @@ Call = Callable[[], None]
 
 log = logging.getLogger(__name__)
 
-#: Least bytes of a copy for the copy engine, which takes no SM. vLLM puts the crossover with its own kernel at 28 KiB,
-#: on an H100 with PCIe Gen5; SGLang batches from 128 KiB on.
-COPY_BYTES = 28 << 10
+#: SMs of the row mover between host and device when no budget is given: vLLM's kernel takes as many.
+HOST_SMS = 12
 
 
-def choose(region: Region) -> CopyEngine:
-    """Returns COPY for a region between host and device with a mean copy of at least `COPY_BYTES`, else ROWS.
+def host_end(region: Region) -> HostEnd | None:
+    """Returns the end of a region that lies on the host, opposite a device; None if there is none."""
+    src, dst = (side.device.type == "cpu" for side in (region.src, region.dst))
+    return None if src == dst else "src" if src else "dst"
 
-    Adjacent pages count as one copy.
+
+def choose(region: Region, crossover: Crossover | None = None) -> CopyEngine:
+    """Returns ROWS within a device; between host and device ROWS or COPY, as `crossover` says of the region's copies.
+
+    Adjacent pages count as one copy. None: what is known of this device, see `copy_times`.
     """
-    region = merged(region)
-    host = "cpu" in (region.src.device.type, region.dst.device.type)
-    return CopyEngine.COPY if host and mean_copy(region) >= COPY_BYTES else CopyEngine.ROWS
+    host = host_end(region)
+    if host is None or not region.nbytes:
+        return CopyEngine.ROWS
+    device = (region.dst if host == "src" else region.src).device
+    nbytes, mean_bytes = region.nbytes, mean_copy(merged(region))
+    return (crossover or known(device)).engine(host, round(nbytes / mean_bytes), mean_bytes)
 
 
 @cache
@@ -85,7 +94,8 @@ def move(
     """Copy every row of every region on the current stream, each by the engine that suits it, without a synchronise.
 
     All GPU memory must be on one device, host memory opposite a GPU pinned, and no region may touch memory that another
-    writes. Reads start after `after`. `sms`: SM budget (None: DEFAULT_SMS). `using`: see `rows.move`. The memory must
+    writes. Reads start after `after`. `sms`: SM budget (None: DEFAULT_SMS, or HOST_SMS beside the host). `using`: see
+    `rows.move`; beside the host None is one program for all rows, whose speed the host's link bounds. The memory must
     stay allocated until the stream has passed the move. With both ends on the host, the host waits for `after` and
     copies. Raises RegionError before anything is moved, and EngineUnavailable if a named `engine` cannot run or move a
     region.
@@ -119,7 +129,7 @@ def prepare(
         chosen = _here(choose(region), device) if engine is CopyEngine.AUTO else engine
         parts.setdefault(chosen, []).append(region)
     with torch.cuda.device(device):
-        calls = (_prepared(each, part, device, sms or DEFAULT_SMS, using) for each, part in parts.items())
+        calls = (_prepared(each, part, device, sms, using) for each, part in parts.items())
         return PreparedBulk(device, tuple(calls))
 
 
@@ -163,14 +173,17 @@ def _here(chosen: CopyEngine, device: torch.device) -> CopyEngine:
 
 
 def _prepared(
-    engine: CopyEngine, regions: Sequence[Region], device: torch.device, sms: int, using: Program | None
+    engine: CopyEngine, regions: Sequence[Region], device: torch.device, sms: int | None, using: Program | None
 ) -> Call:
     if engine in EXPERIMENTAL:
-        return experimental.prepared(engine, regions, device, sms, using)
+        return experimental.prepared(engine, regions, device, sms or DEFAULT_SMS, using)
     if engine is CopyEngine.ROWS:
         from . import rows
 
-        return rows.prepared(regions, device, sms=sms, using=using).run
+        if any(map(host_end, regions)):
+            using = using or rows.general_program()
+            return rows.prepared(regions, device, sms=sms or HOST_SMS, using=using).run
+        return rows.prepared(regions, device, sms=sms or DEFAULT_SMS, using=using).run
     src, dst, sizes = map(np.concatenate, zip(*map(copies, regions), strict=True))
     if engine is CopyEngine.COPY:
         return partial(off_legacy, partial(cuda_driver.copy_batch, src, dst, sizes))

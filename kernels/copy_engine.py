@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class CopyEngine(StrEnum):
-    """The engine that moves a region. AUTO: the row mover, or the copy engine for long runs between host and device.
+    """The engine that moves a region. AUTO: the row mover; between host and device it or the copy engine, by `choose`.
 
     ROWS: the row mover. COPY: the copy engine, runs in batches; LOOP: one call a run, for drivers without batches.
 

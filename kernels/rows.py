@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Prepared, Program, RowConfig, RowKind, choose, one_device
+from .launch import RULES, Kernel, Prepared, Program, RowConfig, RowKind, choose, one_device
 from .region import Region, RegionError, Side, check_apart
 from .table import (
     EITHER,
@@ -380,6 +380,12 @@ def standing_program(regions: Sequence[Region], kinds: tuple[int, int], sms: int
     return program(
         (*most, *shorter, *map(RowShape.of_any_rows, sorted({max(widths), min(widths)}, reverse=True))), config
     )
+
+
+def general_program() -> Program:
+    """Return the one kernel for regions of any rows and units, to start with before kernels for them are compiled."""
+    widths = (1 << bits for bits in reversed(range(WIDEST.value.bit_length())))
+    return program(tuple(map(RowShape.of_any_rows, widths)), RULES[Kernel.ROWS][1])
 
 
 def prepare(

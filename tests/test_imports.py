@@ -29,7 +29,7 @@ PURE = {
     "vocabulary",
 }
 PLANNING = PURE | {"layout", "plan"}
-MOVING = PLANNING | {"kernels", "regions", "transfer", "transport"}
+MOVING = PLANNING | {"host_copies", "kernels", "regions", "transfer", "transport"}
 KEEPING = PURE | {"cache.hints", "cache.ledger", "cache.prefix"}
 SERVING = MOVING | KEEPING | {"bounce", "store", "cache.page_tiers", "cache.peers", "cache.tiers"}
 
@@ -53,6 +53,7 @@ MAY_IMPORT = {
     "cache.hints": {"cache.prefix"} | PURE,
     "plan": {"layout"} | PURE,
     "regions": {"kernels", "layout", "plan"} | PURE,
+    "host_copies": {"kernels", "plan", "regions"} | PURE,
     "transport": PURE,
     "transfer": MOVING - {"transfer"},
     "store": {"cache.prefix", "layout", "transport"} | PURE,
@@ -75,6 +76,7 @@ MUST_REACH = {
     "store": {"cache.prefix", "transport"},
     "bounce": {"regions", "store"},
     "regions": {"kernels", "plan"},
+    "host_copies": {"kernels", "plan", "regions"},
     "plan": {"layout"},
     "cache.hints": {"cache.prefix"},
     "cache.page_tiers": {"cache.peers", "cache.prefix", "store"},

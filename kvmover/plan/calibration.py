@@ -1,4 +1,7 @@
-"""A Calibration is a link's costs, fitted to samples of writes, kept in a file, and used to choose routes."""
+"""A Calibration is a link's costs, fitted to samples of writes, kept in a file, and used to choose routes.
+
+Beside the links the file keeps which copies between a GPU and its host go by which engine.
+"""
 
 from __future__ import annotations
 
@@ -63,15 +66,31 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{self.host} over {self.transport}, {self.writes} writes and {self.chunks} chunks: {numbers}"
 
 
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class HostCopies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The copies between a GPU and its host that a kernel makes faster than the copy engine, as timed on a machine.
+
+    Of each pair (copies, bytes), copies rising: from so many copies on, those of fewer bytes on average. `from_host`,
+    `to_host`: by direction.
+    """
+
+    gpu: str
+    from_host: tuple[tuple[_Natural, _Natural], ...]
+    to_host: tuple[tuple[_Natural, _Natural], ...]
+
+
 @prepared
-class _File(msgspec.Struct, frozen=True):
+class _File(msgspec.Struct, frozen=True, omit_defaults=True):
     format: Literal["kvmover.calibration/1"]
     links: tuple[Calibration, ...]
+    host_copies: tuple[HostCopies, ...] = ()
 
 
-def save(path: Path, links: Sequence[Calibration]) -> None:
-    """Write `links` as JSON, atomically. Raises PlanError if the file cannot be written."""
-    text = msgspec.json.format(msgspec.json.encode(_File(_FORMAT, tuple(links))))
+def save(path: Path, links: Sequence[Calibration], host_copies: Sequence[HostCopies] = ()) -> None:
+    """Write links and GPUs as JSON, atomically. Raises PlanError if the file cannot be written."""
+    text = msgspec.json.format(msgspec.json.encode(_File(_FORMAT, tuple(links), tuple(host_copies))))
     beside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         beside.write_bytes(text + b"\n")
@@ -82,8 +101,17 @@ def save(path: Path, links: Sequence[Calibration]) -> None:
 
 def load(path: Path) -> tuple[Calibration, ...]:
     """Read the links of a calibration file. Raises PlanError if it cannot be read or is invalid."""
+    return _read(path).links
+
+
+def load_host_copies(path: Path) -> tuple[HostCopies, ...]:
+    """Read the GPUs of a calibration file. Raises PlanError as `load`."""
+    return _read(path).host_copies
+
+
+def _read(path: Path) -> _File:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_File).links
+        return msgspec.json.decode(path.read_bytes(), type=_File)
     except OSError as error:
         raise PlanError(f"cannot read the calibration {path}: {error.strerror}") from error
     except msgspec.MsgspecError as error:

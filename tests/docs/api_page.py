@@ -46,6 +46,7 @@ WHOLE = (
     "kvmover.observe.observers",
     "kvmover.observe.metrics",
     "kvmover.plan.calibration",
+    "kvmover.host_copies",
 )
 
 #: Whose methods have the docstrings of a protocol's.
@@ -67,7 +68,7 @@ CHOSEN = {
     "kvmover.tools.tier_conformance": ("PageTierConformance", "TierEngine"),
     "kvmover.kernels.region": ("Planes", "Side", "Region", "RegionError"),
     "kvmover.kernels.reference": ("move",),
-    "kvmover.kernels.rows": ("move", "prepare", "standing_program"),
+    "kvmover.kernels.rows": ("move", "prepare", "standing_program", "general_program"),
     "kvmover.kernels.launch": ("RowConfig", "Program", "Prepared"),
     "kvmover.kernels.digest_reference": ("Logical", "digest"),
     "kvmover.kernels.digest": ("digest", "move_and_digest", "prepare", "standing_program"),
@@ -82,6 +83,8 @@ CHOSEN = {
         "EngineUnavailable",
         "PreparedBulk",
     ),
+    "kvmover.kernels.crossover": ("Crossover", "known", "keep"),
+    "kvmover.kernels.copy_times": ("calibrate", "take"),
 }
 
 #: Values and aliases have no docstring.

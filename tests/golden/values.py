@@ -27,7 +27,7 @@ from kvmover.kernels.cuda_virtual import HANDLE_BYTES
 from kvmover.layout import Codec, Component, CpOrder, Fleet, PoolSpec, Span, Stripe
 from kvmover.migrate.migration import Announcement, Decision, Migration, Party, Round
 from kvmover.observe import runlog
-from kvmover.plan.calibration import Calibration, load, save
+from kvmover.plan.calibration import Calibration, HostCopies, load, load_host_copies, save
 from kvmover.plan.cost import Posting, Route
 from kvmover.plan.legs import Replicas
 from kvmover.shared_memory import HostProcess, SharedRange
@@ -487,20 +487,22 @@ def _files() -> Goldens:
         Calibration("decode-3", "UCX", Posting.AHEAD, 412, 0),
         Calibration("decode-3", "UCX", Posting.INLINE, 412, 9, 0.1, 2.0, 0.5, 1e4, 1e5, 2e5, 20.0),
     ]
+    gpus = [HostCopies("NVIDIA H200", ((16, 28672), (1024, 4096)), ())]
     return {
         "namespace.json": Golden(encode_manifest(_NAMESPACE), manifest),
-        "calibration.json": Golden(_saved(links), lambda raw: _saved(_loaded(raw))),
+        "calibration.json": Golden(_saved(links), lambda raw: _saved(*_loaded(raw))),
+        "calibration-gpus.json": Golden(_saved(links, gpus), lambda raw: _saved(*_loaded(raw))),
         **dict(_named(lines, line)),
     }
 
 
-def _saved(links: Iterable[Calibration]) -> bytes:
+def _saved(links: Iterable[Calibration], gpus: Iterable[HostCopies] = ()) -> bytes:
     with TemporaryDirectory() as folder:
-        save(Path(folder, "links"), list(links))
+        save(Path(folder, "links"), list(links), list(gpus))
         return Path(folder, "links").read_bytes()
 
 
-def _loaded(raw: bytes) -> tuple[Calibration, ...]:
+def _loaded(raw: bytes) -> tuple[tuple[Calibration, ...], tuple[HostCopies, ...]]:
     with TemporaryDirectory() as folder:
         Path(folder, "links").write_bytes(raw)
-        return load(Path(folder, "links"))
+        return load(Path(folder, "links")), load_host_copies(Path(folder, "links"))

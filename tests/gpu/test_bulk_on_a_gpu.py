@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from kvmover.kernels import bulk, experimental, reference  # noqa: E402
+from kvmover.kernels import bulk, copy_times, crossover, experimental, reference  # noqa: E402
 from kvmover.kernels.bulk import CopyEngine  # noqa: E402
 from kvmover.kernels.experimental import Pieces, TensorBoxes, tensor_boxes  # noqa: E402
 from kvmover.kernels.pinned import pinned  # noqa: E402
@@ -220,6 +220,23 @@ def test_regions_of_both_chosen_engines_share_a_move(stream) -> None:
     reference.move([case.region(a, b, RELAYOUT[0], 7) for case, a, b in zip(cases, host, gpu, strict=True)])
     for got, wanted in zip(on_gpu, gpu, strict=True):
         assert torch.equal(got.cpu(), wanted)
+
+
+def test_both_engines_are_timed_and_what_follows_is_chosen(monkeypatch) -> None:
+    monkeypatch.setattr(crossover, "_known", {})
+    monkeypatch.setattr(copy_times, "_timed", set())
+    device = torch.device("cuda", torch.cuda.current_device())
+    times = copy_times.times(copy_times._Bench(device))
+    assert {each.host for each in times} == {"src", "dst"}
+    assert all(each.rows_us > 0 and each.copy_us > 0 for each in times)
+    found = copy_times.calibrate(device)
+    assert crossover.known(device) == found
+    for copies, nbytes in ((16, 1024), (1024, 4096), (4, 1 << 20)):
+        host, on_gpu = pinned(2 * copies * nbytes), torch.zeros(2 * copies * nbytes, dtype=torch.uint8, device="cuda")
+        starts = np.arange(copies) * 2 * nbytes
+        src, dst = (Side.of((each,), *[np.zeros(1, np.int64)] * 2, starts, 0, 0) for each in (host, on_gpu))
+        assert bulk.choose(Region(src, dst, 1, 1, nbytes)) is found.engine("src", copies, nbytes)
+        assert bulk.choose(Region(dst, src, 1, 1, nbytes)) is found.engine("dst", copies, nbytes)
 
 
 @pytest.mark.parametrize("way", ["to-host", "to-device", "on-device"])

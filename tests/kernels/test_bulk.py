@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from row_moves import MOVES, NHD, PACKED, Move, PoolShape, ids, run
 
-from kvmover.kernels import bulk, cuda_driver, experimental, reference
+from kvmover.kernels import bulk, crossover, cuda_driver, experimental, reference
 from kvmover.kernels.copy_engine import EXPERIMENTAL, CopyEngine
+from kvmover.kernels.crossover import Crossover
 from kvmover.kernels.region import Region, RegionError, Side, copies, mean_copy, merged
 
 
@@ -70,31 +71,45 @@ def test_no_copy_spans_two_allocations_that_touch() -> None:
     assert [len(each) for each in copies(Region(side, side, 1, 1, 4096))] == [2, 2, 2]
 
 
-@pytest.mark.parametrize(("src", "dst"), [("cpu", "meta"), ("meta", "cpu")])
 @pytest.mark.parametrize(
-    ("run_bytes", "engine"),
+    ("src", "dst", "copies", "nbytes", "engine"),
     [
-        (bulk.COPY_BYTES, CopyEngine.COPY),
-        (1 << 20, CopyEngine.COPY),
-        (bulk.COPY_BYTES - 16, CopyEngine.ROWS),
-        (4104, CopyEngine.ROWS),
+        ("cpu", "meta", 16, 28 << 10, CopyEngine.COPY),
+        ("cpu", "meta", 16, (28 << 10) - 16, CopyEngine.ROWS),
+        ("cpu", "meta", 15, 4104, CopyEngine.COPY),
+        ("cpu", "meta", 4096, 4104, CopyEngine.ROWS),
+        ("meta", "cpu", 4096, 4104, CopyEngine.COPY),
+        ("meta", "meta", 16, 1 << 20, CopyEngine.ROWS),
     ],
 )
-def test_an_engine_is_chosen_by_size_between_host_and_device(
-    src: str, dst: str, run_bytes: int, engine: CopyEngine
+def test_an_engine_is_chosen_by_direction_number_of_copies_and_size(
+    src: str, dst: str, copies: int, nbytes: int, engine: CopyEngine
 ) -> None:
-    assert bulk.choose(between(src, dst, run_bytes)) is engine
+    assert bulk.choose(between(src, dst, nbytes, units=copies)) is engine
 
 
-def test_an_engine_is_chosen_by_what_is_contiguous_on_both_sides() -> None:
+def test_copies_are_counted_by_what_is_contiguous_on_both_sides() -> None:
     assert bulk.choose(between("cpu", "meta", 2048, apart=1, units=64)) is CopyEngine.COPY
-    assert bulk.choose(between("cpu", "meta", 64 << 10, offset=8)) is CopyEngine.COPY
-    assert bulk.choose(between("cpu", "meta", 16 << 10, offset=8)) is CopyEngine.ROWS
-    starts = np.array([0, 1, 4, 5, 8, 9]) * (16 << 10)
-    pairs = Region(line(16 << 10, starts), line(16 << 10, starts, "meta"), 1, 1, 16 << 10)
-    assert mean_copy(pairs) == 32 << 10
-    assert bulk.choose(pairs) is CopyEngine.COPY
-    assert bulk.choose(replace(pairs, src=line(16 << 10, starts[::-1]))) is CopyEngine.ROWS
+    assert bulk.choose(between("cpu", "meta", 64 << 10, offset=8, units=16)) is CopyEngine.COPY
+    assert bulk.choose(between("cpu", "meta", 16 << 10, offset=8, units=16)) is CopyEngine.ROWS
+    starts = np.repeat(np.arange(16) * 4, 2) * (8 << 10) + np.tile([0, 8 << 10], 16)
+    pairs = Region(line(8 << 10, starts), line(8 << 10, starts, "meta"), 1, 1, 8 << 10)
+    assert mean_copy(pairs) == 16 << 10
+    assert bulk.choose(pairs) is CopyEngine.ROWS
+    assert bulk.choose(pairs, Crossover(from_host=((17, 1 << 20),), to_host=())) is CopyEngine.COPY
+    assert bulk.choose(pairs, Crossover(from_host=((16, 16 << 10),), to_host=())) is CopyEngine.COPY
+    assert bulk.choose(replace(pairs, src=line(8 << 10, starts[::-1])), Crossover(((17, 1 << 20),), ())) is (
+        CopyEngine.ROWS
+    )
+
+
+def test_what_is_known_of_a_device_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    region = between("meta", "cpu", 1024)
+    assert bulk.choose(region) is CopyEngine.COPY
+    monkeypatch.setattr(crossover, "_known", {})
+    crossover.keep(torch.device("meta"), Crossover(from_host=(), to_host=((4, 2048),)))
+    assert bulk.choose(region) is CopyEngine.ROWS
+    assert bulk.choose(between("cpu", "meta", 1024, units=64)) is CopyEngine.COPY
 
 
 @settings(max_examples=60)

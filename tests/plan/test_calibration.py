@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvmover import cli
 from kvmover.errors import PlanError
 from kvmover.plan import HOST, RDMA, Calibration, Costs, Measurements, Posting, Route, Sample, probes
-from kvmover.plan.calibration import FEWEST, Bursts, link_to, load, save
+from kvmover.plan.calibration import FEWEST, Bursts, HostCopies, link_to, load, load_host_copies, save
 
 #: A link, and how long runs must be for the wire to take longer than posting them.
 LINKS = st.builds(
@@ -235,6 +235,16 @@ def test_a_calibration_survives_its_file_and_changes_only_what_was_measured(tmp_
         RDMA, descriptor_us=7.1, wire_rate=3900.0, chunk_us=180.0, latency_us=8.0, posting=Posting.INLINE
     )
     assert links[1].costs(RDMA) == RDMA
+
+
+def test_copies_of_gpus_are_kept_beside_the_links(tmp_path: Path) -> None:
+    path = tmp_path / "links.json"
+    gpus = (HostCopies("NVIDIA H200", ((16, 28672), (1024, 4096)), ()), HostCopies("NVIDIA A30", (), ((4, 2048),)))
+    save(path, [MEASURED], gpus)
+    assert load(path) == (MEASURED,)
+    assert load_host_copies(path) == gpus
+    save(path, [MEASURED])
+    assert load_host_copies(path) == ()
 
 
 def test_the_reason_says_which_numbers_were_measured_on_what_and_which_are_assumed() -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvmover.cache.prefix import InvariantBroken, Tier
 from kvmover.cache.tiers.tiered_pool import TieredPool
+from kvmover.host_copies import timed
 from kvmover.kernels.region import Region
 from kvmover.layout import Span
 from kvmover.regions import CopyStream, page_region
@@ -81,6 +82,9 @@ class LayerwiseCopier:
     fences: Sequence[torch.cuda.Stream] = ()
     _under_way: list[LayerwiseCopy] = field(default_factory=list[LayerwiseCopy])
     _streams: dict[Tier, CopyStream] = field(default_factory=dict[Tier, CopyStream])
+
+    def __post_init__(self) -> None:
+        timed(self.device)
 
     def begin(self, batches: Sequence[Batch], dst: Tier, done: Callable[[], None]) -> LayerGate:
         """Begin to copy after the streams' work so far. Raises PlanError for wrong ids."""

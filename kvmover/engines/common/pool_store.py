@@ -10,8 +10,8 @@ from kvmover.cache.page_tiers import has_become
 from kvmover.config.settings import StoreSettings
 from kvmover.engines.common.pages import BounceBuffer, PackedBackend, election
 from kvmover.engines.common.store import Upkeep, open_store
+from kvmover.host_copies import host_stream
 from kvmover.layout import Fleet, Pool
-from kvmover.regions import CopyStream
 from kvmover.store import Namespace, PagePart, StoreCollector
 from kvmover.transport import memory_of
 
@@ -26,7 +26,7 @@ class PoolStore:
         bounce, writes = BounceBuffer.of(part.nbytes), election(component, fleet, rank)
         self._store = open_store(settings, space)
         self._store.register(memory_of(bounce.memory))
-        move = CopyStream(pool.tensors[0].device).move
+        move = host_stream(pool.tensors[0].device).move
         view = self._store.view(space, part, writes)
         self._backend = PackedBackend(pool, view, 1, bounce, bounce, move, writes)
         self._upkeep = Upkeep(self._store, settings)

@@ -34,8 +34,8 @@ from kvmover.engines.sglang.sglang_options import parse, said, served, served_we
 from kvmover.engines.sglang.sglang_weight_updates import UPDATES
 from kvmover.engines.sglang.store_adapter import ServedRank, StoreAdapter
 from kvmover.errors import StoreError
+from kvmover.host_copies import host_stream
 from kvmover.observe.endpoint import serve_metrics
-from kvmover.regions import CopyStream
 from kvmover.store import PagePart, StoreCollector
 
 SGLANG.require(LINKER)
@@ -211,7 +211,7 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         parts = {name: [self._part(name, strand, kvcache) for strand in of] for name, of in strands.items()}
         bounce = BounceBuffer.of(max(part.nbytes for of in parts.values() for part in of))
         adapter.register([bounce.memory])
-        move = CopyStream(engine_linker.device_of(kvcache)).move
+        move = host_stream(engine_linker.device_of(kvcache)).move
         made: dict[str, list[DevicePoolPages]] = {}
         for name, entry in self.pools.items():
             flat = [as_bytes(buffer) for buffer in entry.kv_buffer]

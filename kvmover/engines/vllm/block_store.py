@@ -20,8 +20,8 @@ from kvmover.engines.common import BounceBuffer, Event, PackedBackend, Upkeep, e
 from kvmover.engines.vllm.caches import ComponentCache
 from kvmover.engines.vllm.connector_metadata import LoadSpec, SaveSpec
 from kvmover.errors import KvmoverError
+from kvmover.host_copies import host_stream
 from kvmover.layout import Fleet, Pool
-from kvmover.regions import CopyStream
 from kvmover.store import HASH_BYTES, Namespace, PagePart, PageStore, PartView
 from kvmover.transport import memory_of
 
@@ -84,7 +84,7 @@ class BlockStore:
                 page_tokens=1,
                 out=bounce,
                 into=bounce,
-                move=CopyStream(memory.device).move,
+                move=host_stream(memory.device).move,
                 writes=writes,
             )
 
