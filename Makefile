@@ -105,7 +105,7 @@ perf: setup ## measure planning and moving on this machine
 wire: $(READY) ## move KV between two network namespaces over 1 Gb/s, beside raw NIXL (two minutes; as root)
 	@$(BIN)/python -m perf.bench_wire
 
-gpu-check: setup ## run on a GPU what only a GPU can prove, results in OUT; PART=correctness runs one of four
+gpu-check: setup ## run on a GPU what only a GPU can prove, results in OUT; PART=correctness runs one of five
 	@$(BIN)/python -m perf.gpu_check --out $(OUT) $(PART)
 
 pictures: $(READY) .venv/.smollm2 ## draw the pictures of the README, one of them recorded

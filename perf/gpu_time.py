@@ -1,6 +1,6 @@
 """Times on a GPU: events around calls that are queued behind work, so that no launch gap is measured.
 
-Where there is no GPU, there is one sentence.
+Where there is no GPU, there is one sentence. `python -m perf.gpu_time` names the GPU, the packages and the commit.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import TypeVar
 
 import torch
 
-from perf.record import Spread
+from perf.command_line import options
+from perf.record import Spread, machine
 
 ROUNDS = 30
 
@@ -40,3 +41,13 @@ def interleaved(cases: Mapping[Case, Callable[[], object]], rounds: int = ROUNDS
             marks[name].append((begin, end))
         torch.cuda.synchronize()
     return {name: Spread.of([a.elapsed_time(b) / 1e3 for a, b in pairs]) for name, pairs in marks.items()}
+
+
+def main() -> None:
+    options(__doc__).parse_args()
+    need_gpu("perf.gpu_check")
+    print(*machine().items(), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

