@@ -42,7 +42,7 @@ class Worker:
         assert told is not None
         assert heard is not None
         with suppress(BrokenPipeError):  # then there is no answer either
-            told.write(json.dumps(_written(program, architecture)) + "\n")
+            told.write(json.dumps(written(program, architecture)) + "\n")
             told.flush()
         answer = heard.readline()
         code = find(program.code_name(architecture)) if answer == "\n" else None
@@ -65,7 +65,8 @@ def _started() -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
 
-def _written(program: Program, architecture: int) -> dict[str, object]:
+def written(program: Program, architecture: int) -> dict[str, object]:
+    """Returns all that the code of a program for sm_`architecture` is compiled from, as plain values."""
     kernel = program.kernel
     return {
         "architecture": architecture,
@@ -77,7 +78,8 @@ def _written(program: Program, architecture: int) -> dict[str, object]:
     }
 
 
-def _read(told: dict[str, Any]) -> Program:
+def program_of(told: dict[str, Any]) -> Program:
+    """Returns the program of what `written` told. Raises AttributeError or ImportError if its kernel is not there."""
     module, name = told["kernel"]
     shapes, constants = tuple(map(tuple, told["shapes"])), tuple(map(tuple, told["constants"]))
     kernel = getattr(import_module(module), name)
@@ -114,7 +116,7 @@ def serve(lines: Iterable[str], answers: IO[str]) -> None:
     for line in lines:
         told = json.loads(line)
         target.architecture = told["architecture"]
-        program = _read(told)
+        program = program_of(told)
         try:
             keep(program.code_name(target.architecture), program.compiled(target.architecture))
         except Exception as error:  # of Triton, ptxas or the folder: the asking process says so

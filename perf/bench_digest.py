@@ -13,11 +13,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvmover.kernels import digest, rows
+from kvmover.kernels import digest
 from kvmover.kernels.digest_reference import End, Logical
-from kvmover.kernels.launch import RowConfig
+from kvmover.kernels.launch import Prepared, RowConfig
+from perf.bench_kernels import launcher
 from perf.cases import DEEPSEEK, INDEX_KEYS, LLAMA, Case, Move, moves
 from perf.gpu_time import interleaved, need_gpu
+from perf.measured_code import columns
 from perf.record import RESULTS, write
 
 CASES = (
@@ -59,16 +61,12 @@ def measured(move: Move, rounds: int) -> list[dict[str, object]]:
     logicals, out = coordinates(move), torch.zeros(1, dtype=torch.int64, device="cuda")
     check(move, logicals)
     cases: dict[str, Callable[[], object]] = {"clone": lambda: torch.clone(move.packed)}
-    plain = rows.prepare(move.gather)
-    assert plain is not None
-    cases["plain move"] = plain.run
-    budgeted = rows.prepare(move.gather, sms=SMS)
-    assert budgeted is not None
-    cases[f"plain move, {SMS} SMs"] = budgeted.run
+    launches = {"plain move": launcher(move.gather, None), f"plain move, {SMS} SMs": launcher(move.gather, SMS)}
     for config, sms in (*((config, None) for config in CONFIGS), *((config, SMS) for config in BUDGETED)):
         label = f"{config.block_bytes >> 10} KiB, {config.warps} warps" + (f", {sms} SMs" if sms else "")
-        cases[f"move and digest, {label}"] = launcher(move, logicals, out, config, sms, None)
-        cases[f"digest, {label}"] = launcher(move, logicals, out, config, sms, "src")
+        launches[f"move and digest, {label}"] = digester(move, logicals, out, config, sms, None)
+        launches[f"digest, {label}"] = digester(move, logicals, out, config, sms, "src")
+    cases |= {what: prepared.run for what, prepared in launches.items()}
     spreads = interleaved(cases, rounds)
     lines: list[dict[str, object]] = []
     for what, spread in spreads.items():
@@ -80,6 +78,7 @@ def measured(move: Move, rounds: int) -> list[dict[str, object]]:
             "p10_gb_per_s": round(move.nbytes / spread.high / 1e9, 1),
             "p90_gb_per_s": round(move.nbytes / spread.low / 1e9, 1),
             "of_plain": round(spread.median / spreads[plain_of(what)].median, 3),
+            **columns(launches.get(what)),
         }
         print(f"{line['case']:<52} {what:<34} {line['gb_per_s']:>8} GB/s {line['of_plain']:>6} of plain", flush=True)
         lines.append(line)
@@ -91,13 +90,13 @@ def plain_of(what: str) -> str:
     return f"plain move, {SMS} SMs" if what.endswith(" SMs") else "plain move"
 
 
-def launcher(
+def digester(
     move: Move, logicals: list[Logical], out: torch.Tensor, config: RowConfig, sms: int | None, reads: End | None
-) -> Callable[[], object]:
-    """The launch alone, as the plain move's: tables are described and uploaded before. `reads`: an end, and no copy."""
+) -> Prepared:
+    """Return the launch alone, as the plain move's is. `reads`: an end, and no copy."""
     prepared = digest.prepare(move.gather, logicals, out, config, sms, reads)
     assert prepared is not None
-    return prepared.run
+    return prepared
 
 
 def check(move: Move, logicals: list[Logical]) -> None:

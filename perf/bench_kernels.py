@@ -2,6 +2,7 @@
 
 `python -m perf.bench_kernels [--out FOLDER] [--only TEXT]`. Every move is compared with what torch's indexing gives
 before it is timed. Payload GB/s; `of_clone` is the share of a device-to-device clone of the same bytes in the same run.
+`code` and `launch`: see perf/measured_code.py; `peer`: the release of what is not ours, and a hash of its source.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from types import ModuleType
 import torch
 
 from kvmover.kernels import rows
-from kvmover.kernels.launch import RowConfig
+from kvmover.kernels.launch import Prepared
 from kvmover.kernels.region import Region
 from perf.cases import CASES, Move, moves
 from perf.copy_engines import launchers, same_bytes
 from perf.gpu_time import interleaved, need_gpu
-from perf.peers import sglang_staging
+from perf.measured_code import columns
+from perf.peers import sglang_release, sglang_staging
 from perf.record import RESULTS, write
 
 #: The budget under which the engines beside the row mover are measured; the copy engine takes none.
@@ -86,9 +88,9 @@ def _picked(move: Move, plane: torch.Tensor) -> torch.Tensor:
 def _measured(move: Move, way: str, peers: dict[str, ModuleType], rounds: int) -> list[dict[str, object]]:
     regions = move.gather if way == "gather" else move.scatter
     cases: dict[str, Callable[[], object]] = {"clone": lambda: torch.clone(move.packed)}
-    cases["kvmover"] = launcher(regions, None)
-    for sms in (4, ENGINE_SMS, 16):
-        cases[f"kvmover, {sms} SMs"] = launcher(regions, sms)
+    ours = {"kvmover": launcher(regions, None)}
+    ours |= {f"kvmover, {sms} SMs": launcher(regions, sms) for sms in (4, ENGINE_SMS, 16)}
+    cases |= {name: prepared.run for name, prepared in ours.items()}
     others = launchers(regions, ENGINE_SMS)
     same_bytes(regions, lambda: rows.move(regions), list(others.values()))
     cases |= {f"{engine.value}, {ENGINE_SMS} SMs": call for engine, call in others.items()}
@@ -113,17 +115,19 @@ def _measured(move: Move, way: str, peers: dict[str, ModuleType], rounds: int) -
             "p10_gb_per_s": round(move.nbytes / spread.high / 1e9, 1),
             "p90_gb_per_s": round(move.nbytes / spread.low / 1e9, 1),
             "of_clone": round(clone / spread.median, 3),
+            "peer": sglang_release() if name.startswith("SGLang") else "",
+            **columns(ours.get(name)),
         }
         print(f"{line['case']:<60} {way:<8} {name:<26} {line['gb_per_s']:>8} GB/s {line['of_clone']:>6}", flush=True)
         lines.append(line)
     return lines
 
 
-def launcher(regions: list[Region], sms: int | None, config: RowConfig | None = None) -> Callable[[], object]:
-    """The launch alone: tables are described and uploaded before, as they are while another chunk is on the wire."""
-    prepared = rows.prepare(regions, config, sms)
+def launcher(regions: list[Region], sms: int | None) -> Prepared:
+    """Return the launch alone: tables are described and uploaded before, as they are while another chunk travels."""
+    prepared = rows.prepare(regions, None, sms)
     assert prepared is not None
-    return prepared.run
+    return prepared
 
 
 def _torch_ways(move: Move) -> dict[str, Callable[[], object]]:

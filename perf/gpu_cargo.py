@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from perf.command_line import options
+from perf.record import machine
 
 ROOT = Path(__file__).parents[1]
 
@@ -51,6 +52,9 @@ UNUSED = ("nixl_ep_cu13/", "nixl_ep/")
 
 _PIECE = ".piece-"
 
+#: A file beside the wheels of a part.
+_COMMIT = "commit"
+
 
 def tree_bytes(root: Path = ROOT) -> int:
     """Returns the bytes of what git does not ignore; of all files, where there is no git."""
@@ -66,6 +70,12 @@ def tree_bytes(root: Path = ROOT) -> int:
 def brought(wheels: Path) -> set[str]:
     """Returns the names of what a folder of wheels installs."""
     return {path.name.split("-")[0].lower() for path in wheels.glob("*.whl")}
+
+
+def commit_of(wheels: Path | None) -> dict[str, str]:
+    """Returns the variable that names the tree which a folder of wheels came with; empty where nobody has said."""
+    told = wheels / _COMMIT if wheels else None
+    return {"KVMOVER_COMMIT": told.read_text().strip()} if told and told.exists() else {}
 
 
 def lading(root: Path, wheels: Path | None) -> Iterator[str]:
@@ -140,6 +150,7 @@ def loaded(wheels: Path, into: Path, room: int) -> dict[str, int]:
         folder = into / part
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
+        (folder / _COMMIT).write_text(machine()["commit"])
         for name in names:
             if name in found:
                 without(found[name], folder, UNUSED) if name == "nixl_cu13" else shutil.copy(found[name], folder)

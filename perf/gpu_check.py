@@ -9,8 +9,8 @@ OUT/PART.tgz after each step, so that a part that is stopped loses one step, and
 machine that returns few.
 
 A bare machine: `--wheels FOLDER` installs from wheels, into a folder that the next part finds too, what is missing;
-nothing is fetched. `python -m perf.gpu_cargo` makes such a folder for each part. `KVMOVER_COMMIT` says which tree it is
-where there is no history of it. `KVMOVER_PEERS` as in perf/README.md.
+nothing is fetched. `python -m perf.gpu_cargo` makes such a folder for each part, which names the commit too; else
+`KVMOVER_COMMIT` says which tree it is where there is no history of it. `KVMOVER_PEERS` as in perf/README.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from perf.gpu_cargo import ALSO_NEEDED, NEEDED, brought, joined, lading, left_out
+from perf.gpu_cargo import ALSO_NEEDED, NEEDED, brought, commit_of, joined, lading, left_out
 
 ROOT = Path(__file__).parents[1]
 
@@ -236,7 +236,7 @@ def main() -> None:
     if chosen.wheels:
         installed(chosen.wheels, site)
     paths = f"{site}:{ROOT}" if site.exists() else str(ROOT)
-    environ = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths}
+    environ = {**commit_of(chosen.wheels), **os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths}
     about = subprocess.run(ABOUT, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, check=False)
     if about.returncode:
         raise SystemExit(about.returncode)

@@ -46,7 +46,10 @@ def interleaved(cases: Mapping[Case, Callable[[], object]], rounds: int = ROUNDS
 def main() -> None:
     options(__doc__).parse_args()
     need_gpu("perf.gpu_check")
-    print(*machine().items(), sep="\n")
+    about = machine()
+    if about["commit"] == "unknown":
+        raise SystemExit("no row is worth anything whose commit is unknown: say it in KVMOVER_COMMIT")
+    print(*about.items(), sep="\n")
 
 
 if __name__ == "__main__":

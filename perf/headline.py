@@ -12,15 +12,19 @@ def headline() -> str:
     lines = ["| Measured | Unit | kvmover | Beside it |", "|---|---|---|---|"]
     lines += [f"| {question} | {unit} | {ours} | {theirs} |" for question, unit, ours, theirs in _headlines()]
     gpu, cpu = first("bench_kernels", what="kvmover"), first("transfer", of_contiguous="1.0")
-    where = f"The first row: {gpu['hardware']}, {gpu['date']}; {of_lost_code(gpu)} The others: {cpu['hardware']}."
+    where = f"The first row: {gpu['hardware']}, {gpu['date']}; {of_code(gpu)} The others: {cpu['hardware']}."
     return "\n".join([*lines, "", where, ""])
 
 
-def of_lost_code(row: Mapping[str, str]) -> str:
-    """Return the sentence for a measurement whose commit is unknown; empty where what was measured is known."""
-    if row["commit"] != "unknown":
-        return ""
-    return "commit unknown: the row mover has changed since, and what was measured is no longer in the tree."
+def of_code(row: Mapping[str, str]) -> str:
+    """Return the sentence that names the code which a row measured, and says if the launch has it still."""
+    if row["commit"] == "unknown":
+        return "commit unknown: the row mover has changed since, and what was measured is no longer in the tree."
+    named = f"commit {row['commit']}, machine code {row['code']}"
+    now = row.get("today", "")
+    if now == row["code"]:
+        return f"{named}, which is today's."
+    return f"{named}, not compared with today's." if not now else f"{named}; today's is not that: {now}."
 
 
 def _headlines() -> Iterator[tuple[str, str, str, str]]:

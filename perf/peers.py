@@ -7,9 +7,12 @@ that holds `sglang/`; without it, and without sglang installed, there is no peer
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib.util
 import os
+import subprocess
 import tempfile
+from importlib.metadata import distributions
 from pathlib import Path
 from types import ModuleType
 
@@ -32,6 +35,18 @@ def sglang_staging() -> dict[str, ModuleType]:
     for index in ("layer_id", "layer_kv_id"):
         aligned = aligned.replace(UNALIGNED.format(index), f"tl.multiple_of({UNALIGNED.format(index)}, 16)")
     return {"released": _module("sglang_released", source), "aligned": _module("sglang_aligned", aligned)}
+
+
+def sglang_release() -> str:
+    """Returns SGLang's release, or the commit of its checkout, and a hash of the source of its kernels."""
+    path = _find()
+    assert path is not None
+    home = path.parents[len(Path(STAGING).parts)]
+    released = [each.version for each in distributions(name="sglang", path=[str(home)])]
+    git = ["git", "-C", str(path.parent), "describe", "--always", "--tags"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    source = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    return f"sglang {(released or [commit or 'of no known release'])[0]}, source {source}"
 
 
 def _find() -> Path | None:

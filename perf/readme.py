@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from perf.command_line import options
-from perf.headline import best_clone, headline, of_lost_code, places
+from perf.headline import best_clone, headline, of_code, places
 from perf.hybrid_connectors import hybrid_connectors
 from perf.record import RESULTS, passed, read
 from perf.replaced_operators import replaced_operators
@@ -154,7 +154,7 @@ def _kernels() -> list[str]:
     share = f"share of the fastest clone, {best} GB/s"
     lines = [
         f"**Gather and scatter on a GPU**, payload GB/s and {share} ({_about(rows[0])}):",
-        *_lost(rows[0]),
+        _code(next(row for row in rows if row["what"] == "kvmover")),
         "",
         "| | row | gather | scatter | SGLang's staging kernels as released: gather, scatter | with aligned pointers |",
         "|---|---|---|---|---|---|",
@@ -174,9 +174,8 @@ def _kernels() -> list[str]:
     return lines
 
 
-def _lost(row: dict[str, str]) -> list[str]:
-    said = of_lost_code(row)
-    return [f"{row['date']}, {said}"] if said else []
+def _code(row: dict[str, str]) -> str:
+    return f"{row['date']}, {of_code(row)}"
 
 
 def _budgets() -> list[str]:
@@ -184,7 +183,7 @@ def _budgets() -> list[str]:
     budgets = list(dict.fromkeys(row["sms"] for row in rows))
     lines = [
         "**Under a budget of SMs**, payload GB/s, and how much longer a bf16 matrix product takes beside the gather:",
-        *_lost(rows[0]),
+        _code(rows[0]),
         "",
         f"| SMs | {' | '.join(budgets)} |",
         f"|---|{'---|' * len(budgets)}",

@@ -18,6 +18,7 @@ import torch
 from perf.bench_kernels import launcher
 from perf.cases import CASES, Case, Move, build
 from perf.gpu_time import interleaved, need_gpu
+from perf.measured_code import columns
 from perf.record import RESULTS, write
 
 BUDGETS = (1, 2, 4, 8, 16, 32, 64, 128, None)
@@ -63,7 +64,9 @@ def ceilings() -> list[dict[str, object]]:
         "device to host": (host.numel(), lambda: host.copy_(part, non_blocking=True)),
     }
     spreads = interleaved({name: call for name, (_, call) in cases.items()}, 10)
-    return [_line(name, "", "", cases[name][0], spread.median, {}) for name, spread in spreads.items()]
+    return [
+        {**_line(name, "", "", cases[name][0], spread.median, {}), **columns(None)} for name, spread in spreads.items()
+    ]
 
 
 def neighbours() -> dict[str, Callable[[], object]]:
@@ -82,11 +85,12 @@ def budgets(case: Case, works: Mapping[str, Callable[[], object]]) -> list[dict[
     move: Move = build(case)
     lines: list[dict[str, object]] = []
     for way, regions in (("gather", move.gather), ("scatter", move.scatter)):
-        calls = {str(sms or "all"): launcher(regions, sms) for sms in BUDGETS}
-        spreads = interleaved(calls, 8)
+        launches = {str(sms or "all"): launcher(regions, sms) for sms in BUDGETS}
+        spreads = interleaved({sms: launch.run for sms, launch in launches.items()}, 8)
         for sms, spread in spreads.items():
-            beside = {name: slowdown(calls[sms], work, spread.median) for name, work in works.items()}
-            lines.append(_line(case.text(), way, sms, move.nbytes, spread.median, beside))
+            launch = launches[sms]
+            beside = {name: slowdown(launch.run, work, spread.median) for name, work in works.items()}
+            lines.append({**_line(case.text(), way, sms, move.nbytes, spread.median, beside), **columns(launch)})
     return lines
 
 

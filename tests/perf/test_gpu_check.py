@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from perf import gpu_check
+from perf import gpu_check, gpu_time
 from perf.gpu_check import (
     ALL_S,
     LEAST_S,
@@ -127,6 +127,16 @@ def test_all_that_was_written_is_in_one_file_after_every_step(tmp_path: Path):
 def test_a_tree_without_its_history_is_told_which_it_is(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("KVMOVER_COMMIT", "0123456-of-a-copy")
     assert machine()["commit"] == "0123456-of-a-copy"
+
+
+def test_no_row_is_measured_of_an_unknown_commit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["gpu_time"])
+    monkeypatch.setattr(gpu_time, "need_gpu", lambda program: None)
+    monkeypatch.setenv("KVMOVER_COMMIT", "unknown")
+    with pytest.raises(SystemExit, match="say it in KVMOVER_COMMIT"):
+        gpu_time.main()
+    monkeypatch.setenv("KVMOVER_COMMIT", "0123456")
+    gpu_time.main()
 
 
 def test_steps_run_in_the_interpreter_that_runs_the_check():
