@@ -45,6 +45,7 @@ from .table import (
     SIDE_WORDS,
     SIDES,
     TOKEN_STRIDE,
+    UNSPECIALIZED,
     Counts,
     Launch,
     Table,
@@ -93,10 +94,12 @@ NEITHER, DIGESTS_SRC, DIGESTS_DST = map(tl.constexpr, range(3))
 
 
 @triton.jit
-def _starts(table, side, plane, head, unit, token, live, ELEMENT: tl.constexpr, VEC: tl.constexpr, KIND: tl.constexpr):
-    """Return pointers to each row's start in a stream: [row, 1]."""
+def _starts(
+    table, side, moved, plane, head, unit, token, live, ELEMENT: tl.constexpr, VEC: tl.constexpr, KIND: tl.constexpr
+):
+    """Return pointers to each row's start in a stream, `moved` bytes further than the table says: [row, 1]."""
     start = unit_start(table, side, unit, live, KIND, VEC) + token * token_stride(side, VEC)
-    return (plane_start(table, side, plane, head, ELEMENT, VEC) + start)[:, None]
+    return (plane_start(table, side, moved, plane, head, ELEMENT, VEC) + start)[:, None]
 
 
 @triton.jit
@@ -140,7 +143,19 @@ def _by_block(x, factors, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def _read(
-    table, at, plane, head, unit, token, live, grain, key, OF: tl.constexpr, CASTS: tl.constexpr, SUM: tl.constexpr
+    table,
+    at,
+    moved,
+    plane,
+    head,
+    unit,
+    token,
+    live,
+    grain,
+    key,
+    OF: tl.constexpr,
+    CASTS: tl.constexpr,
+    SUM: tl.constexpr,
 ):
     """Return the numbers of a tile in float32, [row, number], and the sum of its words if `SUM`, else 0.
 
@@ -155,7 +170,7 @@ def _read(
     WORD: tl.constexpr = tl.float32 if KIND == F32 else (tl.int16 if KIND <= BF16 else tl.int8)  # pyright: ignore
     FACTOR: tl.constexpr = tl.float32 if SCALE == F32 else tl.int8  # pyright: ignore
     total = tl.full([], 0, tl.int64)
-    rows = _starts(table, at + SRC, plane, head, unit, token, live, WORD, OF[OF_SRC_VEC], UNITS)
+    rows = _starts(table, at + SRC, moved, plane, head, unit, token, live, WORD, OF[OF_SRC_VEC], UNITS)
     here = live[:, None]
     if KIND == E2M1:
         pair = grain * (WIDTH // 2) + tl.arange(0, WIDTH // 2)[None, :]
@@ -176,7 +191,7 @@ def _read(
     if BLOCK > 0:
         block = grain * (WIDTH // BLOCK) + tl.arange(0, WIDTH // BLOCK)[None, :]
         here = live[:, None] & (block * BLOCK < VALUES)
-        scales = _starts(table, at + SRC_SCALES, plane, head, unit, token, live, FACTOR, 1, UNITS)
+        scales = _starts(table, at + SRC_SCALES, moved, plane, head, unit, token, live, FACTOR, 1, UNITS)
         factors = tl.load(scales + block, mask=here, other=0)
         if SUM:
             first = tl.load(at + FIRST_SCALE_WORD)
@@ -215,7 +230,20 @@ def _block_scales(table, at, plane, amax, odd, KIND: tl.constexpr, SCALE: tl.con
 
 @triton.jit
 def _write(
-    table, at, plane, head, unit, token, live, grain, key, x, OF: tl.constexpr, CASTS: tl.constexpr, SUM: tl.constexpr
+    table,
+    at,
+    moved,
+    plane,
+    head,
+    unit,
+    token,
+    live,
+    grain,
+    key,
+    x,
+    OF: tl.constexpr,
+    CASTS: tl.constexpr,
+    SUM: tl.constexpr,
 ):
     """Store numbers [row, number] in the destination's form, with their block scales. Returns the sum of the words
     stored if `SUM`, else 0.
@@ -230,7 +258,7 @@ def _write(
     WORD: tl.constexpr = tl.float32 if KIND == F32 else (tl.int16 if KIND <= BF16 else tl.int8)  # pyright: ignore
     FACTOR: tl.constexpr = tl.float32 if SCALE == F32 else tl.int8  # pyright: ignore
     total = tl.full([], 0, tl.int64)
-    rows = _starts(table, at + DST, plane, head, unit, token, live, WORD, OF[OF_DST_VEC], UNITS)
+    rows = _starts(table, at + DST, moved, plane, head, unit, token, live, WORD, OF[OF_DST_VEC], UNITS)
     number = grain * WIDTH + tl.arange(0, WIDTH)[None, :]
     here = live[:, None]
     if VALUES % WIDTH:
@@ -255,7 +283,7 @@ def _write(
                 odd = tl.max(tl.where(blocks == blocks, 0.0, 1.0), 2)
             block = grain * BLOCKS + tl.arange(0, BLOCKS)[None, :]
             held = live[:, None] & (block * BLOCK < VALUES)
-            scales = _starts(table, at + DST_SCALES, plane, head, unit, token, live, FACTOR, 1, UNITS) + block
+            scales = _starts(table, at + DST_SCALES, moved, plane, head, unit, token, live, FACTOR, 1, UNITS) + block
             stored, factors = _block_scales(table, at, plane, amax, odd, KIND, SCALE, CASTS)
             tl.store(scales, stored, mask=held)
             if SUM:
@@ -284,47 +312,69 @@ def _write(
 
 
 @triton.jit
-def _tile(table, at, out, tile, SHAPES: tl.constexpr, I: tl.constexpr, CASTS: tl.constexpr, DIGESTS: tl.constexpr):
+def _tile(
+    table, at, out, shift, tile, SHAPES: tl.constexpr, I: tl.constexpr, CASTS: tl.constexpr, DIGESTS: tl.constexpr
+):
     """Convert one tile of the region described at `at`, whose rows are served by shape `I`; add its sum to `out`."""
     OF: tl.constexpr = SHAPES[I]
     COUNT: tl.constexpr = (OF[OF_VALUES] + OF[OF_WIDTH] - 1) // OF[OF_WIDTH]
     plane, head, piece = plane_and_head(at, tile)
-    unit, token, grain, live = rows_of(at, piece, OF[OF_ROWS], COUNT, SEVERAL_UNITS)
+    unit, token, grain, live = rows_of(at, shift[0], piece, OF[OF_ROWS], COUNT, SEVERAL_UNITS)
     grain = grain.to(tl.int32)[:, None]
     key = grain
     if DIGESTS != NEITHER:
         key = _key(table, at, plane, head, unit, token, live)
-    x, read = _read(table, at, plane, head, unit, token, live, grain, key, OF, CASTS, DIGESTS == DIGESTS_SRC)
-    wrote = _write(table, at, plane, head, unit, token, live, grain, key, x, OF, CASTS, DIGESTS == DIGESTS_DST)
+    x, read = _read(table, at, shift[1], plane, head, unit, token, live, grain, key, OF, CASTS, DIGESTS == DIGESTS_SRC)
+    wrote = _write(
+        table, at, shift[2], plane, head, unit, token, live, grain, key, x, OF, CASTS, DIGESTS == DIGESTS_DST
+    )
     if DIGESTS != NEITHER:
         tl.atomic_add(out, read + wrote, sem="relaxed")
 
 
 @triton.jit
-def _tiles(table, out, regions, tiles, SHAPES: tl.constexpr, CASTS: tl.constexpr, DIGESTS: tl.constexpr):
+def _tiles(table, out, regions, tiles, shift, SHAPES: tl.constexpr, CASTS: tl.constexpr, DIGESTS: tl.constexpr):
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         at, local = find_region(table, regions, tile, WORDS if DIGESTS == NEITHER else DIGEST_WORDS)
         shape = tl.load(at + SHAPE).to(tl.int32)
         for i in tl.static_range(len(SHAPES)):
             if shape == i:
-                _tile(table, at, out, local, SHAPES, i, CASTS, DIGESTS)
+                _tile(table, at, out, shift, local, SHAPES, i, CASTS, DIGESTS)
 
 
-@triton.jit(do_not_specialize=["regions", "tiles"])
-def convert_kernel(table, regions, tiles, SHAPES: tl.constexpr, CASTS: tl.constexpr):
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def convert_kernel(
+    table,
+    regions,
+    tiles,
+    first_unit,
+    src_bytes,
+    dst_bytes,
+    SHAPES: tl.constexpr,
+    CASTS: tl.constexpr,
+):
     """Convert all tiles of all regions; the grid is the SM budget, or every tile without one.
 
-    `table`: see `describe`. `CASTS`: see `casts`.
+    `table`: see `describe`. `first_unit`, `src_bytes`, `dst_bytes`: see `Shift`. `CASTS`: see `casts`.
     """
-    _tiles(table, table, regions, tiles, SHAPES, CASTS, NEITHER)
+    _tiles(table, table, regions, tiles, (first_unit, src_bytes, dst_bytes), SHAPES, CASTS, NEITHER)
 
 
-@triton.jit(do_not_specialize=["regions", "tiles"], do_not_specialize_on_alignment=["out"])
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=["out"])
 def convert_and_digest_kernel(
-    table, out, regions, tiles, SHAPES: tl.constexpr, CASTS: tl.constexpr, DIGESTS: tl.constexpr
+    table,
+    out,
+    regions,
+    tiles,
+    first_unit,
+    src_bytes,
+    dst_bytes,
+    SHAPES: tl.constexpr,
+    CASTS: tl.constexpr,
+    DIGESTS: tl.constexpr,
 ):
     """Convert all tiles as `convert_kernel`, and add the digest of the rows of one end, `DIGESTS`, to `out`."""
-    _tiles(table, out, regions, tiles, SHAPES, CASTS, DIGESTS)
+    _tiles(table, out, regions, tiles, (first_unit, src_bytes, dst_bytes), SHAPES, CASTS, DIGESTS)
 
 
 #: Configurations of untuned GPUs, without and with an SM budget.

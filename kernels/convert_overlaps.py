@@ -166,7 +166,7 @@ class ColumnShape(NamedTuple):
         half = of.writes.values == "float16"
         largest = torch.finfo(torch.float16 if half else torch.bfloat16).max
         forms = ELEMENTS[src.element], ELEMENTS[dst.element], src.block, dst.block, SCALES[src.scale], SCALES[dst.scale]
-        kinds = kind_of_units(of.src.units), kind_of_units(of.dst.units)
+        kinds = kind_of_units(of.src.listed), kind_of_units(of.dst.listed)
         return cls(*forms, overlap.values, largest, width, max(1, min(MOST_ROWS, tile // width)), *vecs, *kinds)
 
 

@@ -34,6 +34,7 @@ from .table import (
     SIDE_WORDS,
     TOKEN_STRIDE,
     TOKEN_UNITS,
+    UNSPECIALIZED,
     WIDEST,
     Counts,
     Launch,
@@ -110,12 +111,12 @@ def _move_bytes(src, dst, first, live, BYTES: tl.constexpr, COPY: tl.constexpr):
 
 
 @triton.jit
-def _payload(table, at, plane, head, unit, token, first, live, OF: tl.constexpr, COPY: tl.constexpr):
+def _payload(table, at, shift, plane, head, unit, token, first, live, OF: tl.constexpr, COPY: tl.constexpr):
     """Return the words of a tile: [row, word]. Copies them if `COPY`."""
     VEC: tl.constexpr = OF[OF_VEC]
     ELEMENT: tl.constexpr = tl.int32 if OF[OF_ELEMENT_BYTES] == 4 else tl.int8  # pyright: ignore
-    src = plane_start(table, at + SRC, plane, head, ELEMENT, VEC)
-    dst = plane_start(table, at + DST, plane, head, ELEMENT, VEC)
+    src = plane_start(table, at + SRC, shift[1], plane, head, ELEMENT, VEC)
+    dst = plane_start(table, at + DST, shift[2], plane, head, ELEMENT, VEC)
     known = unit >= 0 if OF[OF_SPAN] == ONE_UNIT else live
     src_row = unit_start(table, at + SRC, unit, known, OF[OF_SRC_KIND], VEC)
     dst_row = unit_start(table, at + DST, unit, known, OF[OF_DST_KIND], VEC)
@@ -139,7 +140,7 @@ def _payload(table, at, plane, head, unit, token, first, live, OF: tl.constexpr,
 
 
 @triton.jit
-def _tile(table, at, out, tile, SHAPES: tl.constexpr, I: tl.constexpr, BLOCK: tl.constexpr, COPY: tl.constexpr):
+def _tile(table, at, out, shift, tile, SHAPES: tl.constexpr, I: tl.constexpr, BLOCK: tl.constexpr, COPY: tl.constexpr):
     """Add the sum of one tile of the region described at `at`, with rows of shape `I`, to `out`; copy it if `COPY`."""
     OF: tl.constexpr = SHAPES[I]
     GRAIN: tl.constexpr = OF[OF_GRAIN]
@@ -147,9 +148,9 @@ def _tile(table, at, out, tile, SHAPES: tl.constexpr, I: tl.constexpr, BLOCK: tl
     HEADS_IN_ROW: tl.constexpr = OF[OF_HEADS]
     ROWS: tl.constexpr = BLOCK // WIDEST * OF[OF_VEC] // GRAIN
     plane, head, piece = plane_and_head(at, tile)
-    unit, token, grain, live = rows_of(at, piece, ROWS, OF[OF_GRAINS], OF[OF_SPAN])
+    unit, token, grain, live = rows_of(at, shift[0], piece, ROWS, OF[OF_GRAINS], OF[OF_SPAN])
     first = grain * GRAIN
-    word = _payload(table, at, plane, head, unit, token, first, live, OF, COPY)
+    word = _payload(table, at, shift, plane, head, unit, token, first, live, OF, COPY)
     known = unit >= 0 if OF[OF_SPAN] == ONE_UNIT else live
     position = unit_start(table, at + LOGICAL, unit, known, OF[OF_POSITION_KIND], 1)
     step = tl.load(at + LOGICAL + TOKEN_STRIDE)
@@ -176,18 +177,30 @@ def _tile(table, at, out, tile, SHAPES: tl.constexpr, I: tl.constexpr, BLOCK: tl
     tl.atomic_add(out + tl.load(at + OUT), sum_of(word, live[:, None], key, first, words), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["regions", "tiles"], do_not_specialize_on_alignment=["out"])
-def digest_kernel(table, out, regions, tiles, SHAPES: tl.constexpr, BLOCK: tl.constexpr, COPY: tl.constexpr):
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=["out"])
+def digest_kernel(
+    table,
+    out,
+    regions,
+    tiles,
+    first_unit,
+    src_bytes,
+    dst_bytes,
+    SHAPES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COPY: tl.constexpr,
+):
     """Digest all tiles of all regions; the grid is the SM budget, or every tile without one.
 
-    `table`: see `describe`. `COPY`: 0 to read the source only.
+    `table`: see `describe`. `first_unit`, `src_bytes`, `dst_bytes`: see `Shift`. `COPY`: 0 to read the source only.
     """
+    shift = first_unit, src_bytes, dst_bytes
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         at, local = find_region(table, regions, tile, WORDS)
         shape = tl.load(at + SHAPE).to(tl.int32)
         for i in tl.static_range(len(SHAPES)):
             if shape == i:
-                _tile(table, at, out, local, SHAPES, i, BLOCK, COPY)
+                _tile(table, at, out, shift, local, SHAPES, i, BLOCK, COPY)
 
 
 def move_and_digest(
@@ -342,7 +355,7 @@ class DigestShape(NamedTuple):
         span = (TOKEN_UNITS if cut.tokens == 1 else SEVERAL_UNITS) if several else ONE_UNIT
         head_words = -(-head_bytes // 4)
         grain = vec if several or not wide else max(vec, min(head_words & -head_words, block_words))
-        units = cut.src.units, cut.dst.units, logical.positions
+        units = cut.src.listed, cut.dst.listed, logical.listed
         kinds = map(kind_of_units, units)
         row = words // grain, grain, head_bytes, logical.heads_in_row
         return cls(4 if wide else 1, vec, *row, int(cut is not region), span.value, *kinds), cut
@@ -350,7 +363,7 @@ class DigestShape(NamedTuple):
 
 def coordinate_words(table: Table, logical: Logical, kind: int) -> list[int]:
     """Add the coordinates' lists to `table`. Returns the words from LOGICAL to FIRST_HEAD. `kind`: of positions."""
-    keys, positions = table.append(logical.plane_keys()), table.units(logical.positions, 1, kind)
+    keys, positions = table.append(logical.plane_keys()), table.units(logical.listed, 1, kind)
     return [keys, *positions, logical.head_step, logical.position_step, logical.first_head]
 
 

@@ -59,7 +59,7 @@ class Logical:
     `planes` [plane] and `positions` [unit] int64 on the host: the caller's number of each plane, the same on both sides
     of a transfer, such as layer * 2 + kv; and the position of each unit's first token in the whole request. Token i of
     a unit is `position_step` * i further. A row holds `heads_in_row` heads side by side; head i of the region, counted
-    through the rows, is head `first_head` + `head_step` * i of the model.
+    through the rows, is head `first_head` + `head_step` * i of the model. `whole`: see `Side`.
     """
 
     planes: Offsets
@@ -68,6 +68,12 @@ class Logical:
     head_step: int = 1
     heads_in_row: int = 1
     position_step: int = 1
+    whole: Offsets | None = None
+
+    @property
+    def listed(self) -> Offsets:
+        """The positions that a launch's table has: the whole list, or `positions`."""
+        return self.positions if self.whole is None else self.whole
 
     def check(self, region: Region) -> None:
         """Raise RegionError unless these are the coordinates of `region`."""

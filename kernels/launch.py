@@ -280,6 +280,11 @@ class Program:
         """
         return {"SHAPES": tuple(map(tuple, self.shapes)), "num_warps": self.config.warps, **dict(self.constants)}
 
+    @property
+    def arguments(self) -> tuple[object, ...]:
+        """Arguments of the types that it is compiled for: pointers, then 32 bits each, then 64 for bytes."""
+        return *[torch.int64] * (1 + self.outputs), 1, 1, 1, 1 << 40, 1 << 40
+
     def code_name(self, architecture: int) -> str:
         """Returns the name of the code for sm_`architecture` in the code store: a hash of source and constants.
 
@@ -294,8 +299,7 @@ class Program:
 
         Raises RegionError if the code would write a profile.
         """
-        given = *[torch.int64] * (1 + self.outputs), 1, 1
-        found = self.kernel.warmup(*given, grid=(1,), **self.options)
+        found = self.kernel.warmup(*self.arguments, grid=(1,), **self.options)
         metadata = found.metadata
         assert metadata.target.arch == architecture
         if metadata.global_scratch_size or metadata.profile_scratch_size:
@@ -317,6 +321,24 @@ class Program:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """The part of its table that a launch takes: from unit `units` of every list on, and the memory of each end so many
+    bytes further than the table says.
+
+    A table with a request's whole lists serves each of its chunks: of 8 units from the 16th on, packed 4 MiB into a
+    staging buffer whose table begins at 0, `Shift(16, 0, (4 << 20) - 16 * unit_bytes)` gathers the chunk, as its first
+    unit is the 16th of the packed list too.
+    """
+
+    units: int = 0
+    src_bytes: int = 0
+    dst_bytes: int = 0
+
+
+#: The launch of the regions as they were given.
+UNSHIFTED = Shift()
+
 #: The loaded code by program and device.
 _functions: dict[tuple[Program, torch.device], Function] = {}
 
@@ -329,7 +351,7 @@ class Prepared:
     """A launch with its table on the device, which may be run again and captured in a CUDA graph.
 
     The regions' memory must stay allocated. `outputs` follow the table. `function` is None on a CPU, where Triton
-    interprets the kernel.
+    interprets the kernel. One thread at a time runs it.
     """
 
     program: Program
@@ -346,17 +368,27 @@ class Prepared:
         table = Upload.here(device).to_device(laid.table)
         function = None if device.type == "cpu" else program.function(device)
         addresses = (ctypes.c_uint64(each.data_ptr()) for each in (table, *outputs))
-        arguments = Arguments((*addresses, ctypes.c_uint32(laid.regions), ctypes.c_uint32(laid.tiles), *_SCRATCH))
+        counts = ctypes.c_uint32(laid.regions), ctypes.c_uint32(laid.tiles)
+        shift = ctypes.c_uint32(), ctypes.c_int64(), ctypes.c_int64()
+        arguments = Arguments((*addresses, *counts, *shift, *_SCRATCH))
         blocks = program.config.programs(laid.tiles, sms, device)
         return cls(program, laid, table, blocks, outputs, function, arguments)
 
-    def run(self) -> None:
-        """Launch on the current stream of the regions' device."""
-        device, laid = self.table.device, self.launch
+    def run(self, shift: Shift = UNSHIFTED, *outputs: torch.Tensor) -> None:
+        """Launch on the current stream of the regions' device. `shift`: for a part of the lists, of as many units as
+        the regions have. `outputs`: in place of those it was prepared with.
+        """
+        device, laid, outputs = self.table.device, self.launch, outputs or self.outputs
+        moved = shift.units, shift.src_bytes, shift.dst_bytes
         if self.function is None:
             interpreted = self.program.kernel[(self.blocks,)]
-            interpreted(self.table, *self.outputs, laid.regions, laid.tiles, **self.program.options)
+            interpreted(self.table, *outputs, laid.regions, laid.tiles, *moved, **self.program.options)
             return
+        values = self.arguments.values
+        for value, output in zip(values[1:], outputs, strict=False):
+            value.value = output.data_ptr()
+        for value, given in zip(values[len(outputs) + 3 :], moved, strict=False):
+            value.value = given
         with on(device):
             cuda_driver.launch(
                 self.function, self.blocks, torch.cuda.current_stream(device).cuda_stream, self.arguments

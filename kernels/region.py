@@ -194,12 +194,15 @@ class Side:
 
     Row (plane, unit, head, token) starts `units[unit] + head * head_bytes + token * token_bytes` bytes from its plane's
     start. `units` [unit] is int64 on the host. Raises RegionError for other units.
+
+    `whole`: the list of which `units` are a part, if launches of several parts share a table; see `launch.Shift`.
     """
 
     planes: Planes
     units: Offsets
     head_bytes: int
     token_bytes: int
+    whole: Offsets | None = None
 
     def __post_init__(self) -> None:
         if not is_table(self.units):
@@ -217,6 +220,11 @@ class Side:
     ) -> Side:
         """Build a side with planes that begin `offset[plane]` bytes into `memory[allocation[plane]]`: see `Planes`."""
         return cls(Planes(memory, allocation, offset), units, head_bytes, token_bytes)
+
+    @property
+    def listed(self) -> Offsets:
+        """The units that a launch's table has: the whole list, or `units`."""
+        return self.units if self.whole is None else self.whole
 
     @property
     def memory(self) -> tuple[torch.Tensor, ...]:
@@ -323,7 +331,7 @@ class Region:
         """Return the largest of 16, 8, 4, 2, 1 bytes that divides every row's address at both ends, and the row."""
         bits = 16 | self.row_bytes
         for side in (self.src, self.dst):
-            bits |= side.planes.address_bits | int(np.bitwise_or.reduce(side.units, initial=0))
+            bits |= side.planes.address_bits | int(np.bitwise_or.reduce(side.listed, initial=0))
             bits |= side.head_bytes * (self.heads > 1) | side.token_bytes * (self.tokens > 1)
         return bits & -bits
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ import triton
 import triton.language as tl
 
 from .launch import RULES, Kernel, Prepared, Program, RowConfig, RowKind, choose, one_device
-from .region import Region, RegionError, Side, check_apart
+from .region import Region, RegionError, check_apart
 from .table import (
     EITHER,
     ONE_UNIT,
@@ -27,6 +28,7 @@ from .table import (
     SIDES,
     TOKEN_UNITS,
     UNITS,
+    UNSPECIALIZED,
     WHOLE_UNITS,
     WIDEST,
     Counts,
@@ -57,7 +59,7 @@ OF_WORD_BYTES, OF_VEC, OF_GRAINS, OF_GRAIN, OF_SPAN, OF_TOKENS, OF_SRC_KIND, OF_
 
 
 @triton.jit
-def _copy(table, at, plane, head, piece, OF: tl.constexpr, ROWS: tl.constexpr):
+def _copy(table, at, shift, plane, head, piece, OF: tl.constexpr, ROWS: tl.constexpr):
     """Copy the `ROWS` grains of a piece of the region described at `at`."""
     BYTES: tl.constexpr = OF[OF_WORD_BYTES]
     WORD: tl.constexpr = (  # pyright: ignore
@@ -66,9 +68,9 @@ def _copy(table, at, plane, head, piece, OF: tl.constexpr, ROWS: tl.constexpr):
     VEC: tl.constexpr = OF[OF_VEC]
     GRAIN: tl.constexpr = OF[OF_GRAIN]
     SPAN: tl.constexpr = OF[OF_SPAN]
-    src = plane_start(table, at + SRC, plane, head, WORD, VEC)
-    dst = plane_start(table, at + DST, plane, head, WORD, VEC)
-    unit, token, grain, live = rows_of(at, piece, ROWS, OF[OF_GRAINS], SPAN)
+    src = plane_start(table, at + SRC, shift[1], plane, head, WORD, VEC)
+    dst = plane_start(table, at + DST, shift[2], plane, head, WORD, VEC)
+    unit, token, grain, live = rows_of(at, shift[0], piece, ROWS, OF[OF_GRAINS], SPAN)
     src_row = grain.to(tl.int64) * GRAIN
     dst_row = src_row
     if SPAN == ONE_UNIT:
@@ -132,7 +134,7 @@ def _live_rows(live, FIRST: tl.constexpr, ROWS: tl.constexpr, OF: tl.constexpr):
 
 
 @triton.jit
-def _copy_units(table, at, plane, head, piece, OF: tl.constexpr, UNITS_IN_TILE: tl.constexpr):
+def _copy_units(table, at, shift, plane, head, piece, OF: tl.constexpr, UNITS_IN_TILE: tl.constexpr):
     """Copy whole units: the start of each is loaded once, and rows lie in each as in the first.
 
     All loads of a thread come before its first store, so all of the tile is in flight.
@@ -146,8 +148,9 @@ def _copy_units(table, at, plane, head, piece, OF: tl.constexpr, UNITS_IN_TILE: 
     REST: tl.constexpr = rest_rows(OF[OF_TOKENS] * OF[OF_GRAINS])  # pyright: ignore
     unit = piece * UNITS_IN_TILE + tl.arange(0, UNITS_IN_TILE).to(tl.uint32)
     live = unit < tl.load(at + UNITS).to(tl.uint32)
-    src = plane_start(table, at + SRC, plane, head, WORD, VEC)
-    dst = plane_start(table, at + DST, plane, head, WORD, VEC)
+    unit += shift[0]
+    src = plane_start(table, at + SRC, shift[1], plane, head, WORD, VEC)
+    dst = plane_start(table, at + DST, shift[2], plane, head, WORD, VEC)
     src = (src + unit_start(table, at + SRC, unit, live, OF[OF_SRC_KIND], VEC))[:, None, None]
     dst = (dst + unit_start(table, at + DST, unit, live, OF[OF_DST_KIND], VEC))[:, None, None]
     src_stride = token_stride(at + SRC, VEC)
@@ -162,30 +165,43 @@ def _copy_units(table, at, plane, head, piece, OF: tl.constexpr, UNITS_IN_TILE: 
 
 
 @triton.jit
-def _tile(table, at, tile, SHAPES: tl.constexpr, I: tl.constexpr, BLOCK: tl.constexpr):
+def _tile(table, at, shift, tile, SHAPES: tl.constexpr, I: tl.constexpr, BLOCK: tl.constexpr):
     """Copy one tile of the region described at `at`, whose rows are served by shape `I`."""
     OF: tl.constexpr = SHAPES[I]
     ROWS: tl.constexpr = BLOCK // WIDEST * OF[OF_VEC] // OF[OF_GRAIN]
     plane, head, piece = plane_and_head(at, tile)
     if OF[OF_SPAN] == WHOLE_UNITS:
-        _copy_units(table, at, plane, head, piece, OF, units_in_tile(OF[OF_TOKENS] * OF[OF_GRAINS], ROWS))
+        _copy_units(table, at, shift, plane, head, piece, OF, units_in_tile(OF[OF_TOKENS] * OF[OF_GRAINS], ROWS))
     elif OF[OF_GRAINS] or BLOCK <= PASS_BYTES:
-        _copy(table, at, plane, head, piece, OF, ROWS)
+        _copy(table, at, shift, plane, head, piece, OF, ROWS)
     else:
         PASSES: tl.constexpr = BLOCK // PASS_BYTES
         for i in range(PASSES):
-            _copy(table, at, plane, head, piece * PASSES + i, OF, ROWS // PASSES)
+            _copy(table, at, shift, plane, head, piece * PASSES + i, OF, ROWS // PASSES)
 
 
-@triton.jit(do_not_specialize=["regions", "tiles"])
-def move_kernel(table, regions, tiles, SHAPES: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy all tiles of all regions; the grid is the SM budget, or every tile without one. `table`: see `describe`."""
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def move_kernel(
+    table,
+    regions,
+    tiles,
+    first_unit,
+    src_bytes,
+    dst_bytes,
+    SHAPES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy all tiles of all regions; the grid is the SM budget, or every tile without one.
+
+    `table`: see `describe`. `first_unit`, `src_bytes`, `dst_bytes`: see `Shift`.
+    """
+    shift = first_unit, src_bytes, dst_bytes
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         at, local = find_region(table, regions, tile, WORDS)
         shape = tl.load(at + SHAPE).to(tl.int32)
         for i in tl.static_range(len(SHAPES)):
             if shape == i:
-                _tile(table, at, local, SHAPES, i, BLOCK)
+                _tile(table, at, shift, local, SHAPES, i, BLOCK)
 
 
 class RowShape(NamedTuple):
@@ -220,7 +236,7 @@ class RowShape(NamedTuple):
         block_words = block_bytes // WIDEST.value * vec
         in_unit = region.tokens * words
         tiles = -(-in_unit // block_words)
-        kinds = kind_of_units(region.src.units), kind_of_units(region.dst.units)
+        kinds = kind_of_units(region.src.listed), kind_of_units(region.dst.listed)
         grain = min(words & -words, block_words)
         if region.units == 1 or in_unit >= FULL_TILE * tiles * block_words:
             return cls(word, vec, words // grain, grain, ONE_UNIT.value, 0, *kinds)
@@ -292,7 +308,7 @@ def recut(region: Region) -> Region:
         return region
     total = region.tokens * row_bytes
     cut = min(total & -total, RECUT_BYTES)
-    sides = (Side(side.planes, side.units, side.head_bytes, cut) for side in (src, dst))
+    sides = (replace(side, token_bytes=cut) for side in (src, dst))
     return Region(*sides, region.heads, total // cut, cut)
 
 

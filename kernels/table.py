@@ -28,6 +28,9 @@ ADDRESSES, LIST, LIST_LENGTH, FIRST_UNIT, UNIT_STRIDE, HEAD_STRIDE, TOKEN_STRIDE
 #: The units of a side: at one distance, listed in the table, or either, as the table says.
 EVEN, LISTED, EITHER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
+#: The arguments of every kernel that change from launch to launch, for which it is not compiled anew; see `Shift`.
+UNSPECIALIZED = "regions", "tiles", "first_unit", "src_bytes", "dst_bytes"
+
 #: Bytes of the widest access. A tile is `BLOCK` bytes in these; narrower words get as many accesses, not as many bytes:
 #: 16 KiB of single bytes would be 128 accesses a thread, out of registers and into local memory.
 WIDEST = tl.constexpr(16)
@@ -57,10 +60,10 @@ def plane_and_head(at, tile):
 
 
 @triton.jit
-def rows_of(at, piece, ROWS: tl.constexpr, COUNT: tl.constexpr, SPAN: tl.constexpr):
+def rows_of(at, first, piece, ROWS: tl.constexpr, COUNT: tl.constexpr, SPAN: tl.constexpr):
     """Return the unit of a piece of `ROWS` grains, one or [row], and [row] token, grain in the token, and existence.
 
-    `COUNT`: grains a token; 0: the table says.
+    `first`: the unit that the launch begins with. `COUNT`: grains a token; 0: the table says.
     """
     tokens = tl.load(at + TOKENS).to(tl.uint32)
     unit = piece
@@ -84,13 +87,13 @@ def rows_of(at, piece, ROWS: tl.constexpr, COUNT: tl.constexpr, SPAN: tl.constex
             unit = token // tokens
         token = token - unit * tokens
         live = unit < tl.load(at + UNITS).to(tl.uint32)
-    return unit, token, grain, live
+    return unit + first, token, grain, live
 
 
 @triton.jit
-def plane_start(table, side, plane, head, ELEMENT: tl.constexpr, VEC: tl.constexpr):
-    """Return a pointer to the start of a plane and head on a side, aligned to `VEC` elements."""
-    base = tl.load(table + tl.load(side + ADDRESSES) + plane).to(tl.pointer_type(ELEMENT))
+def plane_start(table, side, moved, plane, head, ELEMENT: tl.constexpr, VEC: tl.constexpr):
+    """Return a pointer to the start of a plane and head on a side, aligned to `VEC` elements. `moved`: in bytes."""
+    base = (tl.load(table + tl.load(side + ADDRESSES) + plane) + moved).to(tl.pointer_type(ELEMENT))
     base = tl.multiple_of(base, VEC * ELEMENT.primitive_bitwidth // 8)
     return base + head * tl.multiple_of(tl.load(side + HEAD_STRIDE), VEC)
 
@@ -181,7 +184,7 @@ class Table:
 
     def side(self, side: Side, element_bytes: int, kind: int) -> list[int]:
         """Add a side's lists. Returns its words. `kind`: EVEN, for units that are, or LISTED."""
-        words = self.units(side.units, element_bytes, kind)
+        words = self.units(side.listed, element_bytes, kind)
         strides = side.head_bytes // element_bytes, side.token_bytes // element_bytes
         return [self.append(side.planes.addresses), *words, *strides]
 

@@ -1,9 +1,11 @@
-"""What the host does for a packed chunk before its bytes move: boxes, regions, checks, table; on a GPU the launch too.
+"""The work of the host for a packed chunk before its bytes move: boxes, regions, checks, table; on a GPU the launch.
 
 `python -m perf.bench_chunk [--device cuda] [--out FOLDER] [--rounds N]`. A wire of 50 GB/s carries the 8 MiB in 168 us.
-`as bound once` is what a mover does: what is known of pools and arenas is kept, page tables were checked with the
-request, and the kernel is the peer's; `as if new` works all of it out for every chunk. Without a GPU the table is made,
-and neither uploaded nor launched. The post is the transport's, and part of `bench_request`.
+`of its request's tables` is how a mover copies all chunks of a kind but the first: a part of a table that is on the
+device. `as bound once` is the first of a kind, and a chunk of several pieces: pools and arenas are known, page tables
+were checked with the request, the kernel is the peer's, and a table is made and uploaded. `as if new` works all of it
+out for every chunk. Without a GPU tables are made, and neither uploaded nor launched. The post is the transport's, and
+part of `bench_request`.
 """
 
 from __future__ import annotations
@@ -11,18 +13,22 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from kvmover.kernels import rows
+from kvmover.kernels.copy_engine import CopyEngine
 from kvmover.kernels.launch import Program
 from kvmover.kernels.region import Region
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.plan.legs import Replicas
 from kvmover.regions import BoundMemory, bound
+from kvmover.transfer.memory.chunk_tables import ChunkCopy, ChunkTables
 from kvmover.transfer.memory.programs import OwnMemory, Rules, Way, programs_between
+from kvmover.transfer.memory.work import Work
 from kvmover.transfer.protocol.chunks import Cut, End, Lane, plans_between
 from perf.cases import DEEPSEEK, LLAMA
 from perf.record import RESULTS, interleaved, write
@@ -53,7 +59,7 @@ CASES = (
 
 
 class Chunks:
-    """The source's side of a case: pools, an arena, and all chunks of a request, taken in turn."""
+    """The source's side of a case: pools, an arena, and the chunks of a request, taken in turn."""
 
     def __init__(self, case: Case, device: str) -> None:
         src, dst = case.end(case.src), case.end(case.dst)
@@ -69,21 +75,44 @@ class Chunks:
         rules = Rules(Replicas.STRIPE, SMS, digests=False)
         programs = programs_between(Way.GATHER, src, dst, OwnMemory((pool,), arena, arena), rules)
         assert programs is not None, "the ranks have something for each other"
-        self._program = programs.move
+        self._programs, self._program = programs, programs.move
+        self._tables = ChunkTables()
         self._next = 0
 
     def _memory(self) -> tuple[BoundMemory, BoundMemory]:
         return BoundMemory(self._pool.tensors), BoundMemory((self._arena,))
 
+    def of_tables(self) -> None:
+        """Launch the next chunk as a part of its request's tables."""
+        number, lane = self._turn(), self.lane
+        stretch = lane.stretch(number, self._pages, None)
+        assert stretch is not None, "one component is one piece"
+        work = partial(self._work, number)
+        chunk = ChunkCopy(work, 0, digests=False, tables=self._tables, stretch=stretch, programs=self._programs)
+        for launch, shift in self._tables.launches(chunk, stretch, SMS, CopyEngine.AUTO, None):
+            if self._arena.device.type != "cpu":
+                launch.run(shift)
+
     def bound_once(self) -> None:
-        self._launch(self._regions(self.lane, *self._known), self._program)
+        """Launch the next chunk with a table of its own."""
+        self._launch(self._regions(self._turn(), self.lane, *self._known), self._program)
 
     def as_if_new(self) -> None:
-        self._launch(self._regions(self._new_lane, *self._memory()), None)
+        """Launch the next chunk as if there had been no other."""
+        self._launch(self._regions(self._turn(), self._new_lane, *self._memory()), None)
 
-    def _regions(self, lane: Lane, pool: BoundMemory, arena: BoundMemory) -> Sequence[Region]:
-        number = self._next = (self._next + 1) % len(lane.chunks)
-        window = arena.window(0, lane.chunks[number].span_bytes)
+    def _turn(self) -> int:
+        self._next = (self._next + 1) % len(self.lane.chunks)
+        return self._next
+
+    def _work(self, number: int, staged: int) -> Work:
+        pool, arena = self._known
+        return Work(self._regions(number, self.lane, pool, arena, staged))
+
+    def _regions(
+        self, number: int, lane: Lane, pool: BoundMemory, arena: BoundMemory, staged: int = 0
+    ) -> Sequence[Region]:
+        window = arena.window(staged, lane.chunks[number].span_bytes)
         return [bound(box, pool, window) for _, box in lane.gather_boxes(number, self._pages)]
 
     def _launch(self, regions: Sequence[Region], using: Program | None) -> None:
@@ -95,7 +124,11 @@ class Chunks:
 
 def measured(case: Case, device: str, rounds: int) -> Iterator[dict[str, object]]:
     chunks = Chunks(case, device)
-    ways: dict[str, Callable[[], object]] = {"as bound once": chunks.bound_once, "as if new": chunks.as_if_new}
+    ways: dict[str, Callable[[], object]] = {
+        "of its request's tables": chunks.of_tables,
+        "as bound once": chunks.bound_once,
+        "as if new": chunks.as_if_new,
+    }
     spreads = interleaved(ways, rounds)
     for way, spread in spreads.items():
         yield {
@@ -120,7 +153,7 @@ def main() -> None:
     for case in CASES:
         for line in measured(case, chosen.device, chosen.rounds):
             lines.append(line)
-            print(f"{line['case']:<36} {line['way']:<14} {line['us']:>7} us ({line['p10_us']} to {line['p90_us']})")
+            print(f"{line['case']:<36} {line['way']:<24} {line['us']:>7} us ({line['p10_us']} to {line['p90_us']})")
     print(f"wrote {write('bench_chunk', lines, chosen.out)}")
 
 

@@ -24,6 +24,9 @@ from kvmover.kernels.region import Region
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
+#: The types of a launch's arguments that are no pointers.
+SCALARS = {"regions": "i32", "tiles": "i32", "first_unit": "i32", "src_bytes": "i64", "dst_bytes": "i64"}
+
 #: Integer arithmetic, comparisons and shifts, without what moves values between registers.
 INTEGERS = frozenset(("IADD", "IADD3", "VIADD", "IMAD", "IMUL", "LEA", "SHF", "LOP3", "ISETP", "SEL", "PRMT", "IMNMX"))
 
@@ -149,7 +152,7 @@ def _compiled(program: Program, target: GPUTarget) -> Mapping[str, Any]:
     """Forms of the code by name. What no argument of the kernel is called goes to the compiler."""
     names, options = program.kernel.arg_names, program.options
     constants = {name: options.pop(name) for name in names if name in options}
-    given = {**dict.fromkeys(names, "*i64"), "regions": "i32", "tiles": "i32", **dict.fromkeys(constants, "constexpr")}
+    given = {**dict.fromkeys(names, "*i64"), **SCALARS, **dict.fromkeys(constants, "constexpr")}
     source = ASTSource(program.kernel, given, constants, {(0,): [["tt.divisibility", 16]]})
     return triton.compile(source, target=target, options=options).asm
 

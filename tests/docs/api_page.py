@@ -69,7 +69,7 @@ CHOSEN = {
     "kvmover.kernels.region": ("Planes", "Side", "Region", "RegionError"),
     "kvmover.kernels.reference": ("move",),
     "kvmover.kernels.rows": ("move", "prepare", "standing_program", "general_program"),
-    "kvmover.kernels.launch": ("RowConfig", "Program", "Prepared"),
+    "kvmover.kernels.launch": ("RowConfig", "Program", "Prepared", "Shift"),
     "kvmover.kernels.digest_reference": ("Logical", "digest"),
     "kvmover.kernels.digest": ("digest", "move_and_digest", "prepare", "standing_program"),
     "kvmover.kernels.convert_reference": ("Conversion", "decode", "encode", "convert"),

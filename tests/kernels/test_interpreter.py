@@ -16,7 +16,10 @@ from tests.proofs import family
 LIMIT_S = 1200
 
 HERE = Path(__file__).parent
-CASES = [HERE / f"{kernel}_cases.py" for kernel in ("rows", "digest", "convert")]
+CASES = [
+    *(HERE / f"{kernel}_cases.py" for kernel in ("rows", "digest", "convert")),
+    HERE.parent / "transfer" / "chunk_table_cases.py",
+]
 
 
 def run_cases(selection: str) -> subprocess.CompletedProcess[str]:

@@ -68,7 +68,8 @@ def test_one_launch_for_all_components_and_destinations(kernel: Counter) -> None
     regions = [layers_of(80, row_bytes) for row_bytes in (256, 1152, 132, 3) for _ in range(3)]
     rows.move(regions, RowConfig(), sms=4)
     assert len(kernel.grids) == 1
-    _, count, tiles = kernel.arguments[0]
+    _, count, tiles, *shift = kernel.arguments[0]
+    assert shift == [0, 0, 0]
     assert count == 12
     assert tiles == rows.describe(regions, RowConfig().block_bytes).tiles
 

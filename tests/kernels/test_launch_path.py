@@ -22,7 +22,7 @@ from kvmover.kernels import ahead_of_time, code_store, convert, cuda_driver, dig
 from kvmover.kernels.ahead_of_time import CompileError, Worker
 from kvmover.kernels.code_store import Code
 from kvmover.kernels.digest_reference import Logical
-from kvmover.kernels.launch import Prepared, Program, RowConfig
+from kvmover.kernels.launch import Prepared, Program, RowConfig, Shift
 from kvmover.kernels.region import Region, RegionError, Side
 from kvmover.kernels.table import Launch
 from tests.counting_driver import CountingDriver
@@ -89,7 +89,7 @@ def launches() -> dict[str, tuple[Program, Launch]]:
 
 def parameters(program: Program) -> tuple[int, ...]:
     """The bytes of each parameter of the compiled kernel, by its PTX."""
-    ptx = program.kernel.warmup(*[torch.int64] * (1 + program.outputs), 1, 1, grid=(1,), **program.options).asm["ptx"]
+    ptx = program.kernel.warmup(*program.arguments, grid=(1,), **program.options).asm["ptx"]
     entry = ptx[ptx.index(".entry") :]
     return tuple(int(bits) // 8 for bits in re.findall(r"\.param \.u(\d+)", entry[: entry.index(")")]))
 
@@ -113,12 +113,17 @@ def test_after_its_code_is_loaded_a_launch_is_one_call_with_the_kernels_paramete
     driver.parameters, outs = parameters(program), [torch.zeros(1, dtype=torch.int64)] * program.outputs
     ready = Prepared.of(program, laid, GPU, None, *outs)
     assert driver.calls == LOADED
-    for _ in range(2):
-        ready.run()
-    assert driver.calls == [*LOADED, "cuLaunchKernel", "cuLaunchKernel"]
-    values = (TABLE, *(out.data_ptr() for out in outs), laid.regions, laid.tiles, 0, 0)
+    others = [torch.zeros(1, dtype=torch.int64) for _ in outs]
+    ready.run()
+    ready.run(Shift(16, 1 << 40, -(1 << 40)), *others)
+    ready.run()
+    assert driver.calls == [*LOADED, *["cuLaunchKernel"] * 3]
     shape = (laid.tiles, 1, 1, 32 * program.config.warps, 1, 1, function.shared_bytes)
-    assert driver.launched == [(function.handle, shape, STREAM, values)] * 2
+    plain = (TABLE, *(out.data_ptr() for out in outs), laid.regions, laid.tiles, 0, 0, 0, 0, 0)
+    counts = laid.regions, laid.tiles, 16, 1 << 40, (1 << 64) - (1 << 40), 0, 0
+    shifted = (TABLE, *(out.data_ptr() for out in others), *counts)
+    given = plain, shifted, plain
+    assert driver.launched == [(function.handle, shape, STREAM, values) for values in given]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -16,7 +16,9 @@ import numpy as np
 
 from kvmover.kernels.digest_reference import Logical
 from kvmover.kernels.region import Region, Side
-from kvmover.transfer.memory.copier import Done, Work
+from kvmover.transfer.memory.chunk_tables import ChunkCopy
+from kvmover.transfer.memory.copier import Done
+from kvmover.transfer.memory.work import Work
 from tests.sim.geometry import Bytes, Index
 from tests.sim.network import SimNetwork
 
@@ -138,6 +140,9 @@ class SimCopier:
         begun = max(self.network.now, self._busy_until)
         self._busy_until = begun + self._random.uniform(*self.span_s)
         self.network.at(self._busy_until, lambda: self._end(copy, done))
+
+    def copy(self, chunk: ChunkCopy, done: Done) -> None:
+        self.run(chunk.here(), done)
 
     def _end(self, copy: _Copy, done: Done) -> None:
         if self.network.is_dead(self.owner):

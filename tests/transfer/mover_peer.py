@@ -23,7 +23,8 @@ from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.layout.codec import named
 from kvmover.plan.cost import Costs, Route
 from kvmover.transfer.config import MoverConfig
-from kvmover.transfer.memory.copier import Copier, Done, Work
+from kvmover.transfer.memory.copier import Copier, Done
+from kvmover.transfer.memory.work import Work
 from kvmover.transfer.meter import Count
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.protocol.auth import Key, Keys

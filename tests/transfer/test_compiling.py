@@ -9,12 +9,15 @@ import pytest
 import torch
 from mover_fleets import CONFIG, Bench, Pair
 
+from kvmover.kernels.copy_engine import CopyEngine
 from kvmover.kernels.launch import Program
 from kvmover.layout import Component, Fleet
 from kvmover.plan.cost import Route
 from kvmover.transfer.config import Integrity
-from kvmover.transfer.memory.copier import Copier, Done, Work, launches
+from kvmover.transfer.memory.chunk_tables import ChunkCopy
+from kvmover.transfer.memory.copier import Copier, Done
 from kvmover.transfer.memory.programs import Compiler, Programs, Way
+from kvmover.transfer.memory.work import Work, launches
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.protocol.wire import Verb
 
@@ -25,10 +28,12 @@ ATTENTION = Component("attention", 2, 2, 2, 64, "bfloat16")
 
 @dataclass
 class Compiled:
-    """What was compiled by anybody, and what copies were run. `late`: kernels that a copy would have compiled."""
+    """What was compiled by anybody, and what copies were run, some as `parts` of tables that their requests share.
+    `late`: kernels that a copy would have compiled."""
 
     programs: set[Program] = field(default_factory=set[Program])
     works: list[Work] = field(default_factory=list[Work])
+    parts: list[ChunkCopy] = field(default_factory=list[ChunkCopy])
     late: list[Program] = field(default_factory=list[Program])
 
     def runs(self, work: Work, sms: int | None) -> None:
@@ -36,6 +41,14 @@ class Compiled:
         self.works.append(work)
         total = None if work.logicals is None else torch.zeros(1, dtype=torch.int64)
         self.late += [each.program for each in launches(work, sms, total) if each.program not in self.programs]
+
+    def takes(self, chunk: ChunkCopy, sms: int | None, engine: CopyEngine) -> None:
+        """The same for a chunk's part of its request's tables."""
+        assert chunk.stretch is not None, "chunks of the one component have one piece"
+        self.parts.append(chunk)
+        total = torch.zeros(1, dtype=torch.int64) if chunk.digests else None
+        for launch, _ in chunk.tables.launches(chunk, chunk.stretch, sms, engine, total):
+            self.late += [launch.program] if launch.program not in self.programs else []
 
 
 @pytest.fixture
@@ -48,9 +61,14 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
         found.runs(work, self.sms)
         run(self, work, done)
 
+    def copy_part(self: Copier, chunk: ChunkCopy, done: Done) -> None:
+        found.takes(chunk, self.sms, self.engine)
+        self.run(chunk.here(), done)
+
     monkeypatch.setattr(Compiler, "compiles", True)
     monkeypatch.setattr(Program, "function", lambda self, *_: found.programs.add(self))
     monkeypatch.setattr(Copier, "run", copy)
+    monkeypatch.setattr(Copier, "copy", copy_part)
     return found
 
 
@@ -70,6 +88,9 @@ def test_whatever_is_launched_was_compiled_before(
     assert [transfer.result.reason for transfer in transfers if transfer.result] == [None, None]
     assert len(compiled.works) > 5 or (route, integrity) == (Route.DIRECT, Integrity.NONE)
     assert compiled.late == []
+    assert len(compiled.parts) == len(compiled.works)
+    tables = {chunk.tables for chunk in compiled.parts}
+    assert 2 * sum(len(each._kept) for each in tables) <= len(compiled.parts), "most chunks bring no table"
     pair.assert_landed()
     pair.bench.assert_nothing_is_left()
 

@@ -9,14 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from kvmover.errors import LayoutError
 from kvmover.kernels import bulk, digest, rows
 from kvmover.kernels.copy_engine import CopyEngine, EngineUnavailable
 from kvmover.kernels.digest_reference import Logical
+from kvmover.kernels.launch import Shift
 from kvmover.kernels.region import Region, Side
+from kvmover.regions import CopyStream
 from kvmover.transfer.config import MoverConfig
-from kvmover.transfer.memory.copier import Copier, Programs, Work
+from kvmover.transfer.memory.chunk_tables import ChunkCopy
+from kvmover.transfer.memory.copier import Copier
+from kvmover.transfer.memory.work import Programs, Work
+from kvmover.transfer.protocol.chunks import Stretch
 
 GPU = torch.device("cuda", 0)
 PROGRAMS = Programs(object(), object(), rest_digest=object())  # pyright: ignore
@@ -90,6 +96,39 @@ def test_a_digest_is_fused_with_the_row_mover_alone(
     logicals = [Logical(np.zeros(1, np.int64), np.zeros(1, np.int64))]
     Copier(GPU, 8, engine)._launch(Work([REGION], logicals, end, programs=PROGRAMS))
     assert calls == launched
+
+
+@pytest.mark.parametrize("digests", [False, True])
+@pytest.mark.parametrize("engine", list(CopyEngine))
+def test_a_chunk_takes_its_part_of_the_tables_of_its_request(
+    engine: CopyEngine, digests: bool, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other engines have no tables, and a chunk of several pieces has one of its own."""
+    shift, given = Shift(3, 0, 256), list[tuple[object, ...]]()
+
+    def launched(*_: object) -> list[tuple[SimpleNamespace, Shift]]:
+        return [(SimpleNamespace(outputs=outputs, run=lambda *to: given.append(to)), shift) for outputs in ((), (1,))]
+
+    tables: Any = SimpleNamespace(launches=launched)
+    monkeypatch.setattr(CopyStream, "launch", lambda self, regions, move: move(regions) or object())
+    stretch = Stretch((0,), 3, None, None, np.zeros(4, np.int64))
+    chunk = ChunkCopy(lambda staged: Work([REGION]), 256, digests, tables, stretch, PROGRAMS)
+    copier = Copier(GPU, 8, engine)
+    copier.copy(chunk, lambda digest: None)
+    if engine in (CopyEngine.AUTO, CopyEngine.ROWS):
+        assert calls == []
+        (plain, digesting), totals = given, [total for _, *rest in given for total in rest]
+        assert plain == (shift,)
+        assert digesting[0] == shift
+        assert [int(total) for total in totals] == [0] * digests  # pyright: ignore
+    else:
+        assert given == []
+        assert calls == [f"{engine} by 8 SMs"]
+    calls.clear()
+    given.clear()
+    copier.copy(structs.replace(chunk, stretch=None), lambda digest: None)
+    assert given == []
+    assert calls == [f"{'rows' if engine is CopyEngine.AUTO else engine} by 8 SMs"]
 
 
 def test_an_engine_that_the_device_lacks_is_refused_at_once_and_nothing_changes(calls: list[str], monkeypatch) -> None:

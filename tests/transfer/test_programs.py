@@ -20,14 +20,16 @@ from kvmover.kernels.ahead_of_time import Worker
 from kvmover.kernels.code_store import Code
 from kvmover.kernels.copy_engine import CopyEngine
 from kvmover.kernels.launch import Program, RowConfig
+from kvmover.kernels.table import UNSPECIALIZED
 from kvmover.layout import Codec, CodecPart, Component, Fleet, PoolSpec
 from kvmover.plan.cost import RDMA
 from kvmover.plan.legs import Replicas
 from kvmover.regions import BoundMemory
-from kvmover.transfer.memory.copier import Programs, Work, launches
+from kvmover.transfer.memory.chunk_tables import over
 from kvmover.transfer.memory.descriptors import at_rest, between, logical, packing
 from kvmover.transfer.memory.programs import Compiler, OwnMemory, Rules, Way, programs_between
-from kvmover.transfer.protocol.chunks import Cut, End, Lane, plans_between
+from kvmover.transfer.memory.work import Programs, Work, launches
+from kvmover.transfer.protocol.chunks import Cut, End, Lane, Stretch, plans_between
 from tests.counting_driver import CountingDriver
 from tests.proofs import family
 
@@ -173,20 +175,27 @@ def copies(shape: Shape, requests: int, seed: int) -> Iterator[Copy]:
         plans = plans_between(components, src.fleet, dst.fleet, range(start, total), Replicas.STRIPE)
         lane = Lane.between(plans, src, dst, Cut(RDMA.chunk_bytes))
         ids = [[random.permutation(spec.pages) for spec in end.pools] for end in (src, dst)]
+        lane.check_pages(lane.src, ids[0])
+        lane.check_pages(lane.dst, ids[1])
         for number, chunk in enumerate(lane.chunks):
             at = int(random.integers(0, (ARENA_BYTES - chunk.span_bytes) // 256)) * 256
             marks = lane.marks(number) if random.random() < 0.5 else None
             packed = source.outgoing.window(at, chunk.span_bytes)
             gathered = [(box, source.pools[c], packed) for c, box in lane.gather_boxes(number, ids[0])]
-            yield Copy(Way.GATHER, packing(gathered, marks, "src"))
+            yield Copy(Way.GATHER, shared(packing(gathered, marks, "src"), lane.stretch(number, ids[0], None)))
             packed = target.incoming.window(at, chunk.span_bytes)
             scattered = [(box, packed, target.pools[c]) for c, box in lane.scatter_boxes(number, ids[1])]
-            yield Copy(Way.SCATTER, packing(scattered, marks, "dst"))
+            yield Copy(Way.SCATTER, shared(packing(scattered, marks, "dst"), lane.stretch(number, None, ids[1])))
             if not lane.converts:
                 boxes = lane.direct_boxes(number, *ids)
                 written = between(boxes, source.pools, source.mapped)
                 yield Copy(Way.WRITE, Work(written, None if marks is None else list(map(logical, marks, written))))
                 yield Copy(Way.READ, Work(between(boxes, target.mapped, target.pools)))
+
+
+def shared(work: Work, stretch: Stretch | None) -> Work:
+    """Every other chunk of one piece takes part in its request's tables."""
+    return work if stretch is None or stretch.first % 2 else over(work, stretch)
 
 
 def known_of(shape: Shape) -> dict[Way, Programs]:
@@ -483,5 +492,5 @@ def test_counts_are_not_compiled_in() -> None:
     config = RowConfig()
     for kernel in KERNELS:
         names = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
-        assert names == {"regions", "tiles"}
+        assert names == {*UNSPECIALIZED}
     assert rows.program((), config).options.keys() == {"SHAPES", "BLOCK", "num_warps"}

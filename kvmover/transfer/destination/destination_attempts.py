@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +34,7 @@ from kvmover.transfer.destination.destination_machine import (
 from kvmover.transfer.destination.quarantine import WriteLeases
 from kvmover.transfer.events import Cancel, PeerGone, Tick
 from kvmover.transfer.memory.arena import ALIGN_BYTES
+from kvmover.transfer.memory.chunk_tables import ChunkTables
 from kvmover.transfer.memory.programs import Way
 from kvmover.transfer.meter import Spent, Stage
 from kvmover.transfer.peers.peer_table import Peer
@@ -73,8 +75,8 @@ class ReceiveAttempt:
     `positions` of the request are wanted; entries `spans` of each page table are written. `most`: the final number of
     pages in each table; None: all were given with the request. `routes`: the route of each source. `wants`: each
     source's Want, encoded. `writers`: source processes that copy into this rank's pages themselves. `theirs`: page
-    tables of sources read from pages to pages. `copying`: chunks with a copy under way. `faults`: exceptions on this
-    side. `id`: (request, generation).
+    tables of sources read from pages to pages. `tables`: of the launches of each source's chunks. `copying`: chunks
+    with a copy under way. `faults`: exceptions on this side. `id`: (request, generation).
     """
 
     state: Receiving
@@ -90,6 +92,7 @@ class ReceiveAttempt:
     writers: dict[str, Maker] = field(default_factory=dict[str, Maker])
     wants: dict[str, bytes] = field(default_factory=dict[str, bytes])
     theirs: dict[str, Pages] = field(default_factory=dict[str, Pages])
+    tables: defaultdict[str, ChunkTables] = field(default_factory=partial(defaultdict[str, ChunkTables], ChunkTables))
     aux: dict[int, bytes] = field(default_factory=dict[int, bytes])
     asked: dict[WriterChunk, float] = field(default_factory=dict[WriterChunk, float])
     copying: set[WriterChunk] = field(default_factory=set[WriterChunk])

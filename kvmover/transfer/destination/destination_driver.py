@@ -56,13 +56,15 @@ from kvmover.transfer.destination.destination_machine import (
 from kvmover.transfer.destination.open_receives import OpenReceives
 from kvmover.transfer.destination.quarantine import Isolated, Key, Quarantine, Retransmissions, WriteLeases
 from kvmover.transfer.events import Cancel, PeerGone, Tick
-from kvmover.transfer.memory.copier import Work
+from kvmover.transfer.memory.chunk_tables import ChunkCopy, ChunkTables
 from kvmover.transfer.memory.descriptors import InFlight, at_rest, between, descriptors, packing, part
 from kvmover.transfer.memory.programs import Way
 from kvmover.transfer.memory.registrations import Renewals
+from kvmover.transfer.memory.work import Work
 from kvmover.transfer.meter import Count, Gauge, Spent, Stage
 from kvmover.transfer.peers.peer_table import Peer
 from kvmover.transfer.protocol import wire
+from kvmover.transfer.protocol.chunks import Lane
 from kvmover.transfer.protocol.wire import Verb, decoded
 from kvmover.transfer.result import Cause, Transfer
 from kvmover.transfer.source.writes import Pages
@@ -147,24 +149,28 @@ class Reads:
         remote, local = descriptors(boxes, peer.card, self.core.card)
         self._post(reading, local, remote)
 
-    def mapped(self, reading: Reading, boxes: Sequence[tuple[int, Box]]) -> None:
-        """Copy from the source's pages, mapped into this process, to this side's pages."""
+    def mapped(self, reading: Reading, lane: Lane, src: Pages, dst: Pages, tables: ChunkTables) -> None:
+        """Copy from the source's pages, mapped into this process, to this side's pages. `src`, `dst`: page tables."""
         core, peer = self.core, self.core.peers.get(reading.peer)
         theirs = core.mappings.pools(peer, MapMode.READ) if peer else None
         if peer is None or theirs is None:
             self._refuse(reading, f"the pools of {reading.peer} are not mapped")
             return
-        begun, host = core.clock(), peer.card.host
-        work = Work(between(boxes, theirs, core.bound), programs=core.compiler.programs(peer.name, Way.READ))
+        begun, host, chunk = core.clock(), peer.card.host, reading.chunk
 
         def done(_: int | None) -> None:
             seconds = core.clock() - begun
             core.meter.took(Stage.WIRE, seconds, reading.spent_s)
-            core.links.copied(host, sum(region.nbytes for region in work.regions), seconds)
+            core.links.copied(host, lane.chunks[chunk].nbytes, seconds)
             core.post(reading.peer, reading.note)
             self.tell(reading, ReadEnded(reading.peer, reading.chunk))
 
-        core.copier.run(work, core.soon(done))
+        def work(_: int) -> Work:
+            return Work(between(lane.direct_boxes(chunk, src, dst), theirs, core.bound))
+
+        kept = core.compiler.programs(peer.name, Way.READ)
+        copy = ChunkCopy(work, 0, digests=False, tables=tables, stretch=lane.stretch(chunk, src, dst), programs=kept)
+        core.copier.copy(copy, core.soon(done))
 
     def _refuse(self, reading: Reading, reason: str) -> None:
         """Fail a read before it is posted. `tell` is called later from the mover's loop, outside the current step."""
@@ -609,14 +615,21 @@ class DestinationDriver:
             missing = f"{read.peer} did not say where its pages are"
             self._step(attempt, ReadEnded(read.peer, read.chunk, missing))
         elif attempt.routes[read.peer] is Route.MAPPED:
-            self.reads.mapped(reading, lane.direct_boxes(read.chunk, theirs, attempt.pages))
+            self.reads.mapped(reading, lane, theirs, attempt.pages, attempt.tables[read.peer])
         else:
             self.reads.direct(reading, lane.direct_boxes(read.chunk, theirs, attempt.pages))
 
     def _scatter(self, attempt: ReceiveAttempt, peer: str, chunk: int, offset: int | None) -> None:
         lane, core, begun = attempt.lanes[peer], self.core, self.core.clock()
-        plan, first = lane.chunks[chunk], offset or 0
-        packed = core.incoming.bound.window(first, plan.span_bytes)
+        plan, digests = lane.chunks[chunk], (peer, chunk) in attempt.state.digests
+
+        def work(staged: int) -> Work:
+            packed = core.incoming.bound.window(staged, plan.span_bytes)
+            boxes = [
+                (box, packed, core.bound[component]) for component, box in lane.scatter_boxes(chunk, attempt.pages)
+            ]
+            copied = packing(boxes, lane.marks(chunk) if digests else None, "dst")
+            return at_rest(copied) if offset is None else copied
 
         def done(digest: int | None) -> None:
             attempt.copying.discard((peer, chunk))
@@ -627,13 +640,11 @@ class DestinationDriver:
             self._step(attempt, Scattered(peer, chunk, digest))
 
         with ranges.span(ranges.SCATTER, attempt.state.request, plan.nbytes):
-            boxes = [
-                (box, packed, core.bound[component]) for component, box in lane.scatter_boxes(chunk, attempt.pages)
-            ]
-            work = packing(boxes, lane.marks(chunk) if (peer, chunk) in attempt.state.digests else None, "dst")
+            stretch = lane.stretch(chunk, None, attempt.pages)
             kept = core.compiler.programs(peer, Way.SCATTER)
-            work = at_rest(work) if offset is None else work
-            core.copier.run(work.using(kept), core.soon(done))
+            core.copier.copy(
+                ChunkCopy(work, offset or 0, digests, attempt.tables[peer], stretch, kept), core.soon(done)
+            )
             attempt.copying.add((peer, chunk))
 
     def _isolate(self, attempt: ReceiveAttempt, peer: str) -> Isolated:

@@ -3,139 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
-from msgspec.structs import replace
-
 from kvmover.kernels.copy_engine import BY_ROWS, EXPERIMENTAL, CopyEngine
-from kvmover.kernels.region import Region
 from kvmover.regions import CopyStream
+from kvmover.transfer.memory.chunk_tables import ChunkCopy
+from kvmover.transfer.memory.work import Work, launches
+from kvmover.transfer.protocol.chunks import Stretch
 
 if TYPE_CHECKING:
     import torch
-
-    from kvmover.kernels.bulk import PreparedBulk
-    from kvmover.kernels.convert_reference import Conversion
-    from kvmover.kernels.digest_reference import End, Logical
-    from kvmover.kernels.launch import Prepared, Program
 
 log = logging.getLogger(__name__)
 
 #: Called with the digest of the rows, or None without one.
 Done = Callable[[int | None], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Programs:
-    """The kernels of one direction. `digest`, `convert_digest`: fused with the copy and the conversion. `wire_digest`:
-    over converted rows in the chunk, whose forms no kernel digests as it converts. `rest_digest`: over pages in place,
-    as of a direct route. None: not compiled ahead.
-    """
-
-    move: Program | None = None
-    digest: Program | None = None
-    convert: Program | None = None
-    convert_digest: Program | None = None
-    wire_digest: Program | None = None
-    rest_digest: Program | None = None
-
-    def all(self) -> list[Program]:
-        """Returns the kernels that are known."""
-        each = self.move, self.digest, self.convert, self.convert_digest, self.wire_digest, self.rest_digest
-        return [program for program in each if program is not None]
-
-
-class Work(msgspec.Struct, frozen=True, eq=False):
-    """The regions to copy, or to read only if both ends are the same memory. `logicals`: for a digest of `end`.
-
-    `conversions`: rows to convert instead of copy; their `logicals` follow those of the regions. `programs`: kernels
-    compiled for this peer; None: chosen by the regions, and compiled if new.
-    """
-
-    regions: Sequence[Region]
-    logicals: Sequence[Logical] | None = None
-    end: End = "src"
-    conversions: Sequence[Conversion] = ()
-    programs: Programs | None = None
-
-    def using(self, programs: Programs | None) -> Work:
-        """Returns a copy of the work with these kernels; None are chosen by the regions, and compiled if new."""
-        return replace(self, programs=programs)
-
-    @property
-    def moves(self) -> bool:
-        """True if bytes are copied; work for a digest alone reads them in place."""
-        return bool([region for region in self.regions if region.src is not region.dst])
-
-    @property
-    def digested(self) -> Sequence[Region]:
-        """The regions that a digest reads, at `end`."""
-        if not self.conversions:
-            return self.regions
-        return [*self.regions, *(each.at(self.end) for each in self.conversions)]
-
-
-def launches(
-    work: Work, sms: int | None, total: torch.Tensor | None, engine: CopyEngine = CopyEngine.AUTO
-) -> Sequence[Prepared | PreparedBulk]:
-    """Returns the kernel launches of some work on a GPU, in order. `total` int64 [1]: the digest is added to it.
-    `engine`: the copy engine; only the row mover digests while copying.
-
-    Rows are digested as they are copied or converted, but for those that are `undigested`. All arguments are checked,
-    and tables uploaded on the current stream, before the first launch runs.
-    """
-    from kvmover.kernels import bulk, convert, digest, rows
-
-    known, by_rows = work.programs or Programs(), engine in BY_ROWS
-    prepare = rows.prepare if by_rows else partial(bulk.prepare, engine=engine)
-    converts = partial(convert.prepare, work.conversions, sms=sms, using=known.convert)
-    moves = partial(prepare, work.regions, sms=sms, using=known.move)
-    left: list[tuple[Region, Logical]] = []
-    if total is not None and work.logicals is not None:
-        left = undigested(work, engine)
-        marks = work.logicals[: len(work.regions)], work.logicals[len(work.regions) :]
-        if by_rows:
-            moves = partial(digest.prepare, work.regions, marks[0], total, sms=sms, using=known.digest)
-        if digests_conversions(work):
-            converts = partial(
-                convert.prepare_with_digest,
-                work.conversions,
-                marks[1],
-                work.end,
-                total,
-                sms=sms,
-                using=known.convert_digest,
-            )
-    found: list[Prepared | PreparedBulk | None] = [
-        converts() if work.conversions else None,
-        moves() if work.moves else None,
-    ]
-    if left and total is not None:
-        regions, logicals = zip(*left, strict=True)
-        using = known.wire_digest if work.conversions else known.rest_digest
-        found.append(digest.prepare(regions, logicals, total, sms=sms, reads=work.end, using=using))
-    return [launch for launch in found if launch is not None]
-
-
-def digests_conversions(work: Work) -> bool:
-    """Returns True if rows with logicals are digested by the launch that converts them."""
-    from kvmover.kernels.convert_overlaps import can_digest
-
-    logicals = (work.logicals or ())[len(work.regions) :]
-    return all(can_digest(*each, work.end) for each in zip(work.conversions, logicals, strict=True))
-
-
-def undigested(work: Work, engine: CopyEngine) -> list[tuple[Region, Logical]]:
-    """Returns the rows with logicals that no launch digests as it copies or converts them: those at rest, of an engine
-    that cannot, or of forms that share words.
-    """
-    copied = 0 if work.moves and engine in BY_ROWS else len(work.regions)
-    rows = list(zip(work.digested, work.logicals or (), strict=True))
-    return [*rows[:copied], *([] if digests_conversions(work) else rows[len(work.regions) :])]
 
 
 @dataclass(slots=True)
@@ -186,24 +71,40 @@ class Copier:
                 convert_reference.convert(work.conversions)
             done(cpu.digest(work.digested, work.logicals, work.end) if work.logicals is not None else None)
             return
+        self._queue(partial(self._launch, work), done)
+
+    def copy(self, chunk: ChunkCopy, done: Done) -> None:
+        """Start the copy of a chunk as `run` does. Kernels take the chunk's part of tables that its request shares."""
+        if self.inline or self.engine not in BY_ROWS or chunk.stretch is None:
+            self.run(chunk.here(), done)
+        else:
+            self._queue(partial(self._launch_part, chunk, chunk.stretch), done)
+
+    def _queue(self, launch: Callable[[], torch.Tensor | None], done: Done) -> None:
+        """Launch on the copy stream; `poll` calls `done` with the digest that `launch` returned, or None."""
         totals: list[torch.Tensor | None] = []
-        event = self._stream.launch(work.regions, lambda _: totals.append(self._launch(work)))
+        event = self._stream.launch((), lambda _: totals.append(_on_host(launch())))
         assert event is not None, "a copy on a GPU ends at an event"
         self._running.append((event, totals[0], done))
 
     def _launch(self, work: Work) -> torch.Tensor | None:
-        """Launch on the current stream. Returns the digest in host memory, readable after the event, or None without
-        one.
-        """
-        import torch
-
-        wanted = work.logicals is not None
-        total = torch.zeros(1, dtype=torch.int64, device=self.device) if wanted else None
+        """Launch on the current stream. Returns the digest on the device, or None without one."""
+        total = None if work.logicals is None else self._zero()
         for launch in launches(work, self.sms, total, self.engine):
             launch.run()
-        if total is None:
-            return None
-        return torch.empty(1, dtype=torch.int64, pin_memory=True).copy_(total, non_blocking=True)
+        return total
+
+    def _launch_part(self, chunk: ChunkCopy, stretch: Stretch) -> torch.Tensor | None:
+        """Launch the chunk's part of its tables on the current stream. Returns as `_launch` does."""
+        total = self._zero() if chunk.digests else None
+        for launch, shift in chunk.tables.launches(chunk, stretch, self.sms, self.engine, total):
+            launch.run(shift, *(() if total is None or not launch.outputs else (total,)))
+        return total
+
+    def _zero(self) -> torch.Tensor:
+        import torch
+
+        return torch.zeros(1, dtype=torch.int64, device=self.device)
 
     def poll(self) -> None:
         """Report finished copies, oldest first: they run in order on one stream."""
@@ -221,3 +122,12 @@ class Copier:
     def busy(self) -> bool:
         """True if a copy has not passed its event."""
         return bool(self._running)
+
+
+def _on_host(total: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns a digest in host memory, readable after the current stream's next event; None without one."""
+    if total is None:
+        return None
+    import torch
+
+    return torch.empty(1, dtype=torch.int64, pin_memory=True).copy_(total, non_blocking=True)

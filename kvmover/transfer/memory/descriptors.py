@@ -17,7 +17,7 @@ from kvmover.layout.layout import Dim
 from kvmover.layout.pool import Pool
 from kvmover.plan.lower import Box, BoxSide, nest
 from kvmover.regions import BoundMemory, bound, converted
-from kvmover.transfer.memory.copier import Work
+from kvmover.transfer.memory.work import Work
 from kvmover.transfer.protocol.chunks import Marks
 from kvmover.transfer.protocol.handshake import Rank
 from kvmover.transport.base import Descriptors, Memory, memory_of

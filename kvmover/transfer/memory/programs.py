@@ -19,9 +19,9 @@ from kvmover.kernels.copy_engine import BY_ROWS, CopyEngine
 from kvmover.kernels.region import Region
 from kvmover.plan.legs import Replicas
 from kvmover.regions import BoundMemory
-from kvmover.transfer.memory.copier import Programs, Work, digests_conversions, undigested
 from kvmover.transfer.memory.descriptors import Placed, between, logical, packing
 from kvmover.transfer.memory.mapped import Mapped
+from kvmover.transfer.memory.work import Programs, Work, digests_conversions, undigested
 from kvmover.transfer.protocol.chunks import Cut, End, Lane, Marks, plans_between
 
 if TYPE_CHECKING:

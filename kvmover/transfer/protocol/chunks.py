@@ -80,8 +80,25 @@ class ChunkPlan(msgspec.Struct, frozen=True, eq=False):
     span_bytes: int
 
 
+class Stretch(msgspec.Struct, frozen=True, eq=False):
+    """The units of a chunk of one piece, as a part of all units of its group: those from `first` on.
+
+    `kind`: equal for chunks that differ only in `first`. `src`, `dst` [unit]: byte offsets of the group's units in
+    pools, as far as their pages are known; None for an end that is packed. `positions` [unit]: of the units' first
+    tokens.
+    """
+
+    kind: tuple[int, ...]
+    first: int
+    src: npt.NDArray[np.int64] | None
+    dst: npt.NDArray[np.int64] | None
+    positions: npt.NDArray[np.int64]
+
+
 class _Placed(msgspec.Struct, frozen=True, eq=False):
-    """The byte offsets of all units of a component in one pool [group][unit], for a page `table` that covers them."""
+    """The byte offsets in one pool of the first units of each group of a component [group][unit], those with pages in
+    `table`.
+    """
 
     table: npt.NDArray[np.int64]
     units: tuple[npt.NDArray[np.int64], ...]
@@ -95,6 +112,7 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     `nbytes`: payload of all chunks. `direct_runs`: byte runs if every leg went straight from pool to pool, with
     scattered pages. `_cuts`, `_placed`: caches of pool cuts and unit offsets, by side (True: the source) and component.
+    `_listed`: of positions, by component and group.
     """
 
     src: tuple[Held, ...]
@@ -110,6 +128,9 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
         default_factory=dict[tuple[bool, int, int, int], PoolCut]
     )
     _placed: dict[tuple[bool, int], _Placed] = msgspec.field(default_factory=dict[tuple[bool, int], _Placed])
+    _listed: dict[tuple[int, int], npt.NDArray[np.int64]] = msgspec.field(
+        default_factory=dict[tuple[int, int], npt.NDArray[np.int64]]
+    )
 
     @classmethod
     def between(cls, plans: Sequence[Plan | None], src: End, dst: End, cut: Cut) -> Lane:
@@ -285,8 +306,43 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
         return (_position(held, last) + 1) * held.spec.component.row_tokens
 
     def _positions(self, piece: Piece) -> npt.NDArray[np.int64]:
-        """Returns the logical position of each unit's first token [unit], equal from both sides."""
-        return _position(self.src[piece.component], piece.units.src)
+        """Returns the logical position of each unit's first token [unit] in a piece's group, equal from both sides."""
+        key = piece.component, piece.group
+        listed = self._listed.get(key)
+        if listed is None:
+            units = self.units[piece.component][piece.group]
+            listed = self._listed[key] = _position(self.src[piece.component], units.src)
+        return listed
+
+    def stretch(
+        self,
+        chunk: int,
+        src: Sequence[npt.NDArray[np.int64]] | None,
+        dst: Sequence[npt.NDArray[np.int64]] | None,
+    ) -> Stretch | None:
+        """Returns a chunk as a part of its group's units; None for several pieces, or unless the page tables were
+        checked as far as the chunk goes. `src`, `dst`: page tables of the ends in pools.
+        """
+        piece, *others = self.chunks[chunk].pieces
+        if others:
+            return None
+        ends = [
+            None if pages is None else self._known(piece, held, pages[piece.component])
+            for held, pages in ((self.src, src), (self.dst, dst))
+        ]
+        if [end is None for end in ends] != [src is None, dst is None]:
+            return None
+        layers = piece.leg.layers
+        kind = piece.component, layers.start, layers.count, piece.group, piece.units.src.size
+        return Stretch(kind, piece.first_unit, ends[0], ends[1], self._positions(piece))
+
+    def _known(self, piece: Piece, held: Sequence[Held], table: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+        """Returns the cached offsets of a group's units if they cover a piece of it, or None."""
+        placed = self._placed.get((held is self.src, piece.component))
+        if placed is None or placed.table is not table:
+            return None
+        units = placed.units[piece.group]
+        return units if piece.first_unit + piece.units.src.size <= units.size else None
 
     def marks(self, chunk: int) -> list[Marks]:
         """Returns the logical coordinates of a chunk's pieces, in the order of its boxes: its digest is computed over
@@ -298,7 +354,8 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
         kv = self.src[piece.component].spec.component.kv
         planes = [layer * kv + i for layer in piece.leg.layers for i in range(kv)]
         number = np.array(planes, np.int64) + (piece.component << 40)  # plane numbers of components differ
-        return Marks(number, self._positions(piece), piece.leg.heads)
+        positions = self._positions(piece)[piece.first_unit : piece.first_unit + piece.units.src.size]
+        return Marks(number, positions, piece.leg.heads)
 
     def check_pages(self, held: Sequence[Held], pages: Sequence[npt.NDArray[np.int64]]) -> None:
         """Check the page tables of the side of `held`, and cache their unit offsets. Raises PlanError if they don't
@@ -306,14 +363,29 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
         """
         if len(pages) != len(held):
             raise PlanError(f"{len(pages)} page tables for {len(held)} components")
-        for component, (leg, table) in enumerate(zip(self.legs, pages, strict=True)):
-            if leg is not None:
-                cut, own, from_source = self._cut(held, component, leg), held[component], held is self.src
-                every = [
-                    unit_offsets(cut, own, units.src if from_source else units.dst, table)
-                    for units in self.units[component]
-                ]
-                self._placed[from_source, component] = _Placed(table, tuple(every))
+        for component, table in enumerate(pages):
+            self._place(held, component, table, [units.src.size for units in self.units[component]])
+
+    def _place(self, held: Sequence[Held], component: int, table: npt.NDArray[np.int64], counts: Sequence[int]) -> None:
+        """Cache the offsets of the first units of each group, `counts` of them, by a page table. Raises PlanError as
+        `page_ids` does.
+        """
+        leg = self.legs[component]
+        if leg is not None:
+            cut, own, groups = self._cut(held, component, leg), held[component], self.units[component]
+            every = [
+                unit_offsets(cut, own, self._at(units, held)[:count], table)
+                for units, count in zip(groups, counts, strict=True)
+            ]
+            self._placed[held is self.src, component] = _Placed(table, tuple(every))
+
+    def _place_named(self, held: Sequence[Held], component: int, table: npt.NDArray[np.int64]) -> None:
+        """Cache the offsets of the units before the first one whose page a table does not name yet."""
+        stop, counts = len(table) * held[component].spec.page_tokens, list[int]()
+        for units in self.units[component]:
+            named = self._at(units, held) < stop
+            counts.append(named.size if named.all() else int(named.argmin()))
+        self._place(held, component, table, counts)
 
     def _cut(self, held: Sequence[Held], component: int, leg: Leg) -> PoolCut:
         """Returns the cut of a leg's layers and heads in the pool of one side. All legs of a component here have the
@@ -335,10 +407,11 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
         if _covered(reads, pages):
             self.check_pages(held, pages)
             return
-        for groups, own, table in zip(self.units, held, pages, strict=True):
+        for component, (groups, own, table) in enumerate(zip(self.units, held, pages, strict=True)):
             for units in groups:
                 at = self._at(units, held)
                 page_ids(own, at[at < len(table) * own.spec.page_tokens], table)
+            self._place_named(held, component, table)
 
     def check_chunk(self, chunk: int, pages: Sequence[npt.NDArray[np.int64]]) -> None:
         """Check the source's page tables for one chunk of a request whose pages are named as they are computed: for all
@@ -348,6 +421,9 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
             self._check_whole(pages)
             return
         for piece in self.chunks[chunk].pieces:
+            placed, table = self._placed.get((True, piece.component)), pages[piece.component]
+            if placed is None or placed.table is not table:
+                self._place_named(self.src, piece.component, table)
             self._source(piece, pages)
 
     def _check_whole(self, pages: Sequence[npt.NDArray[np.int64]]) -> None:
@@ -384,11 +460,11 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     def _in_pool(self, piece: Piece, held: Sequence[Held], table: npt.NDArray[np.int64]) -> BoxSide:
         """Returns the side of a box for a piece in the pool of `held`: from the cache if `table` was checked whole."""
-        cut, placed = self._cut(held, piece.component, piece.leg), self._placed.get((held is self.src, piece.component))
-        if placed is None or placed.table is not table:
+        cut, units = self._cut(held, piece.component, piece.leg), self._known(piece, held, table)
+        if units is None:
             units = unit_offsets(cut, held[piece.component], self._at(piece.units, held), table)
         else:
-            units = placed.units[piece.group][piece.first_unit : piece.first_unit + piece.units.src.size]
+            units = units[piece.first_unit : piece.first_unit + piece.units.src.size]
         return BoxSide(cut.allocation, cut.offset, units, cut.head_bytes, cut.token_bytes)
 
 

@@ -14,12 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover.errors import LeaseOver, PlanError, TransportError
-from kvmover.kernels.region import Region
 from kvmover.plan.cost import Route
-from kvmover.regions import BoundMemory
 from kvmover.transfer import nvtx_ranges as ranges
 from kvmover.transfer.core import Core
-from kvmover.transfer.memory.copier import Work
+from kvmover.transfer.memory.chunk_tables import ChunkCopy, ChunkTables
 from kvmover.transfer.memory.descriptors import (
     InFlight,
     at_rest,
@@ -32,6 +30,7 @@ from kvmover.transfer.memory.descriptors import (
 from kvmover.transfer.memory.mapped import Mapped
 from kvmover.transfer.memory.programs import Way
 from kvmover.transfer.memory.registrations import Registrations
+from kvmover.transfer.memory.work import Work
 from kvmover.transfer.meter import Count, Gauge, Spent, Stage
 from kvmover.transfer.peers.peer_table import Peer
 from kvmover.transfer.protocol import wire
@@ -51,7 +50,7 @@ from kvmover.transfer.source.source_machine import (
 from kvmover.transport.base import Completed, Descriptors, Failed
 
 if TYPE_CHECKING:
-    from kvmover.kernels.digest_reference import Logical
+    pass
 
 #: One page table a component: page ids in the order of the request.
 Pages = tuple[npt.NDArray[np.int64], ...]
@@ -65,7 +64,8 @@ class Job(msgspec.Struct, frozen=True, eq=False):
     """The transfer of one attempt. `want`: the destination's request.
 
     `source`: this side's page tables so far, a list shared with the request. `target`: the destination's tables so far,
-    for writes from pool to pool, and `mapped` its pools if they are mapped into this process; else None.
+    for writes from pool to pool, and `mapped` its pools if they are mapped into this process; else None. `tables`: of
+    the launches of its chunks.
     """
 
     want: wire.Want
@@ -75,6 +75,7 @@ class Job(msgspec.Struct, frozen=True, eq=False):
     target: list[npt.NDArray[np.int64]] | None
     mapped: Mapped | None = None
     spent_s: Spent = msgspec.field(default_factory=partial(Spent, float))
+    tables: ChunkTables = msgspec.field(default_factory=ChunkTables)
 
     def check_source(self, chunk: int | None = None) -> None:
         """Raise OwnTables if this side's page tables don't cover a chunk (None: all chunks), or name a page outside its
@@ -328,31 +329,33 @@ class Writes:
 
     def _begin(self, entry: Part) -> None:
         if entry.staged is not None:
-            self._gather(entry, entry.staged)
+            span_bytes = entry.job.lane.chunks[entry.chunk].span_bytes
+            with ranges.span(ranges.GATHER, entry.job.want.request, span_bytes):
+                self._copy(entry, partial(self._packing, entry))
         elif entry.job.mapped is not None and entry.job.target is not None:
-            boxes = entry.job.lane.direct_boxes(entry.chunk, entry.job.source, entry.job.target)
-            regions = between(boxes, self.core.bound, entry.job.mapped)
-            self._copy(entry, Work(regions, self._logicals(entry, regions)))
+            self._copy(entry, partial(self._mapping, entry, entry.job.target, entry.job.mapped), entry.job.target)
         elif entry.job.want.digests:
-            self._copy(entry, at_rest(self._packing(entry, self.core.outgoing.bound)))
+            self._copy(entry, lambda _: at_rest(self._packing(entry, 0)))
         else:
             self._gathered(entry, None)
 
-    def _gather(self, entry: Part, staged: int) -> None:
-        span_bytes = entry.job.lane.chunks[entry.chunk].span_bytes
-        with ranges.span(ranges.GATHER, entry.job.want.request, span_bytes):
-            self._copy(entry, self._packing(entry, self.core.outgoing.bound.window(staged, span_bytes)))
-
-    def _packing(self, entry: Part, packed: BoundMemory) -> Work:
+    def _packing(self, entry: Part, staged: int) -> Work:
         """Returns the copy from the pools to a packed chunk."""
         lane, pools = entry.job.lane, self.core.bound
+        packed = self.core.outgoing.bound.window(staged, lane.chunks[entry.chunk].span_bytes)
         boxes = [(box, pools[component], packed) for component, box in lane.gather_boxes(entry.chunk, entry.job.source)]
         return packing(boxes, lane.marks(entry.chunk) if entry.job.want.digests else None, "src")
 
-    def _logicals(self, entry: Part, regions: list[Region]) -> list[Logical] | None:
-        return list(map(logical, entry.job.lane.marks(entry.chunk), regions)) if entry.job.want.digests else None
+    def _mapping(self, entry: Part, target: Sequence[npt.NDArray[np.int64]], mapped: Mapped, _: int) -> Work:
+        """Returns the copy from the pools to the peer's mapped pools."""
+        lane = entry.job.lane
+        regions = between(lane.direct_boxes(entry.chunk, entry.job.source, target), self.core.bound, mapped)
+        return Work(regions, list(map(logical, lane.marks(entry.chunk), regions)) if entry.job.want.digests else None)
 
-    def _copy(self, entry: Part, work: Work) -> None:
+    def _copy(
+        self, entry: Part, work: Callable[[int], Work], target: Sequence[npt.NDArray[np.int64]] | None = None
+    ) -> None:
+        """Start a chunk's copy. `work`: see `ChunkCopy`. `target`: page tables of the destination's mapped pools."""
         core, job, begun = self.core, entry.job, self.core.clock()
 
         def done(digest: int | None) -> None:
@@ -364,8 +367,10 @@ class Writes:
                 core.links.copied(job.peer.card.host, job.lane.chunks[entry.chunk].nbytes, seconds)
             self._do(entry, self._gathered, digest)
 
+        stretch = job.lane.stretch(entry.chunk, job.source, target)
         programs = core.compiler.programs(job.peer.name, job.way)
-        core.copier.run(work.using(programs), core.soon(done))
+        copy = ChunkCopy(work, entry.staged or 0, job.want.digests, job.tables, stretch, programs)
+        core.copier.copy(copy, core.soon(done))
 
     def _gathered(self, entry: Part, digest: int | None) -> None:
         """Write a gathered chunk, or stage it to be read."""
