@@ -94,10 +94,11 @@ NEITHER, DIGESTS_SRC, DIGESTS_DST = map(tl.constexpr, range(3))
 
 
 @triton.jit
-def _starts(
-    table, side, moved, plane, head, unit, token, live, ELEMENT: tl.constexpr, VEC: tl.constexpr, KIND: tl.constexpr
-):
-    """Return pointers to each row's start in a stream, `moved` bytes further than the table says: [row, 1]."""
+def _starts(table, side, moved, row, ELEMENT: tl.constexpr, VEC: tl.constexpr, KIND: tl.constexpr):
+    """Return pointers to each row's start in a stream, `moved` bytes further than the table says: [row, 1]. `row`: its
+    plane, head, unit, token and existence.
+    """
+    plane, head, unit, token, live = row
     start = unit_start(table, side, unit, live, KIND, VEC) + token * token_stride(side, VEC)
     return (plane_start(table, side, moved, plane, head, ELEMENT, VEC) + start)[:, None]
 
@@ -142,25 +143,12 @@ def _by_block(x, factors, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def _read(
-    table,
-    at,
-    moved,
-    plane,
-    head,
-    unit,
-    token,
-    live,
-    grain,
-    key,
-    OF: tl.constexpr,
-    CASTS: tl.constexpr,
-    SUM: tl.constexpr,
-):
+def _read(table, at, moved, row, grain, key, OF: tl.constexpr, CASTS: tl.constexpr, SUM: tl.constexpr):
     """Return the numbers of a tile in float32, [row, number], and the sum of its words if `SUM`, else 0.
 
     `grain`, `key` [row, 1]: the grain's number in its row, and the row's key.
     """
+    plane, live = row[0], row[4]
     KIND: tl.constexpr = OF[OF_SRC_ELEMENT]
     WIDTH: tl.constexpr = OF[OF_WIDTH]
     BLOCK: tl.constexpr = OF[OF_SRC_BLOCK]
@@ -170,7 +158,7 @@ def _read(
     WORD: tl.constexpr = tl.float32 if KIND == F32 else (tl.int16 if KIND <= BF16 else tl.int8)  # pyright: ignore
     FACTOR: tl.constexpr = tl.float32 if SCALE == F32 else tl.int8  # pyright: ignore
     total = tl.full([], 0, tl.int64)
-    rows = _starts(table, at + SRC, moved, plane, head, unit, token, live, WORD, OF[OF_SRC_VEC], UNITS)
+    rows = _starts(table, at + SRC, moved, row, WORD, OF[OF_SRC_VEC], UNITS)
     here = live[:, None]
     if KIND == E2M1:
         pair = grain * (WIDTH // 2) + tl.arange(0, WIDTH // 2)[None, :]
@@ -191,7 +179,7 @@ def _read(
     if BLOCK > 0:
         block = grain * (WIDTH // BLOCK) + tl.arange(0, WIDTH // BLOCK)[None, :]
         here = live[:, None] & (block * BLOCK < VALUES)
-        scales = _starts(table, at + SRC_SCALES, moved, plane, head, unit, token, live, FACTOR, 1, UNITS)
+        scales = _starts(table, at + SRC_SCALES, moved, row, FACTOR, 1, UNITS)
         factors = tl.load(scales + block, mask=here, other=0)
         if SUM:
             first = tl.load(at + FIRST_SCALE_WORD)
@@ -229,25 +217,11 @@ def _block_scales(table, at, plane, amax, odd, KIND: tl.constexpr, SCALE: tl.con
 
 
 @triton.jit
-def _write(
-    table,
-    at,
-    moved,
-    plane,
-    head,
-    unit,
-    token,
-    live,
-    grain,
-    key,
-    x,
-    OF: tl.constexpr,
-    CASTS: tl.constexpr,
-    SUM: tl.constexpr,
-):
+def _write(table, at, moved, row, grain, key, x, OF: tl.constexpr, CASTS: tl.constexpr, SUM: tl.constexpr):
     """Store numbers [row, number] in the destination's form, with their block scales. Returns the sum of the words
     stored if `SUM`, else 0.
     """
+    plane, live = row[0], row[4]
     KIND: tl.constexpr = OF[OF_DST_ELEMENT]
     WIDTH: tl.constexpr = OF[OF_WIDTH]
     ROWS: tl.constexpr = OF[OF_ROWS]
@@ -258,7 +232,7 @@ def _write(
     WORD: tl.constexpr = tl.float32 if KIND == F32 else (tl.int16 if KIND <= BF16 else tl.int8)  # pyright: ignore
     FACTOR: tl.constexpr = tl.float32 if SCALE == F32 else tl.int8  # pyright: ignore
     total = tl.full([], 0, tl.int64)
-    rows = _starts(table, at + DST, moved, plane, head, unit, token, live, WORD, OF[OF_DST_VEC], UNITS)
+    rows = _starts(table, at + DST, moved, row, WORD, OF[OF_DST_VEC], UNITS)
     number = grain * WIDTH + tl.arange(0, WIDTH)[None, :]
     here = live[:, None]
     if VALUES % WIDTH:
@@ -283,7 +257,7 @@ def _write(
                 odd = tl.max(tl.where(blocks == blocks, 0.0, 1.0), 2)
             block = grain * BLOCKS + tl.arange(0, BLOCKS)[None, :]
             held = live[:, None] & (block * BLOCK < VALUES)
-            scales = _starts(table, at + DST_SCALES, moved, plane, head, unit, token, live, FACTOR, 1, UNITS) + block
+            scales = _starts(table, at + DST_SCALES, moved, row, FACTOR, 1, UNITS) + block
             stored, factors = _block_scales(table, at, plane, amax, odd, KIND, SCALE, CASTS)
             tl.store(scales, stored, mask=held)
             if SUM:
@@ -324,10 +298,9 @@ def _tile(
     key = grain
     if DIGESTS != NEITHER:
         key = _key(table, at, plane, head, unit, token, live)
-    x, read = _read(table, at, shift[1], plane, head, unit, token, live, grain, key, OF, CASTS, DIGESTS == DIGESTS_SRC)
-    wrote = _write(
-        table, at, shift[2], plane, head, unit, token, live, grain, key, x, OF, CASTS, DIGESTS == DIGESTS_DST
-    )
+    row = plane, head, unit, token, live
+    x, read = _read(table, at, shift[1], row, grain, key, OF, CASTS, DIGESTS == DIGESTS_SRC)
+    wrote = _write(table, at, shift[2], row, grain, key, x, OF, CASTS, DIGESTS == DIGESTS_DST)
     if DIGESTS != NEITHER:
         tl.atomic_add(out, read + wrote, sem="relaxed")
 

@@ -27,6 +27,7 @@ from tests.sim.scene import Broken
 
 Contents = dict[tuple[str, Tier], list[bytes]]
 GARBAGE = b"garbage"
+CPU = SimpleNamespace(type="cpu")
 
 
 class DiskError(Exception):
@@ -45,7 +46,7 @@ class SimPool:
 
     @property
     def device(self) -> Any:
-        return SimpleNamespace(spec=SimpleNamespace(pages=self.pages[0]), tensors=[SimpleNamespace(device=None)])
+        return SimpleNamespace(spec=SimpleNamespace(pages=self.pages[0]), tensors=[SimpleNamespace(device=CPU)])
 
     @property
     def host(self) -> Any:
