@@ -1,24 +1,27 @@
 """Pages between pinned host memory and the GPU, and within the GPU, by every engine, beside one contiguous copy.
 
-`python -m perf.bench_host [--out FOLDER] [--only TEXT] [--rounds N] [--mib N]`. Scattered pages on both sides. Every
-move is compared with torch's indexing before it is timed. GB/s of payload; `of_contiguous` is the share of one copy of
-the same bytes in the same run; `host_us` is what the call takes of the host, of an idle GPU.
+`python -m perf.bench_host [--out FOLDER] [--only TEXT] [--rounds N] [--mib N]`: by direction, size of a page and number
+of pages, scattered on both sides. Every move is compared with torch's indexing before it is timed. GB/s of payload;
+`of_contiguous` is the share of one copy of the same bytes in the same run; `host_us` is what the call takes of the
+host, of an idle GPU. The end says of each experimental engine whether it is kept: if it is the fastest somewhere, by
+more than the noise.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvmover.kernels import bulk
-from kvmover.kernels.bulk import CopyEngine
+from kvmover.kernels.copy_engine import EXPERIMENTAL, CopyEngine
 from kvmover.kernels.pinned import pinned
 from kvmover.kernels.region import Region, Side
 from perf.gpu_time import interleaved, need_gpu
@@ -27,8 +30,11 @@ from perf.record import RESULTS, write
 PAGES = (2 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
 WAYS = ("host to device", "device to host", "device to device")
 
-#: Of small pages there are no more than these: a call a page would take seconds a round.
-MOST_PAGES = 1 << 15
+#: Of small pages there are no more than the last: a call a page would take seconds a round.
+COUNTS = (16, 256, 4096, 1 << 15)
+
+#: An experimental engine is kept where it is faster by this than every other that takes no more SMs than these.
+GAIN, FEW_SMS = 1.05, 8
 
 #: No budget: more SMs than there are.
 ALL = 1 << 12
@@ -83,15 +89,48 @@ def main() -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         for way in WAYS:
             for page_bytes in PAGES:
-                if chosen.only in way:
-                    lines += measured(pools, way, page_bytes, chosen.rounds)
-                    write("bench_host", lines, chosen.out)
+                for pages in counts(pools.host.numel() // page_bytes):
+                    if chosen.only in way:
+                        lines += measured(pools, way, page_bytes, pages, chosen.rounds)
+                        write("bench_host", lines, chosen.out)
+    print(*verdicts(lines), sep="\n")
     print(f"wrote {chosen.out / 'bench_host.csv'}")
 
 
-def measured(pools: Pools, way: str, page_bytes: int, rounds: int) -> list[dict[str, object]]:
+def counts(most: int) -> list[int]:
+    """Return how many pages are moved at once, where a pool holds at most so many.
+
+    >>> counts(1000), counts(8)
+    ([16, 256, 1000], [8])
+    """
+    return sorted({min(count, most) for count in COUNTS})
+
+
+def verdicts(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield what the measurements say of each experimental engine: kept where it is the fastest by GAIN."""
+    cells = dict[tuple[str, int, int], dict[str, float]]()
+    for line in lines:
+        engine, _, budget = line["what"].partition(", ")
+        few = not budget or (budget != "all SMs" and int(budget.split()[0]) <= FEW_SMS)
+        if few and engine in {each.value for each in CopyEngine}:
+            found = cells.setdefault((line["way"], line["page_bytes"], line["pages"]), {})
+            found[engine] = max(found.get(engine, 0.0), line["gb_per_s"])
+    for each in CopyEngine:
+        tried = {cell: found for cell, found in cells.items() if each.value in found}
+        if each in EXPERIMENTAL and tried:
+            best = [cell for cell, found in tried.items() if _fastest(each, found)]
+            where = "; ".join(f"{way}, {pages} of {page_bytes} B" for way, page_bytes, pages in best)
+            fate = f"kept for {where}" if best else "deleted"
+            yield f"{each.value}: fastest in {len(best)} of {len(tried)}, {fate}"
+
+
+def _fastest(engine: CopyEngine, rates: Mapping[str, float]) -> bool:
+    others = [rate for name, rate in rates.items() if name != engine.value]
+    return all(rates[engine.value] >= GAIN * rate for rate in others)
+
+
+def measured(pools: Pools, way: str, page_bytes: int, pages: int, rounds: int) -> list[dict[str, object]]:
     """Every engine on the same pages, checked, then timed one after the other in each round."""
-    pages = min(pools.host.numel() // page_bytes, MOST_PAGES)
     nbytes = pages * page_bytes
     src, dst = pools.ends(way, nbytes)
     ids = [np.random.default_rng(seed).permutation(pages) for seed in (0, 1)]
@@ -119,7 +158,7 @@ def measured(pools: Pools, way: str, page_bytes: int, rounds: int) -> list[dict[
             "host_us": round(host_us[name], 1),
         }
         print(
-            f"{way:<17} {page_bytes >> 10:>5} KiB  {name:<32} {line['gb_per_s']:>9} GB/s"
+            f"{way:<17} {pages:>6} x {page_bytes >> 10:>5} KiB  {name:<32} {line['gb_per_s']:>9} GB/s"
             f" {line['of_contiguous']:>6} {line['host_us']:>10} us",
             flush=True,
         )

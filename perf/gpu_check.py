@@ -116,9 +116,10 @@ PARTS: Mapping[str, Part] = {
     "budgets": Part(
         440,
         (
-            bench("roofline", 150, shown=80),
-            bench("bench_kernels", 110, "--rounds", "10", shown=60),
-            bench("bench_host", 90, "--rounds", "5"),
+            bench("bench_launches", 50),
+            bench("roofline", 130, shown=80),
+            bench("bench_kernels", 90, "--rounds", "10", shown=60),
+            bench("bench_host", 80, "--rounds", "3"),
             *(profiled(*each) for each in PROFILED),
         ),
     ),

@@ -41,7 +41,7 @@ def _on_a_gpu() -> Iterator[tuple[str, str, str, str]]:
         for what in ("kvmover", "SGLang staging, released", "SGLang staging, aligned")
     )
     yield (
-        "gather of Llama-3-70B pages from TP2 for TP8, rows of 256 B",
+        "gather of Llama-3-70B pages from TP2 for TP8, rows of 256 B, one launch of 1,280 MiB on all SMs",
         "GB/s",
         f"{ours}",
         f"the fastest clone of the day: {best_clone()}; SGLang's staging kernel: {peer}, aligned {aligned}",

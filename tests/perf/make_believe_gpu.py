@@ -11,8 +11,8 @@ import ctypes
 import struct
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial, wraps
 from types import SimpleNamespace
@@ -101,8 +101,27 @@ class Stream:
     wait_event = wait_stream = synchronize
 
 
+class Graph:
+    """What was launched while it was captured."""
+
+    def __init__(self) -> None:
+        self.launched = list[Callable[[], None]]()
+
+    def replay(self) -> None:
+        for work in self.launched:
+            work()
+
+
+@contextmanager
+def capture(graph: Graph) -> Iterator[None]:
+    """Launches of this thread are the graph's."""
+    DRIVER.captured_by = graph.launched
+    yield
+    DRIVER.captured_by = None
+
+
 class Driver(FakeCuda):
-    """`work`: what a launch with a table at this address does."""
+    """`work`: what a launch with a table at this address does; `captured_by`: where it is put off to."""
 
     ABSENT = ("cuMemcpy3DBatchAsync", "cuTensorMapEncodeTiled")
 
@@ -110,6 +129,7 @@ class Driver(FakeCuda):
         super().__init__()
         self.work: dict[int, Callable[[], None]] = {}
         self.loaded = 0
+        self.captured_by: list[Callable[[], None]] | None = None
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         if name in self.ABSENT:
@@ -124,7 +144,8 @@ class Driver(FakeCuda):
         *shape, stream, pointers, _ = rest
         assert stream == STREAM, "a launch on no stream"
         assert all(size >= 1 for size in shape[:6])
-        self.work[ctypes.c_uint64.from_address(pointers[0]).value]()
+        work = self.work[ctypes.c_uint64.from_address(pointers[0]).value]
+        work() if self.captured_by is None else self.captured_by.append(work)
 
     def _cuMemHostAlloc(self, address: Any, nbytes: Any, _flags: Any) -> None:
         memory = (ctypes.c_uint8 * nbytes.value)()
@@ -310,6 +331,8 @@ def install() -> None:
         "default_stream": Stream,
         "Stream": Stream,
         "Event": Moment,
+        "CUDAGraph": Graph,
+        "graph": capture,
         **{name: lambda *_: None for name in ("synchronize", "set_device", "empty_cache", "init")},
     }
     for name, value in given.items():

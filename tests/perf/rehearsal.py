@@ -41,7 +41,9 @@ SMALL: Mapping[str, Mapping[str, Callable[[Any], Any]]] = {
             for name, case in list(every.items())[::2]
         }
     },
-    "perf.bench_digest": {"CASES": small, "CONFIGS": _few, "BUDGETED": _few},
+    "perf.bench_digest": {"CASES": lambda every: small(every[-2:]), "CONFIGS": _few, "BUDGETED": _few},
+    "perf.bench_host": {"COUNTS": _few, "PAGES": _few},
+    "perf.bench_launches": {"CASES": small, "CHUNK_BYTES": lambda _: 64 << 10},
     "perf.bench_transfer": {
         "ROUNDS": lambda _: 1,
         "SMALL_ROUNDS": lambda _: 10,
@@ -64,8 +66,9 @@ SHORT: Mapping[str, tuple[str, ...]] = {
     "perf.bench_chunk": ("--rounds", "2"),
     "perf.bench_collectivex": ("--rounds", "1"),
     "perf.bench_digest": ("--rounds", "1"),
-    "perf.bench_host": ("--rounds", "1", "--mib", "2"),
+    "perf.bench_host": ("--rounds", "1", "--mib", "4"),
     "perf.bench_kernels": ("--rounds", "1", "--only", "TP1"),
+    "perf.bench_launches": ("--rounds", "1"),
     "perf.gpu_tokens": ("--requests", "1"),
 }
 

@@ -20,6 +20,7 @@ ON_A_GPU = {
     "bench_digest": (),
     "bench_host": (),
     "bench_kernels": (),
+    "bench_launches": (),
     "gpu_time": (),
     "gpu_tokens": (),
     "one_move": ("--case", "Llama-3-70B, TP2 to TP8, NHD, page 64, scattered"),

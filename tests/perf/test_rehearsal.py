@@ -19,7 +19,7 @@ from perf.record import read
 TABLES: Mapping[str, set[str]] = {
     "correctness": {"bench_chunk.csv", "bench_digest.csv"},
     "transfers": {"tokens.csv", "collectivex.csv", "transfer.csv", "transfer_latency.csv"},
-    "budgets": {"roofline.csv", "bench_kernels.csv", "bench_host.csv"},
+    "budgets": {"bench_launches.csv", "roofline.csv", "bench_kernels.csv", "bench_host.csv"},
     "english": {"tokens.csv"},
     "tuning": {"nvidia-h100-80gb-hbm3.json"},
 }
