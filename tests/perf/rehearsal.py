@@ -5,6 +5,7 @@ Processes that a program starts import this module too, and so have the GPU and 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -72,8 +73,8 @@ SHORT: Mapping[str, tuple[str, ...]] = {
     "perf.gpu_tokens": ("--requests", "1"),
 }
 
-#: The trained model's weights are no part of a checkout: an answer of drawn ones migrates in its place.
-INSTEAD = {"smollm2": "migrate"}
+#: The trained model takes minutes: an answer of drawn weights migrates in its place, unless the environment has WHOLE.
+INSTEAD, WHOLE = {"smollm2": "migrate"}, "KVMOVER_WHOLE_REHEARSAL"
 
 
 def main() -> None:
@@ -81,7 +82,9 @@ def main() -> None:
     program = import_module(name)
     for constant, shrunk in SMALL.get(name, {}).items():
         setattr(program, constant, shrunk(getattr(program, constant)))
-    sys.argv = [name, *(INSTEAD.get(word, word) for word in words), *SHORT.get(name, ())]
+    if WHOLE not in os.environ:
+        words = [*(INSTEAD.get(word, word) for word in words), *SHORT.get(name, ())]
+    sys.argv = [name, *words]
     program.main()
 
 

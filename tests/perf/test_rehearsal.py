@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import tarfile
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvmover.tools.demo import smollm2
 from perf import gpu_check
 from perf.gpu_check import PARTS, Part
 from perf.record import read
@@ -66,3 +68,17 @@ def test_a_part_runs_to_its_tables_on_a_make_believe_gpu(
     if "tokens.csv" in came:
         rows = read("tokens", tmp_path / "came")
         assert all(row["same"] == row["tokens"] and row["routes"] == "mapped" for row in rows)
+
+
+@pytest.mark.proof
+@pytest.mark.night
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(bool(smollm2.missing()), reason="the trained model's packages are not installed")
+def test_a_trained_models_answers_over_mapped_pools_are_those_of_one_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.perf.rehearsal", "perf.gpu_tokens", "smollm2"]
+    environ = {**os.environ, "KVMOVER_WHOLE_REHEARSAL": "1", "KVMOVER_COMMIT": "a rehearsal"}
+    done = subprocess.run([*command, "--out", tmp_path], cwd=gpu_check.ROOT, env=environ, check=False)
+    assert done.returncode == 0
+    rows = read("tokens", tmp_path)
+    assert len(rows) == 3
+    assert all(row["same"] == row["tokens"] and row["routes"] == "mapped" for row in rows)

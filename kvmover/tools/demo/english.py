@@ -124,7 +124,10 @@ class English:
         src, dst = FleetText.parse(move.src), FleetText.parse(move.dst)
         scenario = replace(self.scenario, name=f"{self.scenario.name}-{number}", src=src, dst=dst, lossy=LOSSY)
         names = f"source-{number}", f"target-{number}"
-        source, target = pair(scenario, self._crew.members, self._folder, self._settings, names, device=self._device)
+        settings = self._settings
+        if src.form != dst.form:  # only the packed route converts, whatever is configured for the others
+            settings = replace(settings, mover=replace(settings.mover, route=None))
+        source, target = pair(scenario, self._crew.members, self._folder, settings, names, device=self._device)
         half, pages = len(tokens) // 2, [engine.take(len(tokens)) for engine in (source, target)]
         early: list[float] = ask_all(source.members, "score", tokens[: half + 1], 0, pages[0])[0]
         sent, landed = moved_on(source, target, scenario.name, range(half), *pages)

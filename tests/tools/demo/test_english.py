@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,12 +19,14 @@ if find_spec("nixl_cu13") is None and find_spec("nixl_cu12") is None:
     pytest.skip("no NIXL wheel is installed", allow_module_level=True)
 
 from kvmover.errors import LayoutError, MissingLibrary
-from kvmover.tools.demo import llama_checkpoint, smollm2
-from kvmover.tools.demo.english import MOVES, QUESTIONS, SCORED_TOKENS, Questions
+from kvmover.plan import Route
+from kvmover.tools.demo import english, llama_checkpoint, smollm2
+from kvmover.tools.demo.english import MOVES, QUESTIONS, SCORED_TOKENS, English, Questions
 from kvmover.tools.demo.model import Alone, Cache, ContiguousCache, ModelConfig, ModelShard, PagedCache, Transformer
 from kvmover.tools.demo.perplexity import Perplexity
 from kvmover.tools.demo.requests import TraceError
-from kvmover.tools.demo.run import DemoOptions, run
+from kvmover.tools.demo.run import MOVER, DemoOptions, run
+from kvmover.tools.demo.scenarios import choose
 from kvmover.tools.demo.smollm2 import PACKAGES, SMOLLM2, Tongue, missing, told, unpack
 
 #: SmolLM2's architecture in small: 9 query heads over 3 KV heads.
@@ -190,3 +194,25 @@ def test_the_whole_scenario_is_that_of_one_process() -> None:
     assert abs(other.moved - other.in_place) < 1e-3
     assert abs(fp8.moved - fp8.in_place) > abs(other.moved - other.in_place)
     assert sum(steps) == len(QUESTIONS) + len(MOVES)
+
+
+class Seated(Exception):
+    """Fleets were to be seated."""
+
+
+def test_a_configured_route_is_that_of_all_moves_but_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
+    seated = list[tuple[Route | None, str]]()
+
+    def pair(scenario: object, members: object, folder: object, settings: Any, names: object, device: str) -> None:
+        seated.append((settings.mover.route, device))
+        raise Seated
+
+    monkeypatch.setattr(english, "pair", pair)
+    stage = object.__new__(English)
+    (stage.scenario,) = choose(("smollm2",))
+    stage._crew, stage._folder, stage._device = SimpleNamespace(members=[]), Path(), "cuda"
+    stage._settings = replace(DemoOptions().settings, mover=replace(MOVER, route=Route.MAPPED))
+    for number, move in enumerate(MOVES):
+        with pytest.raises(Seated):
+            stage._scored(number, move, [])
+    assert seated == [(Route.MAPPED, "cuda"), (Route.MAPPED, "cuda"), (None, "cuda")]
