@@ -19,7 +19,7 @@ import triton.language as tl
 
 from . import digest_reference as definition
 from .digest_reference import End, Logical
-from .launch import Kernel, Prepared, Program, RowConfig, choose
+from .launch import RULES, Kernel, Prepared, Program, RowConfig, choose
 from .region import Region, RegionError, at_end, check_apart
 from .rows import DST, FULL_TILE, SRC, kind_of_most, recut, with_most_bytes
 from .table import (
@@ -300,6 +300,23 @@ def standing_program(
         rows = own.element_bytes, own.head_bytes, own.heads
         narrow[rows] = min(narrow.get(rows, own.of_any_rows), own.of_any_rows)
     return program((*most, *sorted(narrow.values(), reverse=True)), config, reads)
+
+
+#: Bytes of a head, and words of an access, of rows that `general_program` has code for: those of public models, in the
+#: forms that engines keep, and of states. Rows of 132 bytes lie in 16-byte words where tokens follow each other.
+GENERAL_HEADS = (
+    *((nbytes, 4) for nbytes in (64, 128, 256, 512, 576, 656, 768, 1024, 1152, 2048, 4096, 8192, 65536)),
+    *((132, 4), (132, 1), (584, 2)),
+)
+
+
+def general_program(reads: End | None = None) -> Program:
+    """Return the one kernel for regions of heads of GENERAL_HEADS, of any number and distance; see
+    `rows.general_program`. `reads`: see `prepare`.
+    """
+    either, span = EITHER.value, SEVERAL_UNITS.value
+    shapes = (DigestShape(4, vec, 0, vec, nbytes, 1, 1, span, either, either, either) for nbytes, vec in GENERAL_HEADS)
+    return program(tuple(sorted(shapes, reverse=True)), RULES[Kernel.DIGEST][1], reads)
 
 
 class DigestShape(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -21,13 +22,15 @@ import torch
 import triton
 
 from . import cuda_driver
-from .code_store import Code, find
+from .code_store import Code, find, source
 from .cuda_driver import Arguments, Function
 from .region import RegionError
 
 if TYPE_CHECKING:
     from .table import Launch
 
+
+log = logging.getLogger(__name__)
 
 #: SMs when no budget is given: 4 reached the host link's ceiling, 192 GB/s, on a GB300 (sglang#40278).
 DEFAULT_SMS = 4
@@ -286,13 +289,20 @@ class Program:
         return *[torch.int64] * (1 + self.outputs), 1, 1, 1, 1 << 40, 1 << 40
 
     def code_name(self, architecture: int) -> str:
-        """Returns the name of the code for sm_`architecture` in the code store: a hash of source and constants.
+        """Returns the name of the code for sm_`architecture` in this machine's code store: `shipped_name`, and Triton's
+        version.
+        """
+        return f"{self.shipped_name(architecture)}-{triton.__version__}"
 
-        Triton's `cache_key` covers the kernel's source, that of the functions it calls, and the constants they name.
+    def shipped_name(self, architecture: int) -> str:
+        """Returns the name of the code for sm_`architecture` in a wheel, whose compiler may be another than this
+        process's: a hash of the source of all device code and of the constants.
+
+        Triton's own `cache_key` of a kernel differs by the kernels that were hashed before it (3.6).
         """
         options = sorted(self.options.items())
-        told = triton.__version__, architecture, self.kernel.cache_key, options, self.outputs
-        return sha256(repr(told).encode()).hexdigest()
+        told = source(), self.kernel.__module__, self.kernel.__name__, options, self.outputs
+        return f"sm_{architecture}-{sha256(repr(told).encode()).hexdigest()}"
 
     def compiled(self, architecture: int) -> Code:
         """Compile in this process, for most of a second, for the GPU that Triton has, of sm_`architecture`.
@@ -310,15 +320,38 @@ class Program:
         """Returns the code loaded on `device`: by an earlier call, or now from the code store, or as compiled by
         `compile` (None: `compiled`). Callable from any thread. Raises CudaError if the driver refuses the code.
         """
-        found = _functions.get((self, device))
+        found = self.kept_function(device)
         if found is None:
             with on(device):
-                target = architecture(device)
-                make = compile or Program.compiled
-                code = find(self.code_name(target)) or make(self, target)
-                found = cuda_driver.load(code.cubin, code.name, code.threads, code.shared_bytes)
+                found = _loaded((compile or Program.compiled)(self, architecture(device)))
             _functions[self, device] = found
         return found
+
+    def kept_function(self, device: torch.device) -> Function | None:
+        """Returns the code loaded on `device` as `function` does, or None if it would have to be compiled: there is
+        none, or the driver refuses a wheel's, which another compiler made. Raises CudaError as `function` does.
+        """
+        found = _functions.get((self, device))
+        if found is not None:
+            return found
+        with on(device):
+            target = architecture(device)
+            if (code := find(self.code_name(target))) is not None:
+                found = _loaded(code)
+            elif (code := find(self.shipped_name(target))) is not None:
+                try:
+                    found = _loaded(code)
+                except cuda_driver.CudaError as error:
+                    log.warning("%s: the wheel's code, of %s, is compiled again", error, code.compiler)
+                    return None
+            else:
+                return None
+        _functions[self, device] = found
+        return found
+
+
+def _loaded(code: Code) -> Function:
+    return cuda_driver.load(code.cubin, code.name, code.threads, code.shared_bytes)
 
 
 @dataclass(frozen=True, slots=True)

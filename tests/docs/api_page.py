@@ -71,7 +71,7 @@ CHOSEN = {
     "kvmover.kernels.rows": ("move", "prepare", "standing_program", "general_program"),
     "kvmover.kernels.launch": ("RowConfig", "Program", "Prepared", "Shift"),
     "kvmover.kernels.digest_reference": ("Logical", "digest"),
-    "kvmover.kernels.digest": ("digest", "move_and_digest", "prepare", "standing_program"),
+    "kvmover.kernels.digest": ("digest", "move_and_digest", "prepare", "standing_program", "general_program"),
     "kvmover.kernels.convert_reference": ("Conversion", "decode", "encode", "convert"),
     "kvmover.kernels.convert": ("convert", "prepare", "standing_program"),
     "kvmover.kernels.bulk": (
@@ -83,6 +83,7 @@ CHOSEN = {
         "EngineUnavailable",
         "PreparedBulk",
     ),
+    "kvmover.kernels.general": ("general",),
     "kvmover.kernels.crossover": ("Crossover", "known", "keep"),
     "kvmover.kernels.copy_times": ("calibrate", "take"),
 }

@@ -66,6 +66,26 @@ def test_a_move_has_the_digest_of_the_definition(move: Move) -> None:
     run([move], SMALL, None, ends=())
 
 
+@pytest.mark.parametrize("row_bytes", family([64, 132, 256, 576, 584, 656, 1152, 4096], few=[132, 584]))
+def test_the_general_kernels_move_and_digest_heads_of_public_models(row_bytes: int) -> None:
+    """Tokens that follow each other on both sides, and tokens that do not."""
+    moves = [Move(PoolShape(order, 4, 2), PoolShape(PACKED, 4, 2), row_bytes, 4, units=3) for order in (NHD, HND)]
+    opened = [move.open() for move in moves]
+    expected = [each.expected() for each in opened]
+    sources = [[whole.clone() for whole in each.src.whole] for each in opened]
+    regions = [each.region for each in opened]
+    logicals = [coordinates(each.move, each.region) for each in opened]
+    wanted = sum(defined([region], [logical], "src") for region, logical in zip(regions, logicals, strict=True))
+    for reads in (None, "dst"):
+        out, using = torch.zeros(1, dtype=torch.int64), digest.general_program(reads)
+        launch = digest.prepare(regions, logicals, out, sms=2, reads=reads, using=using)
+        assert launch is not None
+        assert launch.program == using
+        launch.run()
+        assert int(out) % MODULUS == wanted % MODULUS
+    assert_moved(opened, expected, sources)
+
+
 @pytest.mark.parametrize(
     ("together", "sms"),
     family(product(TOGETHER, [None, 3]), few=[("with-nothing", None), ("alignments", 3)]),

@@ -49,6 +49,11 @@ def test_whole_units_move_beside_units_of_any_other_length() -> None:
     run([WHOLE[0], replace(WHOLE[0], tokens=16, seed=5), MOVES[3]], partial(rows.move, sms=2, using=using))
 
 
+@pytest.mark.parametrize("together", family(list(TOGETHER), few=["alignments"]))
+def test_the_general_kernel_moves_rows_of_every_width_and_alignment(together: str) -> None:
+    run(TOGETHER[together], partial(rows.move, sms=2, using=rows.general_program()))
+
+
 @pytest.mark.parametrize("orders", ORDERS)
 def test_states_land_by_head_and_by_sub_projection_in_one_launch(orders: str) -> None:
     run_states(orders, 3, partial(rows.move, config=SMALL))

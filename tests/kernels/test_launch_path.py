@@ -142,7 +142,7 @@ class Compiled:
 
     def __init__(self, scratch_bytes: int = 0, shared_bytes: int = 0) -> None:
         sizes = {"global_scratch_size": scratch_bytes, "profile_scratch_size": 0, "shared": shared_bytes}
-        self.name, self.asm, self.cache_key = "kernel", {"cubin": b"kernel"}, "source"
+        self.name, self.__name__, self.asm = "kernel", "kernel", {"cubin": b"kernel"}
         self.metadata = SimpleNamespace(**sizes, num_warps=4, target=GPUTarget("cuda", 90, 32))
 
     def warmup(self, *given: object, **options: object) -> Compiled:
@@ -232,7 +232,8 @@ def test_code_is_kept_whole_or_compiled_again(
         assert code_store.find("name") is None
 
 
-def test_code_has_another_name_for_whatever_it_depends_on(driver: CountingDriver) -> None:
+def test_code_has_another_name_for_whatever_it_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Triton's version what is compiled here depends, and not what a wheel brings."""
     kernel = Compiled()
     programs = [
         Program(kernel, (), RowConfig()),
@@ -240,9 +241,103 @@ def test_code_has_another_name_for_whatever_it_depends_on(driver: CountingDriver
         Program(kernel, (), RowConfig(warps=8)),
         Program(kernel, (), RowConfig(), (("COPY", 1),)),
         Program(kernel, (), RowConfig(), outputs=1),
+        Program(rows.move_kernel, (), RowConfig()),
     ]
-    names = [program.code_name(90) for program in programs]
-    names.append(programs[0].code_name(100))
-    kernel.cache_key = "another source"
+    names = [name(program, 90) for program in programs for name in (Program.code_name, Program.shipped_name)]
+    names += [programs[0].code_name(100), programs[0].shipped_name(100)]
+    monkeypatch.setattr(triton, "__version__", "another")
     names.append(programs[0].code_name(90))
-    assert len(set(names)) == len(names) == 7
+    assert programs[0].shipped_name(90) == names[1]
+    monkeypatch.setattr(launch, "source", lambda: "another")
+    names += [programs[0].code_name(90), programs[0].shipped_name(90)]
+    assert len(set(names)) == len(names) == 17
+
+
+def test_names_do_not_depend_on_what_triton_has_hashed_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.JITFunction, "cache_key", property(lambda self: pytest.fail("by Triton's hash")))
+    assert launches()["rows"][0].code_name(90).startswith("sm_90-")
+
+
+def test_every_file_of_device_code_counts_as_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in Path(code_store.__file__).parent.glob("*.py"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(code_store, "_HERE", tmp_path)
+    source = code_store.source.__wrapped__
+    assert source() == code_store.source()
+    names = {source()}
+    for name in ("rows.py", "table.py", "digest_reference.py", "convert_elements.py"):
+        (tmp_path / name).write_text((tmp_path / name).read_text() + "# changed\n")
+        names.add(source())
+    assert len(names) == 5
+
+
+@pytest.fixture
+def shipped(driver: CountingDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
+    """A program whose code a wheel brought, of another Triton; nothing is compiled here."""
+    monkeypatch.setattr(code_store, "SHIPPED", tmp_path / "shipped")
+    program = launches()["rows"][0]
+    code_store.keep(
+        program.shipped_name(90), Code(b"kernel of a wheel", "kernel", 256, 0, "Triton 3.0"), code_store.SHIPPED
+    )
+    return program
+
+
+def refuse(program: Program, architecture: int) -> Code:
+    raise AssertionError("a kernel was compiled")
+
+
+def compile_here(program: Program, architecture: int) -> Code:
+    return Code(b"kernel of here", "kernel", 256, 0)
+
+
+def test_code_of_the_wheel_is_loaded_and_nothing_is_compiled(shipped: Program, driver: CountingDriver) -> None:
+    found = shipped.function(GPU, refuse)
+    assert driver.loaded == [b"kernel of a wheel"]
+    assert shipped.kept_function(GPU) is found
+    assert driver.calls == LOADED
+
+
+def test_code_compiled_here_goes_before_the_wheels(shipped: Program, driver: CountingDriver) -> None:
+    code_store.keep(shipped.code_name(90), compile_here(shipped, 90))
+    shipped.function(GPU, refuse)
+    assert driver.loaded == [b"kernel of here"]
+
+
+@pytest.mark.parametrize("changed", ["source", "architecture", "constants"])
+def test_what_the_wheel_was_not_compiled_for_is_compiled(
+    changed: str, shipped: Program, driver: CountingDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if changed == "source":
+        monkeypatch.setattr(launch, "source", lambda: "of a changed file")
+    if changed == "architecture":
+        monkeypatch.setattr(launch, "architecture", lambda device: 103)
+    program = replace(shipped, config=RowConfig(warps=8)) if changed == "constants" else shipped
+    assert program.kept_function(GPU) is None
+    program.function(GPU, compile_here)
+    assert driver.loaded == [b"kernel of here"]
+
+
+def test_code_of_the_wheel_that_the_driver_refuses_is_compiled_and_told(
+    shipped: Program, driver: CountingDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a driver does that is older than the compiler."""
+    load = CountingDriver.cuModuleLoadData
+
+    def newer(self: CountingDriver, module: Any, cubin: bytes) -> int:
+        return 222 if b"wheel" in cubin else load(self, module, cubin)
+
+    monkeypatch.setattr(CountingDriver, "cuModuleLoadData", newer)
+    assert shipped.kept_function(GPU) is None
+    assert "CUDA error 222: the wheel's code, of Triton 3.0, is compiled again" in caplog.text
+    shipped.function(GPU, compile_here)
+    assert driver.loaded == [b"kernel of here"]
+
+
+def test_damaged_code_of_the_wheel_is_compiled(
+    shipped: Program, driver: CountingDriver, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = code_store.SHIPPED / shipped.shipped_name(90)
+    file.write_bytes(file.read_bytes()[:-1])
+    shipped.function(GPU, compile_here)
+    assert driver.loaded == [b"kernel of here"]
+    assert "is damaged" in caplog.text

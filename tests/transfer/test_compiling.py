@@ -68,6 +68,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
 
     monkeypatch.setattr(Compiler, "compiles", True)
     monkeypatch.setattr(Program, "function", lambda self, *_: found.programs.add(self))
+    monkeypatch.setattr(Program, "kept_function", lambda self, _: None)
     monkeypatch.setattr(Copier, "run", copy)
     monkeypatch.setattr(Copier, "copy", copy_part)
     return found

@@ -88,19 +88,23 @@ class Shape:
     def ends(self) -> tuple[End, End]:
         return self._end(self.src, 0), self._end(self.dst, 1)
 
-    def _end(self, fleet: Fleet, side: int) -> End:
-        pages, codec = 16384 // fleet.page_tokens, self.codecs[side]
+    def kept(self, side: int) -> tuple[Component, ...]:
+        codec = self.codecs[side]
         first, *others = self.components
+        return first if codec is None else first.kept_as(codec), *others
+
+    def _end(self, fleet: Fleet, side: int) -> End:
+        pages = 16384 // fleet.page_tokens
         pools = (
             PoolSpec.dense(
                 component,
                 fleet.shard(component, 0, 1),
                 pages,
-                fleet.page_tokens,
+                fleet.page_rows(component),
                 self.orders[side],
                 ("layer", "kv"),
             )
-            for component in (first if codec is None else first.kept_as(codec), *others)
+            for component in self.kept(side)
         )
         return End(fleet, 0, tuple(pools))
 
@@ -420,6 +424,7 @@ def test_a_peer_that_greets_again_has_nothing_compiled_anew_and_keeps_its_digest
 ) -> None:
     compiled: list[Program] = []
     monkeypatch.setattr(Program, "function", lambda self, *_: compiled.append(self))
+    monkeypatch.setattr(Program, "kept_function", lambda self, _: None)
     shape, compiler, rules = FLAGSHIPS["MLA 16 to 64"], Compiler(GPU), replace(RULES, digests=False)
     ends, (memory, _) = shape.ends(), memories_of(FLAGSHIPS["MLA 16 to 64"])
     compiler.seated("decode-0", *ends, memory, rules)
@@ -441,6 +446,7 @@ def test_copies_go_on_while_digests_are_compiled(monkeypatch: pytest.MonkeyPatch
     gate = threading.Event()
     gate.set()
     monkeypatch.setattr(Program, "function", lambda self, *_: gate.wait(20))
+    monkeypatch.setattr(Program, "kept_function", lambda self, _: None)
     compiler, shape = Compiler(GPU), FLAGSHIPS["MLA 16 to 64"]
     compiler.seated("decode-0", *shape.ends(), memories_of(shape)[0], replace(RULES, digests=False))
     plain = newest(compiler, "decode-0", Way.WRITE)

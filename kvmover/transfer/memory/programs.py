@@ -1,14 +1,16 @@
-"""The programs of a peer: the kernels that copies for it can need, compiled in a thread once it is connected.
+"""The programs of a peer: the kernels that copies for it can need, loaded in a thread once it is connected.
 
 A kernel takes most of a second to compile, for which `poll` must not stop. The kernels follow from the pools and page
-sizes of both sides, and serve the chunks of any request.
+sizes of both sides, and serve the chunks of any request. Where a wheel brought general kernels, copies begin with them
+while a peer's own are compiled.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     import torch
 
     from kvmover.kernels.ahead_of_time import Worker
+    from kvmover.kernels.launch import Program
+
+log = logging.getLogger(__name__)
 
 #: One page table a component.
 PageTables = list[npt.NDArray[np.int64]]
@@ -169,6 +174,36 @@ def _pages(reads: Sequence[int], end: End) -> PageTables:
     return [np.arange(count, dtype=np.int64) % spec.pages for count, spec in zip(reads, end.pools, strict=True)]
 
 
+def kept_programs(programs: Programs, device: torch.device) -> Programs | None:
+    """Returns the kernels, loaded on a device without a compiler: in place of each that would have to be compiled the
+    general one that serves as much. None if one has none.
+    """
+    from kvmover.kernels.general import general
+
+    found: dict[str, Program] = {}
+    for each in fields(Programs):
+        program: Program | None = getattr(programs, each.name)
+        if program is not None and program.kept_function(device) is None:
+            program = general(program)
+            if program is None or program.kept_function(device) is None:
+                return None
+        if program is not None:
+            found[each.name] = program
+    return Programs(**found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The programs of a peer and direction, and those of them that need no compiler. `whole`: copies can begin."""
+
+    made_for: Programs | None
+    kept: Programs | None
+
+    @property
+    def whole(self) -> bool:
+        return self.made_for is None or self.kept is not None
+
+
 @dataclass(frozen=True, slots=True)
 class _Seat:
     """The inputs from which a peer's programs were last compiled."""
@@ -183,7 +218,8 @@ class _Seat:
 class Compiler:
     """The programs by peer, loaded by one thread, for which a process of its own compiles. A CPU needs no programs.
 
-    `_before`: programs in use while a peer's are compiled anew.
+    `_kept`: programs for which nothing is compiled, in use until a peer's own are. `_before`: programs in use while a
+    peer's are made anew.
     """
 
     device: torch.device
@@ -193,6 +229,7 @@ class Compiler:
     _begun: dict[tuple[str, Way], Future[Programs | None]] = field(
         default_factory=dict["tuple[str, Way]", "Future[Programs | None]"]
     )
+    _kept: dict[tuple[str, Way], Future[_Kept]] = field(default_factory=dict["tuple[str, Way]", "Future[_Kept]"])
     _before: dict[tuple[str, Way], Future[Programs | None]] = field(
         default_factory=dict["tuple[str, Way]", "Future[Programs | None]"]
     )
@@ -225,7 +262,9 @@ class Compiler:
             if begun is not None and begun.done():
                 self._before[peer, way] = begun
             ends = (own, theirs) if way in (Way.GATHER, Way.WRITE) else (theirs, own)
-            self._begun[peer, way] = self._thread.submit(self._compile, way, *ends, memory, seat.rules)
+            self._kept[peer, way] = self._thread.submit(self._without_compiler, way, *ends, memory, seat.rules)
+        for way in Way:  # after all that needs no compiler
+            self._begun[peer, way] = self._thread.submit(self._compile, self._kept[peer, way])
         self._thread.submit(self._worker.rest)
 
     def digested(self, peer: str) -> None:
@@ -234,26 +273,48 @@ class Compiler:
         if seat is not None and not seat.rules.digests:
             self.seated(peer, seat.own, seat.theirs, seat.memory, _digesting(seat.rules))
 
-    def _compile(self, way: Way, src: End, dst: End, memory: OwnMemory, rules: Rules) -> Programs | None:
+    def _without_compiler(self, way: Way, src: End, dst: End, memory: OwnMemory, rules: Rules) -> _Kept:
         programs = programs_between(way, src, dst, memory.bound_anew(), rules)
-        for program in programs.all() if programs else ():
-            program.function(self.device, self._worker.compile)
-        return programs
+        return _Kept(programs, None if programs is None else kept_programs(programs, self.device))
+
+    def _compile(self, known: Future[_Kept]) -> Programs | None:
+        """Returns the peer's own programs, compiled; or those that are in use if they cannot be."""
+        found = known.result()
+        try:
+            for program in found.made_for.all() if found.made_for else ():
+                program.function(self.device, self._worker.compile)
+        except RuntimeError as error:  # of the compiling process, or of the driver
+            if found.kept is None:
+                raise
+            log.warning("general kernels stay in use: %s", error)
+            return found.kept
+        return found.made_for
+
+    def _at_hand(self, peer: str, way: Way) -> _Kept | None:
+        """Returns the programs that need no compiler; None if some do, or if it is not known yet."""
+        kept = self._kept.get((peer, way))
+        if kept is None or not kept.done() or kept.cancelled() or kept.exception() is not None:
+            return None
+        return kept.result() if kept.result().whole else None
 
     def is_ready(self, peer: str, *ways: Way) -> bool:
-        """Returns True if no compilation for a peer is under way in these directions. It may have failed: then
+        """Returns True if copies for a peer wait for no compilation in these directions. It may have failed: then
         `programs` raises.
         """
         return not self._begun or all(
-            begun.done() for way in ways if (begun := self._begun.get((peer, way))) is not None
+            begun.done() or self._at_hand(peer, way) is not None
+            for way in ways
+            if (begun := self._begun.get((peer, way))) is not None
         )
 
     def programs(self, peer: str, way: Way) -> Programs | None:
-        """Returns the newest compiled programs of a peer and direction. Waits for the first ones unless `is_ready`.
-        Raises the compiler's exception.
+        """Returns the newest programs of a peer and direction: its own once they are compiled, until then general ones.
+        Waits for the first ones unless `is_ready`. Raises the compiler's exception.
         """
         begun = self._begun.get((peer, way))
         if begun is not None and not begun.done():
+            if (found := self._at_hand(peer, way)) is not None:
+                return found.kept
             begun = self._before.get((peer, way), begun)
         return None if begun is None else begun.result()
 
@@ -261,13 +322,13 @@ class Compiler:
         """Forget a peer. Compiled kernels stay."""
         self._seats.pop(peer, None)
         for way in Way:
-            self._begun.pop((peer, way), None)
-            self._before.pop((peer, way), None)
+            for each in (self._begun, self._kept, self._before):
+                each.pop((peer, way), None)
 
     def close(self) -> None:
         """Cancel queued compilations, and end the compiling process."""
         if self._thread is not None:
-            for begun in self._begun.values():
+            for begun in (*self._begun.values(), *self._kept.values()):
                 begun.cancel()
             self._thread.shutdown(wait=False)  # it runs what is queued: the worker's rest
 
