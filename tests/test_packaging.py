@@ -70,6 +70,23 @@ def test_each_vendored_file_comes_with_its_licence() -> None:
     assert all((ROOT / licence).read_text() for licence in licences)
 
 
+def test_a_build_without_triton_says_that_it_ships_no_machine_code(tmp_path: Path) -> None:
+    code = """
+import importlib.util, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "triton" else find(name, *rest)
+exec(compile(open("setup.py").read(), "setup.py", "exec"))
+"""
+    arguments = ["egg_info", "--egg-base", str(tmp_path), "build_py", "--build-lib", str(tmp_path / "lib")]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
+    said = "no machine code is shipped, without triton: kernels are compiled where they run"
+    assert said in done.stdout + done.stderr
+    assert (tmp_path / "lib" / "kvmover" / "kernels" / "rows.py").exists()
+    assert not (tmp_path / "lib" / "kvmover" / "kernels" / "shipped").exists()
+
+
 def test_base_dependencies_are_light() -> None:
     names = {re.split(r"[<>=\[ ]", line)[0] for line in PROJECT["dependencies"]}
     assert names == {"msgspec", "numpy", "rich", "typer", "xxhash"}

@@ -124,11 +124,16 @@ def test_a_mover_of_a_public_model_begins_with_no_compile(name: str, digests: bo
     assert all(ready for _, ready in wheel.asked)
 
 
+#: Sizes of tensor parallelism, and of pages.
+FEW, MOST, ALL = ((1, 8), (1, 64)), ((1, 2, 8), (1, 16, 64)), ((1, 2, 4, 8), (1, 16, 32, 64, 128))
+
+
 @pytest.mark.parametrize(
     ("name", "tps", "pages"),
     family(
-        [(name, *sizes) for name in PUBLIC for sizes in (((1, 8), (1, 64)), ((1, 2, 4, 8), (1, 16, 32, 64, 128)))],
-        few=[(name, (1, 8), (1, 64)) for name in PUBLIC],
+        [(name, *sizes) for name in PUBLIC for sizes in (FEW, MOST, ALL)],
+        few=[(name, *FEW) for name in PUBLIC],
+        proved=[(name, *MOST) for name in PUBLIC],
     ),
     ids=str,
 )
