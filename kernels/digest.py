@@ -118,8 +118,8 @@ def _payload(table, at, shift, plane, head, unit, token, first, live, OF: tl.con
     src = plane_start(table, at + SRC, shift[1], plane, head, ELEMENT, VEC)
     dst = plane_start(table, at + DST, shift[2], plane, head, ELEMENT, VEC)
     known = unit >= 0 if OF[OF_SPAN] == ONE_UNIT else live
-    src_row = unit_start(table, at + SRC, unit, known, OF[OF_SRC_KIND], VEC)
-    dst_row = unit_start(table, at + DST, unit, known, OF[OF_DST_KIND], VEC)
+    src_row = unit_start(table, at + SRC, shift[0], unit, known, OF[OF_SRC_KIND], VEC)
+    dst_row = unit_start(table, at + DST, shift[0], unit, known, OF[OF_DST_KIND], VEC)
     if OF[OF_SPAN] != TOKEN_UNITS:
         src_row += token * token_stride(at + SRC, VEC)
         dst_row += token * token_stride(at + DST, VEC)
@@ -148,11 +148,11 @@ def _tile(table, at, out, shift, tile, SHAPES: tl.constexpr, I: tl.constexpr, BL
     HEADS_IN_ROW: tl.constexpr = OF[OF_HEADS]
     ROWS: tl.constexpr = BLOCK // WIDEST * OF[OF_VEC] // GRAIN
     plane, head, piece = plane_and_head(at, tile)
-    unit, token, grain, live = rows_of(at, shift[0], piece, ROWS, OF[OF_GRAINS], OF[OF_SPAN])
+    unit, token, grain, live = rows_of(at, piece, ROWS, OF[OF_GRAINS], OF[OF_SPAN])
     first = grain * GRAIN
     word = _payload(table, at, shift, plane, head, unit, token, first, live, OF, COPY)
     known = unit >= 0 if OF[OF_SPAN] == ONE_UNIT else live
-    position = unit_start(table, at + LOGICAL, unit, known, OF[OF_POSITION_KIND], 1)
+    position = unit_start(table, at + LOGICAL, shift[0], unit, known, OF[OF_POSITION_KIND], 1)
     step = tl.load(at + LOGICAL + TOKEN_STRIDE)
     if OF[OF_RECUT]:  # a token begins anywhere in such a row: words are counted from the start of the unit
         if OF[OF_GRAINS]:

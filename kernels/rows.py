@@ -70,15 +70,15 @@ def _copy(table, at, shift, plane, head, piece, OF: tl.constexpr, ROWS: tl.const
     SPAN: tl.constexpr = OF[OF_SPAN]
     src = plane_start(table, at + SRC, shift[1], plane, head, WORD, VEC)
     dst = plane_start(table, at + DST, shift[2], plane, head, WORD, VEC)
-    unit, token, grain, live = rows_of(at, shift[0], piece, ROWS, OF[OF_GRAINS], SPAN)
+    unit, token, grain, live = rows_of(at, piece, ROWS, OF[OF_GRAINS], SPAN)
     src_row = grain.to(tl.int64) * GRAIN
     dst_row = src_row
     if SPAN == ONE_UNIT:
-        src += unit_start(table, at + SRC, unit, unit >= 0, OF[OF_SRC_KIND], VEC)
-        dst += unit_start(table, at + DST, unit, unit >= 0, OF[OF_DST_KIND], VEC)
+        src += unit_start(table, at + SRC, shift[0], unit, unit >= 0, OF[OF_SRC_KIND], VEC)
+        dst += unit_start(table, at + DST, shift[0], unit, unit >= 0, OF[OF_DST_KIND], VEC)
     else:
-        src_row += unit_start(table, at + SRC, unit, live, OF[OF_SRC_KIND], VEC)
-        dst_row += unit_start(table, at + DST, unit, live, OF[OF_DST_KIND], VEC)
+        src_row += unit_start(table, at + SRC, shift[0], unit, live, OF[OF_SRC_KIND], VEC)
+        dst_row += unit_start(table, at + DST, shift[0], unit, live, OF[OF_DST_KIND], VEC)
     if SPAN != TOKEN_UNITS:
         src_row += token * token_stride(at + SRC, VEC)
         dst_row += token * token_stride(at + DST, VEC)
@@ -148,11 +148,10 @@ def _copy_units(table, at, shift, plane, head, piece, OF: tl.constexpr, UNITS_IN
     REST: tl.constexpr = rest_rows(OF[OF_TOKENS] * OF[OF_GRAINS])  # pyright: ignore
     unit = piece * UNITS_IN_TILE + tl.arange(0, UNITS_IN_TILE).to(tl.uint32)
     live = unit < tl.load(at + UNITS).to(tl.uint32)
-    unit += shift[0]
     src = plane_start(table, at + SRC, shift[1], plane, head, WORD, VEC)
     dst = plane_start(table, at + DST, shift[2], plane, head, WORD, VEC)
-    src = (src + unit_start(table, at + SRC, unit, live, OF[OF_SRC_KIND], VEC))[:, None, None]
-    dst = (dst + unit_start(table, at + DST, unit, live, OF[OF_DST_KIND], VEC))[:, None, None]
+    src = (src + unit_start(table, at + SRC, shift[0], unit, live, OF[OF_SRC_KIND], VEC))[:, None, None]
+    dst = (dst + unit_start(table, at + DST, shift[0], unit, live, OF[OF_DST_KIND], VEC))[:, None, None]
     src_stride = token_stride(at + SRC, VEC)
     dst_stride = token_stride(at + DST, VEC)
     here = _live_rows(live, 0, ROWS, OF)

@@ -60,10 +60,10 @@ def plane_and_head(at, tile):
 
 
 @triton.jit
-def rows_of(at, first, piece, ROWS: tl.constexpr, COUNT: tl.constexpr, SPAN: tl.constexpr):
+def rows_of(at, piece, ROWS: tl.constexpr, COUNT: tl.constexpr, SPAN: tl.constexpr):
     """Return the unit of a piece of `ROWS` grains, one or [row], and [row] token, grain in the token, and existence.
 
-    `first`: the unit that the launch begins with. `COUNT`: grains a token; 0: the table says.
+    `COUNT`: grains a token; 0: the table says.
     """
     tokens = tl.load(at + TOKENS).to(tl.uint32)
     unit = piece
@@ -87,7 +87,7 @@ def rows_of(at, first, piece, ROWS: tl.constexpr, COUNT: tl.constexpr, SPAN: tl.
             unit = token // tokens
         token = token - unit * tokens
         live = unit < tl.load(at + UNITS).to(tl.uint32)
-    return unit + first, token, grain, live
+    return unit, token, grain, live
 
 
 @triton.jit
@@ -99,15 +99,18 @@ def plane_start(table, side, moved, plane, head, ELEMENT: tl.constexpr, VEC: tl.
 
 
 @triton.jit
-def unit_start(table, side, unit, live, KIND: tl.constexpr, VEC: tl.constexpr):
-    """Return the elements from the start of a plane to that of `unit`, a multiple of `VEC`. `live` masks list loads."""
+def unit_start(table, side, first, unit, live, KIND: tl.constexpr, VEC: tl.constexpr):
+    """Return the elements from the start of a plane to that of a unit, a multiple of `VEC`: `unit` counts from unit
+    `first` of the side's list on, with which the launch begins. `live` masks list loads.
+    """
     if KIND == LISTED:
-        return tl.multiple_of(tl.load(table + tl.load(side + LIST) + unit, mask=live, other=0), VEC)
+        return tl.multiple_of(tl.load(table + (tl.load(side + LIST) + first) + unit, mask=live, other=0), VEC)
     stride = tl.multiple_of(tl.load(side + UNIT_STRIDE), VEC)
-    start = tl.multiple_of(tl.load(side + FIRST_UNIT), VEC) + unit.to(tl.int64) * stride
+    start = tl.multiple_of(tl.load(side + FIRST_UNIT), VEC) + first.to(tl.int64) * stride
+    start += unit.to(tl.int64) * stride
     if KIND == EITHER:
-        listed = live & (unit < tl.load(side + LIST_LENGTH))
-        start += tl.multiple_of(tl.load(table + tl.load(side + LIST) + unit, mask=listed, other=0), VEC)
+        listed = live & (unit < tl.load(side + LIST_LENGTH) - first)
+        start += tl.multiple_of(tl.load(table + (tl.load(side + LIST) + first) + unit, mask=listed, other=0), VEC)
     return start
 
 

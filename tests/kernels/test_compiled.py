@@ -63,7 +63,7 @@ def test_whole_units_cost_a_third_less_address_arithmetic(cases: Report) -> None
         in_flight = [len(case["widths"]["LDG"]) for case in (whole, by_row)]
         assert in_flight[0] >= in_flight[1]
         arithmetic = [case["integers"] / (2 * n) for case, n in zip((whole, by_row), in_flight, strict=True)]
-        assert arithmetic[0] <= 20  # of a load and a store
+        assert arithmetic[0] <= 21  # of a load and a store
         assert arithmetic[0] <= arithmetic[1] * 2 / 3
         assert whole["registers"] / in_flight[0] <= by_row["registers"] / in_flight[1]
 
