@@ -96,10 +96,10 @@ NEITHER, DIGESTS_SRC, DIGESTS_DST = map(tl.constexpr, range(3))
 @triton.jit
 def _starts(table, side, moved, row, ELEMENT: tl.constexpr, VEC: tl.constexpr, KIND: tl.constexpr):
     """Return pointers to each row's start in a stream, `moved` bytes further than the table says: [row, 1]. `row`: its
-    plane, head, first unit of the launch, unit, token and existence.
+    plane, head, unit, token and existence.
     """
-    plane, head, first, unit, token, live = row
-    start = unit_start(table, side, first, unit, live, KIND, VEC) + token * token_stride(side, VEC)
+    plane, head, unit, token, live = row
+    start = unit_start(table, side, 0, unit, live, KIND, VEC) + token * token_stride(side, VEC)
     return (plane_start(table, side, moved, plane, head, ELEMENT, VEC) + start)[:, None]
 
 
@@ -110,10 +110,10 @@ def _plane_scale(table, planes, plane):
 
 
 @triton.jit
-def _key(table, at, plane, head, first, unit, token, live):
+def _key(table, at, plane, head, unit, token, live):
     """Return each row's key for the digest: [row, 1]."""
     side = at + LOGICAL
-    position = unit_start(table, side, first, unit, live, LISTED, 1) + token * tl.load(side + TOKEN_STRIDE)
+    position = unit_start(table, side, 0, unit, live, LISTED, 1) + token * tl.load(side + TOKEN_STRIDE)
     return key_of(side, tl.load(table + tl.load(side + ADDRESSES) + plane), head, position)[:, None]
 
 
@@ -148,7 +148,7 @@ def _read(table, at, moved, row, grain, key, OF: tl.constexpr, CASTS: tl.constex
 
     `grain`, `key` [row, 1]: the grain's number in its row, and the row's key.
     """
-    plane, live = row[0], row[5]
+    plane, live = row[0], row[4]
     KIND: tl.constexpr = OF[OF_SRC_ELEMENT]
     WIDTH: tl.constexpr = OF[OF_WIDTH]
     BLOCK: tl.constexpr = OF[OF_SRC_BLOCK]
@@ -221,7 +221,7 @@ def _write(table, at, moved, row, grain, key, x, OF: tl.constexpr, CASTS: tl.con
     """Store numbers [row, number] in the destination's form, with their block scales. Returns the sum of the words
     stored if `SUM`, else 0.
     """
-    plane, live = row[0], row[5]
+    plane, live = row[0], row[4]
     KIND: tl.constexpr = OF[OF_DST_ELEMENT]
     WIDTH: tl.constexpr = OF[OF_WIDTH]
     ROWS: tl.constexpr = OF[OF_ROWS]
@@ -294,11 +294,12 @@ def _tile(
     COUNT: tl.constexpr = (OF[OF_VALUES] + OF[OF_WIDTH] - 1) // OF[OF_WIDTH]
     plane, head, piece = plane_and_head(at, tile)
     unit, token, grain, live = rows_of(at, piece, OF[OF_ROWS], COUNT, SEVERAL_UNITS)
+    unit += shift[0]  # to lists it would be added for each of four streams, out of registers
     grain = grain.to(tl.int32)[:, None]
     key = grain
     if DIGESTS != NEITHER:
-        key = _key(table, at, plane, head, shift[0], unit, token, live)
-    row = plane, head, shift[0], unit, token, live
+        key = _key(table, at, plane, head, unit, token, live)
+    row = plane, head, unit, token, live
     x, read = _read(table, at, shift[1], row, grain, key, OF, CASTS, DIGESTS == DIGESTS_SRC)
     wrote = _write(table, at, shift[2], row, grain, key, x, OF, CASTS, DIGESTS == DIGESTS_DST)
     if DIGESTS != NEITHER:

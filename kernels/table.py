@@ -106,7 +106,7 @@ def unit_start(table, side, first, unit, live, KIND: tl.constexpr, VEC: tl.const
     if KIND == LISTED:
         return tl.multiple_of(tl.load(table + (tl.load(side + LIST) + first) + unit, mask=live, other=0), VEC)
     stride = tl.multiple_of(tl.load(side + UNIT_STRIDE), VEC)
-    start = tl.multiple_of(tl.load(side + FIRST_UNIT), VEC) + first.to(tl.int64) * stride
+    start = tl.multiple_of(tl.load(side + FIRST_UNIT), VEC) + first * stride
     start += unit.to(tl.int64) * stride
     if KIND == EITHER:
         listed = live & (unit < tl.load(side + LIST_LENGTH) - first)
