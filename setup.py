@@ -24,12 +24,16 @@ core = Extension(
 
 
 class BuildWithKernels(build_py):
-    """Adds machine code for GPUs, but to an editable install, whose source changes."""
+    """Adds machine code for GPUs, but to an editable install, whose source changes.
+
+    For those in KVMOVER_ARCHITECTURES, as "86 90", if it is set; none if it is empty.
+    """
 
     def run(self) -> None:
         """Build as ever, then compile the kernels that movers start with."""
         super().run()
-        if self.editable_mode:
+        architectures = os.environ.get("KVMOVER_ARCHITECTURES")
+        if self.editable_mode or architectures == "":
             return
         missing = [name for name in ("triton", "torch", "msgspec", "numpy") if find_spec(name) is None]
         if missing:
@@ -37,7 +41,8 @@ class BuildWithKernels(build_py):
             return
         folder = Path(self.build_lib, "kvmover", "kernels", "shipped")
         shutil.rmtree(folder, ignore_errors=True)
-        done = subprocess.run([sys.executable, "-m", "kvmover.transfer.memory.shipped", str(folder)], check=False)
+        command = [sys.executable, "-m", "kvmover.transfer.memory.shipped", str(folder), *(architectures or "").split()]
+        done = subprocess.run(command, check=False)
         if done.returncode:
             shutil.rmtree(folder, ignore_errors=True)
             self.warn("no machine code is shipped: kernels are compiled where they run")

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import IO, TYPE_CHECKING, Any
 
-from .code_store import Code, find, keep
+from .code_store import Code, find, folder, keep
 from .launch import Program, RowConfig
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def serve(lines: Iterable[str], answers: IO[str]) -> None:
         target.architecture = told["architecture"]
         program = program_of(told)
         try:
-            keep(program.code_name(target.architecture), program.compiled(target.architecture))
+            keep(program.code_name(target.architecture), program.compiled(target.architecture), folder())
         except Exception as error:  # of Triton, ptxas or the folder: the asking process says so
             answers.write(f"{type(error).__name__}: {error}".replace("\n", " "))
         answers.write("\n")

@@ -67,11 +67,8 @@ def find(name: str) -> Code | None:
     return None
 
 
-def keep(name: str, code: Code, where: Path | None = None) -> None:
-    """Keep code under a name, all of it or nothing. Raises OSError if the folder cannot be written.
-
-    `where`: None for the folder of this machine.
-    """
+def keep(name: str, code: Code, where: Path) -> None:
+    """Keep code under a name in a folder, all of it or nothing. Raises OSError if the folder cannot be written."""
     told = {
         "name": code.name,
         "threads": code.threads,
@@ -79,7 +76,6 @@ def keep(name: str, code: Code, where: Path | None = None) -> None:
         "compiler": code.compiler,
     }
     header = json.dumps(told).encode()
-    where = where or folder()
     where.mkdir(parents=True, exist_ok=True)
     written = where / f".{name}.{os.getpid()}"
     written.write_bytes(sha256(header + code.cubin).hexdigest().encode() + header + b"\n" + code.cubin)

@@ -88,7 +88,7 @@ class Chunks:
         stretch = lane.stretch(number, self._pages, None)
         assert stretch is not None, "one component is one piece"
         work = partial(self._work, number)
-        chunk = ChunkCopy(work, 0, digests=False, tables=self._tables, stretch=stretch, programs=self._programs)
+        chunk = ChunkCopy(work, 0, False, self._tables, lambda: stretch, self._programs)
         for launch, shift in self._tables.launches(chunk, stretch, SMS, CopyEngine.AUTO, None):
             if self._arena.device.type != "cpu":
                 launch.run(shift)

@@ -216,7 +216,7 @@ def test_code_is_kept_whole_or_compiled_again(
 ) -> None:
     code = Code(b"machine\ncode", "kernel", 128, 7)
     assert code_store.find("name") is None
-    code_store.keep("name", code)
+    code_store.keep("name", code, code_store.folder())
     assert code_store.find("name") == code
     assert [file.name for file in tmp_path.iterdir()] == ["name"]
     written = (tmp_path / "name").read_bytes()
@@ -298,7 +298,7 @@ def test_code_of_the_wheel_is_loaded_and_nothing_is_compiled(shipped: Program, d
 
 
 def test_code_compiled_here_goes_before_the_wheels(shipped: Program, driver: CountingDriver) -> None:
-    code_store.keep(shipped.code_name(90), compile_here(shipped, 90))
+    code_store.keep(shipped.code_name(90), compile_here(shipped, 90), code_store.folder())
     shipped.function(GPU, refuse)
     assert driver.loaded == [b"kernel of here"]
 

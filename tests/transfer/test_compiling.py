@@ -44,11 +44,12 @@ class Compiled:
 
     def takes(self, chunk: ChunkCopy, sms: int | None, engine: CopyEngine) -> None:
         """The same for a chunk's part of its request's tables."""
-        if chunk.stretch is None:
+        stretch = chunk.stretch()
+        if stretch is None:
             return
         self.parts.append(chunk)
         total = torch.zeros(1, dtype=torch.int64) if chunk.digests else None
-        for launch, _ in chunk.tables.launches(chunk, chunk.stretch, sms, engine, total):
+        for launch, _ in chunk.tables.launches(chunk, stretch, sms, engine, total):
             self.late += [launch.program] if launch.program not in self.programs else []
 
 

@@ -112,7 +112,7 @@ def test_a_chunk_takes_its_part_of_the_tables_of_its_request(
     tables: Any = SimpleNamespace(launches=launched)
     monkeypatch.setattr(CopyStream, "launch", lambda self, regions, move: move(regions) or object())
     stretch = Stretch((0,), 3, None, None, np.zeros(4, np.int64))
-    chunk = ChunkCopy(lambda staged: Work([REGION]), 256, digests, tables, stretch, PROGRAMS)
+    chunk = ChunkCopy(lambda staged: Work([REGION]), 256, digests, tables, lambda: stretch, PROGRAMS)
     copier = Copier(GPU, 8, engine)
     copier.copy(chunk, lambda digest: None)
     if engine in (CopyEngine.AUTO, CopyEngine.ROWS):
@@ -126,7 +126,7 @@ def test_a_chunk_takes_its_part_of_the_tables_of_its_request(
         assert calls == [f"{engine} by 8 SMs"]
     calls.clear()
     given.clear()
-    copier.copy(structs.replace(chunk, stretch=None), lambda digest: None)
+    copier.copy(structs.replace(chunk, stretch=lambda: None), lambda digest: None)
     assert given == []
     assert calls == [f"{'rows' if engine is CopyEngine.AUTO else engine} by 8 SMs"]
 

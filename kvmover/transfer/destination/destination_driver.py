@@ -169,8 +169,8 @@ class Reads:
             return Work(between(lane.direct_boxes(chunk, src, dst), theirs, core.bound))
 
         kept = core.compiler.programs(peer.name, Way.READ)
-        copy = ChunkCopy(work, 0, digests=False, tables=tables, stretch=lane.stretch(chunk, src, dst), programs=kept)
-        core.copier.copy(copy, core.soon(done))
+        stretch = partial(lane.stretch, chunk, src, dst)
+        core.copier.copy(ChunkCopy(work, 0, False, tables, stretch, kept), core.soon(done))
 
     def _refuse(self, reading: Reading, reason: str) -> None:
         """Fail a read before it is posted. `tell` is called later from the mover's loop, outside the current step."""
@@ -640,7 +640,7 @@ class DestinationDriver:
             self._step(attempt, Scattered(peer, chunk, digest))
 
         with ranges.span(ranges.SCATTER, attempt.state.request, plan.nbytes):
-            stretch = lane.stretch(chunk, None, attempt.pages)
+            stretch = partial(lane.stretch, chunk, None, attempt.pages)
             kept = core.compiler.programs(peer, Way.SCATTER)
             core.copier.copy(
                 ChunkCopy(work, offset or 0, digests, attempt.tables[peer], stretch, kept), core.soon(done)

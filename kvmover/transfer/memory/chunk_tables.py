@@ -30,15 +30,15 @@ class ChunkCopy(msgspec.Struct, frozen=True, eq=False):
     """The copy of a chunk, or its digest where it lies.
 
     `work`: returns the work for a chunk that is staged at an offset. `offset`: where it is; 0 if both ends are pools.
-    `digests`: the work has logicals. `tables`: of its request and peer. `stretch`: the chunk as a part of its request's
-    units; None: it has a table of its own. `programs`: see `Work`.
+    `digests`: the work has logicals. `tables`: of its request and peer. `stretch`: returns the chunk as a part of its
+    request's units, or None: it has a table of its own; called where kernels copy. `programs`: see `Work`.
     """
 
     work: Callable[[int], Work]
     offset: int
     digests: bool
     tables: ChunkTables
-    stretch: Stretch | None
+    stretch: Callable[[], Stretch | None]
     programs: Programs | None
 
     def here(self) -> Work:
@@ -95,17 +95,17 @@ def over(work: Work, stretch: Stretch) -> Work:
     """
     lists = [each for each in (stretch.src, stretch.dst) if each is not None]
     count = min(map(len, lists))
-
     box = _box(work)
-    src = _listing(box.src, lists[0] if box.src is box.dst else stretch.src, count)
-    dst = src if box.src is box.dst else _listing(box.dst, stretch.dst, count)
-    made = replace(box, src=src, dst=dst)
-    if stretch.src is not None:
+    if not work.rests:
+        made = replace(box, src=_listing(box.src, stretch.src, count), dst=_listing(box.dst, stretch.dst, count))
+        if stretch.src is not None:
+            _checked(made, "src")
+        if stretch.dst is not None:
+            check_written_once([_checked(made, "dst")])
+    else:
+        side = _listing(box.src, lists[0], count)
+        made = replace(box, src=side, dst=side)
         _checked(made, "src")
-    if stretch.dst is not None:
-        region = _checked(made, "dst")
-        if src is not dst:
-            check_written_once([region])
     marks = work.logicals
     marks = None if marks is None else [replace(each, whole=stretch.positions[:count]) for each in marks]
     if isinstance(made, Region):
@@ -146,7 +146,7 @@ def _with_steps(
     """Yields each launch with the steps of its ends; after the launch that copies comes one that digests an end."""
     box = _box(work)
     src, dst = (
-        None if units is not None or box.src is box.dst else step_of(side)
+        None if units is not None or work.rests else step_of(side)
         for side, units in ((box.src, stretch.src), (box.dst, stretch.dst))
     )
     digested = src if work.end == "src" else dst

@@ -75,10 +75,11 @@ class Copier:
 
     def copy(self, chunk: ChunkCopy, done: Done) -> None:
         """Start the copy of a chunk as `run` does. Kernels take the chunk's part of tables that its request shares."""
-        if self.inline or self.engine not in BY_ROWS or chunk.stretch is None:
+        stretch = None if self.inline or self.engine not in BY_ROWS else chunk.stretch()
+        if stretch is None:
             self.run(chunk.here(), done)
         else:
-            self._queue(partial(self._launch_part, chunk, chunk.stretch), done)
+            self._queue(partial(self._launch_part, chunk, stretch), done)
 
     def _queue(self, launch: Callable[[], torch.Tensor | None], done: Done) -> None:
         """Launch on the copy stream; `poll` calls `done` with the digest that `launch` returned, or None."""

@@ -1,7 +1,7 @@
 """A wheel brings machine code: the general kernels, the conversions of public models, and all kernels of flagships.
 
-`python -m kvmover.transfer.memory.shipped FOLDER` compiles them for each architecture. A mover that finds them begins
-without a compiler, whatever public model it moves.
+`python -m kvmover.transfer.memory.shipped FOLDER` compiles them for each architecture, or for those named after it. A
+mover that finds them begins without a compiler, whatever public model it moves.
 """
 
 from __future__ import annotations
@@ -156,12 +156,13 @@ def main() -> None:
     """Compile all that a wheel brings."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("folder", type=Path)
-    folder: Path = options.parse_args().folder
+    options.add_argument("architectures", type=int, nargs="*", default=ARCHITECTURES)
+    chosen = options.parse_args()
     with tempfile.TemporaryDirectory() as cache:
         # The compiling processes inherit both. Lines of the source would be two thirds of the code.
         os.environ.update(TRITON_CACHE_DIR=cache, TRITON_DISABLE_LINE_INFO="1")
-        wanted = [(program, each) for each in ARCHITECTURES for program in programs(each)]
-        compile_all(wanted, folder)
+        wanted = [(program, each) for each in chosen.architectures for program in programs(each)]
+        compile_all(wanted, chosen.folder)
 
 
 if __name__ == "__main__":

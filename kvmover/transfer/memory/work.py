@@ -65,6 +65,11 @@ class Work(msgspec.Struct, frozen=True, eq=False):
         return bool([region for region in self.regions if region.src is not region.dst])
 
     @property
+    def rests(self) -> bool:
+        """True if rows are digested where they lie, and none is copied or converted."""
+        return not self.moves and not self.conversions
+
+    @property
     def digested(self) -> Sequence[Region]:
         """The regions that a digest reads, at `end`."""
         if not self.conversions:

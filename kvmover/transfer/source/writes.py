@@ -367,7 +367,7 @@ class Writes:
                 core.links.copied(job.peer.card.host, job.lane.chunks[entry.chunk].nbytes, seconds)
             self._do(entry, self._gathered, digest)
 
-        stretch = job.lane.stretch(entry.chunk, job.source, target)
+        stretch = partial(job.lane.stretch, entry.chunk, job.source, target)
         programs = core.compiler.programs(job.peer.name, job.way)
         copy = ChunkCopy(work, entry.staged or 0, job.want.digests, job.tables, stretch, programs)
         core.copier.copy(copy, core.soon(done))
