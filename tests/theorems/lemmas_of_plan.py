@@ -1,0 +1,191 @@
+"""Lemmas of plans: context-parallel orders, the deal of pages among replicas, and units."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from kvmover.layout.fleet import CpOrder, Fleet
+from kvmover.layout.positions import Stripe
+from kvmover.plan import legs
+from kvmover.plan.units import _cut_run
+from tests.theorems.given import assume, lemma, whole
+from tests.theorems.lemmas_of_sets import holds
+from tests.theorems.symbols import claim, divides, exact, gcd, is_symbolic, ordered, times
+
+
+def positions(order: CpOrder, ranks: Any, width: Any, rank: Any, extent: Any) -> Stripe | None:
+    """Returns the positions of a context-parallel rank."""
+    fleet: Any = SimpleNamespace(cp=ranks, cp_order=order, page_rows=lambda component: width)
+    component: Any = SimpleNamespace(cp_parts=lambda cp: cp)
+    return Fleet._positions(fleet, component, rank, extent)
+
+
+def in_turn(first: Any, stop: Any, parts: Any) -> Any:
+    """Returns how many numbers are in `range(first, stop, parts)`."""
+    return max(0, -((first - stop) // parts))
+
+
+@lemma("orders", bound=24)
+def a_token_in_turn_is_at_one_rank() -> None:
+    """Of tokens dealt in turn, each is at one rank, where as many stand before it as there were turns before."""
+    ranks, extent, turn = whole(1), whole(1), whole(0)
+    rank, at = whole(0, ranks), whole(0, ranks)
+    token = turn * ranks + at
+    assume(token < extent)
+    count = in_turn(rank, extent, ranks)
+    for other in (0, count, count - 1):
+        ordered(turn, other, ranks)
+    held = positions(CpOrder.TOKEN, ranks, 1, rank, extent)
+    if rank != at:
+        claim(held is None or holds((held,), token) == 0)
+        return
+    claim(held is not None)
+    claim(holds((held,), token) == 1)
+    claim(held.index(token) == turn)
+
+
+@lemma("orders", bound=8)
+def a_page_in_turn_is_at_one_rank() -> None:
+    """Of pages dealt in turn, each is at one rank, where as many stand before it as there were turns before."""
+    ranks, width, extent, turn = whole(1), whole(1), whole(1), whole(0)
+    rank, at, slot = whole(0, ranks), whole(0, ranks), whole(0, width)
+    page = turn * ranks + at
+    token = page * width + slot
+    assume(token < extent)
+    pages = -(-extent // width)
+    for one, other in ((page, pages), (page, 0), (turn, 0)):
+        ordered(one, other, width)
+    claim(page < pages)
+    count = in_turn(rank, pages, ranks)
+    for other in (0, count, count - 1):
+        ordered(turn, other, ranks)
+        ordered(turn, other, ranks * width)
+    ordered(rank, at, width)
+    ordered(rank + 1, at, width)
+    ordered(ranks, 1, width)
+    ordered(ranks, at + 1, width)
+    ordered(ranks, rank + 1, width)
+    held = positions(CpOrder.PAGE, ranks, width, rank, extent)
+    if rank != at:
+        claim(held is None or holds((held,), token) == 0)
+        return
+    claim(held is not None)
+    claim(holds((held,), token) == 1)
+    claim(held.index(token) == turn * width + slot)
+
+
+@lemma("orders", bound=8)
+def a_page_of_blocks_is_at_one_rank() -> None:
+    """Of pages dealt in blocks, each is at one rank, in its place in the block."""
+    ranks, width, extent, page = whole(1), whole(1), whole(1), whole(0)
+    rank, slot = whole(0, ranks), whole(0, width)
+    token = page * width + slot
+    assume(token < extent)
+    pages = -(-extent // width)
+    ordered(page, pages, width)
+    claim(page < pages)
+    first, stop = rank * pages // ranks, (rank + 1) * pages // ranks
+    for border in (first, stop):
+        ordered(page, border, width)
+        ordered(page + 1, border, width)
+    ordered(stop, first + 1, width)
+    held = positions(CpOrder.BLOCK, ranks, width, rank, extent)
+    here = first <= page and page < stop
+    claim((0 if held is None else holds((held,), token)) == int(here))
+    if here:
+        claim(held.index(token) == (page - first) * width + slot)
+
+
+@lemma("orders", bound=32)
+def blocks_hold_each_page_once() -> None:
+    """Of pages dealt in blocks, each is in one, and a block begins where the last one ended."""
+    ranks, pages = whole(1), whole(1)
+    page, rank = whole(0, pages), whole(0, ranks)
+    at = ((page + 1) * ranks - 1) // pages
+    claim(at < ranks)
+    claim(at * pages // ranks <= page)
+    claim(page < (at + 1) * pages // ranks)
+    claim(rank * pages // ranks <= (rank + 1) * pages // ranks)
+
+
+@lemma("deal of pages", bound=10)
+def a_full_page_has_one_writer() -> None:
+    """A page that all of a group's sources hold is written by one of them to each destination."""
+    parts, turns = whole(1), whole(1)
+    turn, index, width = whole(0, turns), whole(0, parts), whole(1)
+    step = whole(width)
+    pages, origin = whole(1), whole(0)
+    page, token = whole(0, pages), whole(0, width)
+    whole_run = (Stripe(origin, pages, step, width),)
+    for one, other in ((page, pages - 1), (page, 0), (pages, 1)):
+        ordered(one, other, step)
+    deal = legs._Deal(index, parts, turn, turns)
+    ordered(parts, 1, step)
+    rounds, writer = divmod(page + turn * pages, parts)
+    before, mine = divmod(index - turn * pages, parts)
+    turns_on, behind = divmod(page - mine, parts)
+    for near in (0, -1):
+        ordered(turns_on, rounds + before + near, parts)
+    times(page - mine, parts * turns_on + behind, step)
+    for other in (0, 1, parts - 1):
+        ordered(behind, other, step)
+    count = in_turn(mine, pages, parts)
+    for other in (0, count, count - 1):
+        ordered(turns_on, other, parts)
+        ordered(turns_on, other, parts * step)
+    divides((page - mine) * step + token, parts * step, turns_on, behind * step + token)
+    claim(holds(legs._dealt(whole_run, origin, (step, width), deal), origin + page * step + token) == int(index == writer))
+
+
+@lemma("deal of pages", bound=10)
+def sources_of_a_group_are_its_writers() -> None:
+    """Sources of a group have the writers' numbers, each one, whatever box the destination has."""
+    parts, group, box = whole(1), whole(0), whole(0)
+    one, other = whole(0, parts), whole(0, parts)
+    first, second = (divmod(group * parts + each - box, parts) for each in (one, other))
+    ordered(first[0], second[0], parts)
+    claim((first[1] == second[1]) == (one == other))
+
+
+def inside_a_page(start: Any, page_tokens: Any, multiple: Any, tokens: Any) -> None:
+    """Claim that a unit lies in one page. `multiple`: pages are that many units."""
+    page, place = divmod(start // tokens, multiple)
+    exact(page_tokens, tokens, multiple)
+    times(page_tokens, tokens * multiple, page)
+    exact(start, tokens, start // tokens)
+    times(start // tokens, page * multiple + place, tokens)
+    ordered(place, 0, tokens)
+    ordered(place, multiple - 1, tokens)
+    claim(page * page_tokens <= start)
+    claim(start + tokens <= (page + 1) * page_tokens)
+
+
+@lemma("units", bound=8)
+def units_cover_a_run_once() -> None:
+    """The units of a run hold each of its tokens once, and each of full length lies in one page of both sides."""
+    width, at_src, at_dst, src_page, dst_page = whole(1), whole(0), whole(0), whole(1), whole(1)
+    token = whole(0, width)
+    most = gcd(src_page, dst_page)
+    piece = gcd(most, at_src - at_dst)
+    first = min(-at_src % piece, width)
+    full, rest = divmod(width - first, piece)
+    place, within = divmod(token - first, piece)
+    for other in (0, full, full - 1):
+        ordered(place, other, piece)
+    for begin, tokens, count in ((0, first, 1), (width - rest, rest, 1)):
+        claim(not tokens or count == 1)
+        claim(begin + tokens <= width)
+    held = [token < first, 0 <= place and place < full, width - rest <= token]
+    claim(sum(held) == 1)
+    if held[1]:
+        exact(at_src + first, piece, -(-at_src // piece))
+        exact(at_dst + first, piece, -(-at_src // piece) - (at_src - at_dst) // piece)
+        inside_a_page(at_src + first + place * piece, src_page, src_page // most * (most // piece), piece)
+        inside_a_page(at_dst + first + place * piece, dst_page, dst_page // most * (most // piece), piece)
+    if not is_symbolic(width):
+        groups = _cut_run.__wrapped__(width, at_src, at_dst, src_page, dst_page)
+        starts = [(at, group.tokens) for group in groups for at in group.src.tolist()]
+        claim(sum(at - at_src <= token < at - at_src + tokens for at, tokens in starts) == 1)
+        begins = (token - within) if held[1] else 0 if held[0] else width - rest
+        claim((at_src + begins, piece if held[1] else first if held[0] else rest) in starts)
