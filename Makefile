@@ -26,7 +26,7 @@ OLD_NIXL := .nixl/$(OLDEST_NIXL)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test prove night mooncake simulate engines scan environments indexer live soak live-pair orchestrators lint types wheel perf wire gpu-check pictures site clean
+.PHONY: help setup demo test prove proof night mooncake simulate engines scan environments indexer live soak live-pair orchestrators lint types wheel perf wire gpu-check pictures site clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ test: setup ## run the tests, a few cases of each family
 
 prove: setup mooncake ## run what make test leaves out: every case, more examples, 2,500 schedules
 	@$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "(proof or searched) and not night"
+
+proof: setup ## prove the algebra of plans for all sizes, with z3 (five minutes); keeps proof.csv
+	@$(BIN)/python -m perf.proof
 
 night: setup mooncake ## run all of it at its full length, for hours: 20,000 schedules, storms of faults; keeps night.csv
 	@$(BIN)/python -m perf.night

@@ -1,7 +1,7 @@
 """Prove the lemmas of tests/theorems for all numbers, and check them one by one for small ones.
 
-`make proof`, or `python -m perf.proof [THEOREM ...]`. The project's own functions run on numbers without a value, and z3
-shows that no branch leads to a false claim. Writes proof.csv, and ends with 1 if a lemma is false or open.
+`make proof`, or `python -m perf.proof [THEOREM ...]`. The project's own functions run on numbers without a value, and
+z3 shows that no branch leads to a false claim. Writes proof.csv, and ends with 1 if a lemma is false or open.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
     with get_context("spawn").Pool(WORKERS, maxtasksperchild=1) as pool:
         for found in pool.imap(row, wanted):
             rows.append(found)
-            print(" ".join(f"{found[name]}" for name in ("theorem", "lemma", "verdict", "proof_s", "example")), flush=True)
+            print(*(found[name] for name in ("theorem", "lemma", "verdict", "proof_s", "example")), flush=True)
     if not chosen:
         print(f"wrote {write('proof', rows)}")
     sys.exit(any(found["verdict"] != Verdict.PROVED for found in rows))

@@ -27,6 +27,7 @@ TARGETS = [
     "demo",
     "test",
     "prove",
+    "proof",
     "night",
     "mooncake",
     "simulate",

@@ -13,7 +13,7 @@ from random import Random
 from types import ModuleType
 from typing import Any
 
-from pytest import MonkeyPatch
+import pytest
 
 from kvmover.layout import fleet, positions, span
 from kvmover.plan import legs, units
@@ -43,10 +43,9 @@ class Choices:
         """Returns the next number of this case."""
         if least >= below:
             raise Unreachable
-        if self.random is not None:
-            return self.random.randrange(least, below)
         if self.at == len(self.chosen):
-            self.chosen.append((least, below))
+            value = least if self.random is None else self.random.randrange(least, below)
+            self.chosen.append((value, below))
         value, _ = self.chosen[self.at]
         self.at += 1
         return value
@@ -54,6 +53,9 @@ class Choices:
     def advance(self) -> bool:
         """Go on to the next case. Returns False after the last."""
         self.at = 0
+        if self.random is not None:
+            self.chosen = []
+            return True
         while self.chosen:
             value, below = self.chosen.pop()
             if value + 1 < below:
@@ -97,7 +99,7 @@ def guided(number: Any) -> Iterator[None]:
 @contextmanager
 def stand_in(module: str, name: str, value: Any) -> Iterator[None]:
     """A name of a module stands for another value meanwhile."""
-    with MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(f"{module}.{name}", value)
         yield
 
@@ -123,10 +125,10 @@ def proved(lemma: Callable[[], None]) -> Answer:
         return symbols.proved(lemma)
 
 
-def counted(lemma: Callable[[], None], bound: int, drawn: int = 0) -> int:
+def counted(lemma: Callable[[], None], bound: int, drawn: int = 0, most: int | None = None) -> int:
     """Check a lemma for all numbers up to a bound, or for some `drawn` ones. Returns how many cases it held for.
 
-    Raises FalseClaim, with the numbers, where it does not.
+    `most`: cases after which to end. Raises FalseClaim, with the numbers, where it does not.
     """
     global _choices
     cases, _choices = 0, Choices(bound, Random(bound) if drawn else None)
@@ -139,7 +141,7 @@ def counted(lemma: Callable[[], None], bound: int, drawn: int = 0) -> int:
                 pass
             except symbols.FalseClaim:
                 raise symbols.FalseClaim(f"{[value for value, _ in _choices.chosen]}") from None
-            if not drawn and not _choices.advance():
+            if cases == most or not _choices.advance():
                 break
     finally:
         _choices = None

@@ -140,5 +140,5 @@ def programs_share_the_tiles() -> None:
         ordered(place, turn + near, programs)
     ordered(place, count, programs)
     ordered(place, 0, programs)
-    takes = behind == 0 and 0 <= place and place < count
+    takes = behind == 0 and place >= 0 and place < count
     claim(takes == (program == mine))

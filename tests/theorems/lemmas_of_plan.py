@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +41,7 @@ def a_token_in_turn_is_at_one_rank() -> None:
     if rank != at:
         claim(held is None or holds((held,), token) == 0)
         return
-    claim(held is not None)
+    assert held is not None, "a rank that holds a token holds positions"
     claim(holds((held,), token) == 1)
     claim(held.index(token) == turn)
 
@@ -70,7 +71,7 @@ def a_page_in_turn_is_at_one_rank() -> None:
     if rank != at:
         claim(held is None or holds((held,), token) == 0)
         return
-    claim(held is not None)
+    assert held is not None, "a rank that holds a token holds positions"
     claim(holds((held,), token) == 1)
     claim(held.index(token) == turn * width + slot)
 
@@ -94,6 +95,7 @@ def a_page_of_blocks_is_at_one_rank() -> None:
     here = first <= page and page < stop
     claim((0 if held is None else holds((held,), token)) == int(here))
     if here:
+        assert held is not None, "a rank that holds a token holds positions"
         claim(held.index(token) == (page - first) * width + slot)
 
 
@@ -109,21 +111,17 @@ def blocks_hold_each_page_once() -> None:
     claim(rank * pages // ranks <= (rank + 1) * pages // ranks)
 
 
-@lemma("deal of pages", bound=10)
-def a_full_page_has_one_writer() -> None:
-    """A page that all of a group's sources hold is written by one of them to each destination."""
+def given_deal() -> legs._Deal:
+    """Returns a source of a group, which serves one of its destinations."""
     parts, turns = whole(1), whole(1)
-    turn, index, width = whole(0, turns), whole(0, parts), whole(1)
-    step = whole(width)
-    pages, origin = whole(1), whole(0)
-    page, token = whole(0, pages), whole(0, width)
-    whole_run = (Stripe(origin, pages, step, width),)
-    for one, other in ((page, pages - 1), (page, 0), (pages, 1)):
-        ordered(one, other, step)
-    deal = legs._Deal(index, parts, turn, turns)
-    ordered(parts, 1, step)
-    rounds, writer = divmod(page + turn * pages, parts)
-    before, mine = divmod(index - turn * pages, parts)
+    return legs._Deal(whole(0, parts), parts, whole(0, turns), turns)
+
+
+def writer_of_full(deal: legs._Deal, page: Any, pages: Any, step: Any, token: Any) -> Any:
+    """Returns the source that writes page `page` of `pages` full ones, whose starts are `step` apart."""
+    parts = deal.parts
+    rounds, writer = divmod(page + deal.turn * pages, parts)
+    before, mine = divmod(deal.index - deal.turn * pages, parts)
     turns_on, behind = divmod(page - mine, parts)
     for near in (0, -1):
         ordered(turns_on, rounds + before + near, parts)
@@ -135,7 +133,81 @@ def a_full_page_has_one_writer() -> None:
         ordered(turns_on, other, parts)
         ordered(turns_on, other, parts * step)
     divides((page - mine) * step + token, parts * step, turns_on, behind * step + token)
-    claim(holds(legs._dealt(whole_run, origin, (step, width), deal), origin + page * step + token) == int(index == writer))
+    return writer
+
+
+def writer_of_cut(deal: legs._Deal, place: Any) -> Any:
+    """Returns the source that writes a cut page, with `place` pages before it."""
+    number = deal.turns * place + deal.turn
+    rounds, writer = divmod(number, deal.parts)
+    if writer >= deal.index:
+        divides(number - deal.index, deal.parts, rounds, writer - deal.index)
+    else:
+        divides(number - deal.index, deal.parts, rounds - 1, writer - deal.index + deal.parts)
+    return writer
+
+
+@lemma("deal of pages", bound=64, drawn=20000)
+def a_full_page_has_one_writer() -> None:
+    """A page that all of a group's sources hold whole is written by one of them to each destination."""
+    deal, width = given_deal(), whole(1)
+    step, pages, origin = whole(width), whole(1), whole(0)
+    page, token = whole(0, pages), whole(0, width)
+    held = (Stripe(origin, pages, step, width),)
+    for one, other in ((page, pages - 1), (page, 0), (pages, 1)):
+        ordered(one, other, step)
+    ordered(deal.parts, 1, step)
+    writer = writer_of_full(deal, page, pages, step, token)
+    mine = legs._dealt(held, origin, (step, width), deal)
+    claim(holds(mine, origin + page * step + token) == int(deal.index == writer))
+
+
+@lemma("deal of pages", bound=64, drawn=20000)
+def a_cut_page_has_one_writer() -> None:
+    """A token of a range that begins and ends within pages is written by one source of a group, cut pages last."""
+    deal, width, origin = given_deal(), whole(1), whole(0)
+    before, further = whole(0), whole(0)
+    head, tail = whole(0, width), whole(0, width)
+    last = before if further == 0 else before + further
+    assume(last != before or head <= tail)
+    start, stop = origin + before * width + head, origin + last * width + tail + 1
+    page, slot = whole(before, last + 1), whole(0, width)
+    token = origin + page * width + slot
+    for one, other in combinations((page, before, last, page + 1), 2):
+        ordered(one, other, width)
+    assume(start <= token and token < stop)
+    sizes = {before: min(width, stop - origin - before * width) - head, last: tail + 1}
+    if last == before:
+        sizes = {before: tail + 1 - head}
+    cut = sorted((each for each in sizes if sizes[each] < width), key=lambda each: -sizes[each])
+    full_from = before + (before in cut)
+    full = max(0, last + 1 - (last in cut) - full_from)
+    if page in cut:
+        writer = writer_of_cut(deal, full + cut.index(page))
+    else:
+        writer = writer_of_full(deal, page - full_from, full, width, slot)
+    ordered(deal.parts, 1, width)
+    mine = legs._dealt((Stripe(start, 1, stop - start, stop - start),), origin, (width, width), deal)
+    claim(holds(mine, token) == int(deal.index == writer))
+
+
+@lemma("deal of pages", bound=24)
+def no_source_is_more_than_a_page_ahead() -> None:
+    """Two sources of a group write as many full pages to a destination, or one more."""
+    parts, pages = whole(1), whole(1)
+    one, other = (in_turn(whole(0, parts), pages, parts) for _ in range(2))
+    for near in (-1, 0, 1):
+        ordered(one - other, near, parts)
+    claim(one <= other + 1)
+
+
+@lemma("deal of pages")
+def an_elected_source_is_one() -> None:
+    """Of equal sources, the one elected for a destination is one, and the next destination's is the next."""
+    count, place = whole(1), whole(0)
+    index = whole(0, count)
+    claim((place % count == index) == ((place + count) % count == index))
+    claim(place % count < count)
 
 
 @lemma("deal of pages", bound=10)
@@ -176,7 +248,7 @@ def units_cover_a_run_once() -> None:
     for begin, tokens, count in ((0, first, 1), (width - rest, rest, 1)):
         claim(not tokens or count == 1)
         claim(begin + tokens <= width)
-    held = [token < first, 0 <= place and place < full, width - rest <= token]
+    held = [token < first, place >= 0 and place < full, width - rest <= token]
     claim(sum(held) == 1)
     if held[1]:
         exact(at_src + first, piece, -(-at_src // piece))

@@ -86,13 +86,14 @@ class Run:
         self.linear.add(*facts)
         self.whole.add(*facts)
 
-    def can(self, condition: Any) -> bool:
-        """Returns False if z3 shows at once that a condition cannot hold in this run."""
+    def forced(self, condition: Any) -> bool | None:
+        """Returns the one outcome that a condition can have in this run; None if z3 does not rule out the other."""
         for solver in (self.linear, self.whole):
             solver.set("timeout", BRANCH_MS)
-            if solver.check(condition) == z3.unsat:
-                return False
-        return True
+            for outcome, opposite in ((True, z3.Not(condition)), (False, condition)):
+                if solver.check(opposite) == z3.unsat:
+                    return outcome
+        return None
 
     def surely(self, condition: Any) -> bool:
         """Returns True if a condition follows from the linear facts alone."""
@@ -104,8 +105,9 @@ class Run:
         if self._decided < len(self.decisions):
             outcome = self.decisions[self._decided]
         else:
-            outcome = self.can(condition)
-            if outcome and self.can(z3.Not(condition)):
+            outcome = self.forced(condition)
+            if outcome is None:
+                outcome = True
                 self.forks.append([*self.decisions, False])
             self.decisions.append(outcome)
         self._decided += 1
@@ -160,7 +162,7 @@ Number: TypeAlias = "Symbol | int"
 
 
 class Symbol:
-    """A whole number without a value: a polynomial of unknowns. `//` and `%` round as Python's, for positive divisors."""
+    """A whole number without a value: a polynomial of unknowns. `//` and `%` round down, by positive divisors."""
 
     __slots__ = ("parts",)
 
@@ -359,7 +361,7 @@ def exact(number: Any, divisor: Any, quotient: Any) -> None:
 def divides(number: Any, divisor: Any, quotient: Any, rest: Any) -> None:
     """Claim that a division has this quotient and rest; the project's own division of the same numbers has too."""
     claim(number == divisor * quotient + rest)
-    claim(0 <= rest)
+    claim(rest >= 0)
     claim(rest < divisor)
     if is_symbolic(number, divisor, quotient, rest):
         run().quotients[symbol(number), symbol(divisor)] = symbol(quotient), symbol(rest)
