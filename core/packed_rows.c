@@ -62,7 +62,7 @@ PyObject *pack_words(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssiz
             PyErr_SetString(PyExc_ValueError, "words and a step of one or more are due");
         return NULL;
     }
-    Py_ssize_t words = (view.len / WORD_BYTES + step - 1) / step;
+    Py_ssize_t given = view.len / WORD_BYTES, words = given / step + (given % step != 0);
     unsigned char *row = malloc(MOST_ARRAY + (size_t)words * MOST_WORD);
     if (row == NULL || words > UINT32_MAX) {
         free(row);

@@ -98,7 +98,7 @@ static PyObject *storage_leading(SimulatedStorage *self, PyObject *row)
     Py_ssize_t count = 0;
     if (pages_open(&pages, row) < 0)
         return NULL;
-    while (count < pages.count && page_at(&pages, count) + 1 < self->room &&
+    while (count < pages.count && page_at(&pages, count) < self->room - 1 &&
            self->uses[page_at(&pages, count) + 1].after != ABSENT)
         count++;
     touch(self, &pages, count);

@@ -293,7 +293,8 @@ PyObject *columns_trim(Columns *self, PyObject *const *args, Py_ssize_t count)
     long long pages = node == NULL ? -1 : PyLong_AsLongLong(args[1]);
     if (node == NULL || PyErr_Occurred())
         return NULL;
-    PyObject *ids = PyBytes_FromStringAndSize(NULL, pages < 0 ? 0 : pages * ID_BYTES);
+    int some = 0 < pages && pages <= node->end - node->start;  // else `trim` refuses
+    PyObject *ids = PyBytes_FromStringAndSize(NULL, some ? pages * ID_BYTES : 0);
     if (ids != NULL && trim(self, node, pages, PyBytes_AsString(ids)) < 0)
         Py_CLEAR(ids);
     return ids;
