@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+#: Memory that is not to be had is an error of Python, as it is without sanitisers.
+OPTIONS = "detect_leaks=0:allocator_may_return_null=1"
 #: `made` is the module, for the story that follows.
 LOADED = """
 import sys
@@ -47,7 +49,7 @@ def told(story: str, folder: Path, work: Path) -> str:
         capture_output=True,
         text=True,
         timeout=110,
-        env={**os.environ, "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1", "PYTHONMALLOC": "malloc"},
+        env={**os.environ, "LD_PRELOAD": runtime, "ASAN_OPTIONS": OPTIONS, "PYTHONMALLOC": "malloc"},
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
