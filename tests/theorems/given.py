@@ -107,16 +107,11 @@ def stand_in(module: str, name: str, value: Any) -> Iterator[None]:
 @contextmanager
 def stand_ins() -> Iterator[None]:
     """The project's modules take symbols where the language or a library wants numbers."""
-    for module in OWN_NAMES:
-        held = {name: vars(module)[name] for name in STAND_INS if name in vars(module)}
-        assert set(held) <= {"gcd"}, "other names are the language's own"
-        vars(module).update(STAND_INS)
-    yield
-    for module in OWN_NAMES:
-        for name in STAND_INS:
-            vars(module).pop(name)
-        if module is not fleet:
-            vars(module)["gcd"] = symbols.gcd_of_numbers
+    with pytest.MonkeyPatch.context() as patch:
+        for module in OWN_NAMES:
+            for name, value in STAND_INS.items():
+                patch.setattr(module, name, value, raising=False)
+        yield
 
 
 def proved(lemma: Callable[[], None]) -> Answer:
@@ -156,11 +151,6 @@ class Lemma:
     check: Callable[[], None]
     bound: int
     drawn: int
-
-    @property
-    def sentence(self) -> str:
-        """The claim in words."""
-        return self.check.__doc__ or ""
 
 
 LEMMAS: list[Lemma] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from kvmover.layout.layout import Layout
 from kvmover.plan.lower import PoolCut
 from kvmover.vocabulary import AXES, PACKED_ORDER
 from tests.theorems.given import lemma, stand_in, whole
-from tests.theorems.symbols import claim, divides, is_symbolic, ordered
+from tests.theorems.symbols import claim, divides, is_symbolic, length, numbers, ordered
 
 
 @lemma("places", bound=3)
@@ -85,47 +86,55 @@ class Language:
         return self.load(self._lane)
 
 
-def found_at(words: Words, tile: Any, lane: Any, rows: Any, grains: Any, span: Any) -> tuple[Any, ...]:
-    """Returns plane, head, unit, token, grain and existence of a tile's row, as the kernels find them."""
-    with stand_in("kvmover.kernels.table", "tl", Language(lane)):
-        plane, head, piece = table.plane_and_head.fn(words, tile)
-        return plane, head, *table.rows_of.fn(words, piece, rows, grains, span)
+@dataclass(frozen=True, slots=True)
+class Grain:
+    """A grain of a row of a region. `counts`: of each kind of place. `at`: its plane, head, unit, token and number."""
+
+    counts: dict[str, Any]
+    at: tuple[Any, ...]
+
+    @classmethod
+    def given(cls) -> Grain:
+        """Returns any grain of a region of any size."""
+        counts = {name: whole(1) for name in ("PLANES", "HEADS", "UNITS", "TOKENS", "GRAINS")}
+        return cls(counts, tuple(whole(0, count) for count in counts.values()))
+
+    def claim_found(self, piece: Any, lane: Any, pieces: Any, rows: Any, span: Any) -> None:
+        """Claim that the kernels find it in lane `lane` of a piece of `rows`. `pieces`: of a unit, or of all."""
+        plane, head, *_ = self.at
+        tile = (piece * self.counts["HEADS"] + head) * self.counts["PLANES"] + plane
+        words = Words(PIECES=pieces, **self.counts)
+        with stand_in("kvmover.kernels.table", "tl", Language(lane)):
+            *place, piece = table.plane_and_head.fn(words, tile)
+            found = *place, *table.rows_of.fn(words, piece, rows, self.counts["GRAINS"], span)
+        for one, other in zip(found, (*self.at, True), strict=True):
+            claim(one == other)
 
 
 @lemma("tiles", drawn=2000)
 def rows_of_several_units_are_copied_once() -> None:
     """Where tiles take rows of several units, each grain of each row is in one tile, and the tile finds it there."""
-    planes, heads, units, tokens, grains, rows = (whole(1) for _ in range(6))
-    plane, head, unit = whole(0, planes), whole(0, heads), whole(0, units)
-    token, grain = whole(0, tokens), whole(0, grains)
-    number = (unit * tokens + token) * grains + grain
+    grain, rows = Grain.given(), whole(1)
+    _, _, units, tokens, grains = grain.counts.values()
+    _, _, unit, token, of_row = grain.at
+    number = (unit * tokens + token) * grains + of_row
     piece, lane = divmod(number, rows)
-    pieces = -(-tokens * grains * units // rows)
-    tile = (piece * heads + head) * planes + plane
-    divides(number, grains, unit * tokens + token, grain)
-    words = Words(PLANES=planes, HEADS=heads, TOKENS=tokens, UNITS=units, GRAINS=grains, PIECES=pieces)
-    found = found_at(words, tile, lane, rows, grains, table.SEVERAL_UNITS)
-    for one, other in zip(found, (plane, head, unit, token, grain, True), strict=True):
-        claim(one == other)
+    divides(number, grains, unit * tokens + token, of_row)
+    grain.claim_found(piece, lane, -(-tokens * grains * units // rows), rows, table.SEVERAL_UNITS)
 
 
 @lemma("tiles", drawn=2000)
 def rows_of_one_unit_are_copied_once() -> None:
     """Where tiles take rows of one unit, each grain of each row is in one tile, and the tile finds it there."""
-    planes, heads, units, tokens, grains, rows = (whole(1) for _ in range(6))
-    plane, head, unit = whole(0, planes), whole(0, heads), whole(0, units)
-    token, grain = whole(0, tokens), whole(0, grains)
-    number = token * grains + grain
-    place, lane = divmod(number, rows)
+    grain, rows = Grain.given(), whole(1)
+    _, _, _, tokens, grains = grain.counts.values()
+    _, _, unit, token, of_row = grain.at
+    place, lane = divmod(token * grains + of_row, rows)
     pieces = -(-tokens * grains // rows)
     ordered(place, pieces, rows)
     ordered(token, tokens - 1, grains)
     claim(place < pieces)
-    tile = ((unit * pieces + place) * heads + head) * planes + plane
-    words = Words(PLANES=planes, HEADS=heads, TOKENS=tokens, UNITS=units, GRAINS=grains, PIECES=pieces)
-    found = found_at(words, tile, lane, rows, grains, table.ONE_UNIT)
-    for one, other in zip(found, (plane, head, unit, token, grain, True), strict=True):
-        claim(one == other)
+    grain.claim_found(unit * pieces + place, lane, pieces, rows, table.ONE_UNIT)
 
 
 @lemma("tiles", bound=24)
@@ -134,7 +143,7 @@ def programs_share_the_tiles() -> None:
     programs, tiles = whole(1), whole(1)
     tile, program = whole(0, tiles), whole(0, programs)
     turn, mine = divmod(tile, programs)
-    count = max(0, -((program - tiles) // programs))
+    count = length(numbers(program, tiles, programs))
     place, behind = divmod(tile - program, programs)
     for near in (0, -1):
         ordered(place, turn + near, programs)

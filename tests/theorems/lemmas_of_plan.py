@@ -12,7 +12,7 @@ from kvmover.plan import legs
 from kvmover.plan.units import _cut_run
 from tests.theorems.given import assume, lemma, whole
 from tests.theorems.lemmas_of_sets import holds
-from tests.theorems.symbols import claim, divides, exact, gcd, is_symbolic, ordered, times
+from tests.theorems.symbols import claim, divides, exact, gcd, is_symbolic, length, numbers, ordered, times
 
 
 def positions(order: CpOrder, ranks: Any, width: Any, rank: Any, extent: Any) -> Stripe | None:
@@ -22,11 +22,6 @@ def positions(order: CpOrder, ranks: Any, width: Any, rank: Any, extent: Any) ->
     return Fleet._positions(fleet, component, rank, extent)
 
 
-def in_turn(first: Any, stop: Any, parts: Any) -> Any:
-    """Returns how many numbers are in `range(first, stop, parts)`."""
-    return max(0, -((first - stop) // parts))
-
-
 @lemma("orders", bound=24)
 def a_token_in_turn_is_at_one_rank() -> None:
     """Of tokens dealt in turn, each is at one rank, where as many stand before it as there were turns before."""
@@ -34,7 +29,7 @@ def a_token_in_turn_is_at_one_rank() -> None:
     rank, at = whole(0, ranks), whole(0, ranks)
     token = turn * ranks + at
     assume(token < extent)
-    count = in_turn(rank, extent, ranks)
+    count = length(numbers(rank, extent, ranks))
     for other in (0, count, count - 1):
         ordered(turn, other, ranks)
     held = positions(CpOrder.TOKEN, ranks, 1, rank, extent)
@@ -58,7 +53,7 @@ def a_page_in_turn_is_at_one_rank() -> None:
     for one, other in ((page, pages), (page, 0), (turn, 0)):
         ordered(one, other, width)
     claim(page < pages)
-    count = in_turn(rank, pages, ranks)
+    count = length(numbers(rank, pages, ranks))
     for other in (0, count, count - 1):
         ordered(turn, other, ranks)
         ordered(turn, other, ranks * width)
@@ -128,7 +123,7 @@ def writer_of_full(deal: legs._Deal, page: Any, pages: Any, step: Any, token: An
     times(page - mine, parts * turns_on + behind, step)
     for other in (0, 1, parts - 1):
         ordered(behind, other, step)
-    count = in_turn(mine, pages, parts)
+    count = length(numbers(mine, pages, parts))
     for other in (0, count, count - 1):
         ordered(turns_on, other, parts)
         ordered(turns_on, other, parts * step)
@@ -195,7 +190,7 @@ def a_cut_page_has_one_writer() -> None:
 def no_source_is_more_than_a_page_ahead() -> None:
     """Two sources of a group write as many full pages to a destination, or one more."""
     parts, pages = whole(1), whole(1)
-    one, other = (in_turn(whole(0, parts), pages, parts) for _ in range(2))
+    one, other = (length(numbers(whole(0, parts), pages, parts)) for _ in range(2))
     for near in (-1, 0, 1):
         ordered(one - other, near, parts)
     claim(one <= other + 1)
@@ -245,9 +240,7 @@ def units_cover_a_run_once() -> None:
     place, within = divmod(token - first, piece)
     for other in (0, full, full - 1):
         ordered(place, other, piece)
-    for begin, tokens, count in ((0, first, 1), (width - rest, rest, 1)):
-        claim(not tokens or count == 1)
-        claim(begin + tokens <= width)
+    claim(first <= width)
     held = [token < first, place >= 0 and place < full, width - rest <= token]
     claim(sum(held) == 1)
     if held[1]:

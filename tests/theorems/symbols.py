@@ -125,18 +125,17 @@ class Run:
         if multiple.parts:
             quotient, rest = self.divided(number, divisor)
             return multiple + quotient, rest
-        if (number, divisor) not in self.quotients:
-            if divisor <= 0:
-                raise ZeroDivisionError("symbols are divided by positive numbers only")
-            if self.surely(z3.And(number.term >= 0, number.term < divisor.term)):
-                return symbol(0), number
-            quotient, rest = self.fresh(), self.fresh()
-            self.fact(equal(number, divisor * quotient + rest), rest.term >= 0, rest.term < divisor.term)
-            for near in (-1, 0, 1, 2):  # so that neighbours of the divisor need no product
-                over = number.term >= (divisor * near).term
-                self.fact(z3.Implies(over, quotient.term >= near), z3.Implies(z3.Not(over), quotient.term < near))
-                self.fact(z3.Implies(quotient.term == near, equal(number, divisor * near + rest)))
-            self.quotients[number, divisor] = quotient, rest
+        if divisor <= 0:
+            raise ZeroDivisionError("symbols are divided by positive numbers only")
+        if self.surely(z3.And(number.term >= 0, number.term < divisor.term)):
+            return symbol(0), number
+        quotient, rest = self.fresh(), self.fresh()
+        self.fact(equal(number, divisor * quotient + rest), rest.term >= 0, rest.term < divisor.term)
+        for near in (-1, 0, 1, 2):  # so that neighbours of the divisor need no product
+            over = number.term >= (divisor * near).term
+            self.fact(z3.Implies(over, quotient.term >= near), z3.Implies(z3.Not(over), quotient.term < near))
+            self.fact(z3.Implies(quotient.term == near, equal(number, divisor * near + rest)))
+        self.quotients[number, divisor] = quotient, rest
         return self.quotients[number, divisor]
 
     def reached(self) -> z3.CheckSatResult:
