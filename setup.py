@@ -33,14 +33,15 @@ class BuildWithKernels(build_py):
         """Build as ever, then compile the kernels that movers start with."""
         super().run()
         architectures = os.environ.get("KVMOVER_ARCHITECTURES")
+        folder = Path(self.build_lib, "kvmover", "kernels", "shipped")
+        # The build folder may hold an earlier wheel's.
+        shutil.rmtree(folder, ignore_errors=True)
         if self.editable_mode or architectures == "":
             return
         missing = [name for name in ("triton", "torch", "msgspec", "numpy") if find_spec(name) is None]
         if missing:
             self.warn(f"no machine code is shipped, without {missing[0]}: kernels are compiled where they run")
             return
-        folder = Path(self.build_lib, "kvmover", "kernels", "shipped")
-        shutil.rmtree(folder, ignore_errors=True)
         command = [sys.executable, "-m", "kvmover.transfer.memory.shipped", str(folder), *(architectures or "").split()]
         done = subprocess.run(command, check=False)
         if done.returncode:
