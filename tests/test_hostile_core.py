@@ -73,7 +73,7 @@ print("refused")
 
 
 @pytest.mark.searched
-def test_no_call_with_any_values_crashes_the_core(tmp_path: Path) -> None:
+def test_no_call_with_any_values_crashes_the_core(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Also objects that are made and never initialised, and nodes whose fields are anything."""
     story = STORY.replace("SEEDS", str(tries(40, 1200, 1200)))
-    assert told(story, Path(__file__).parent, tmp_path).endswith("refused\n")
+    assert told(story, Path(__file__).parent, tmp_path_factory).endswith("refused\n")

@@ -19,7 +19,7 @@ from row_moves import FAR, HND, MOVES, NAMES, NHD, TOGETHER, FarMove, Move, Pool
 from kvmover.c_core import NATIVE
 from kvmover.kernels import cpu, digest_reference
 from kvmover.kernels.region import Planes, Region, RegionError, Side
-from tests.proofs import family
+from tests.proofs import family, tries
 from tests.sanitised import told
 
 pytestmark = pytest.mark.skipif(NATIVE is None, reason="the C core was not built")
@@ -247,7 +247,7 @@ import random
 import numpy as np
 from xxhash import xxh3_64_intdigest
 rng, threads = random.Random(5), 3
-for round in range(400):
+for round in range(ROUNDS):
     counts = [rng.randint(1, 5) for _ in range(4)]
     row_bytes = rng.choice([rng.randint(1, 40), rng.randint(1, 3000), 70_000]) if round % 8 else 300_000
     ends = []
@@ -275,7 +275,8 @@ print("moved and digested")
 """
 
 
-@pytest.mark.proof
-def test_a_sanitised_build_finds_no_fault(tmp_path: Path) -> None:
+@pytest.mark.searched
+def test_a_sanitised_build_finds_no_fault(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Of memory, of arithmetic, by rows that end where their memory does."""
-    assert told(STORY, Path(__file__).parent, tmp_path) == "moved and digested\n"
+    story = STORY.replace("ROUNDS", str(tries(20, 400, 1200)))
+    assert told(story, Path(__file__).parent, tmp_path_factory) == "moved and digested\n"

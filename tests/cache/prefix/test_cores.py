@@ -35,6 +35,7 @@ from kvmover.cache.prefix import (
 )
 from kvmover.cache.prefix.eviction_policy import Order, Recency
 from kvmover.cache.prefix.node import Node
+from tests.proofs import tries
 from tests.sanitised import told
 
 #: `KVMOVER_HISTORIES=50` runs fifty times as many.
@@ -519,7 +520,7 @@ prefix.forest.C_CORE = prefix.keys.NATIVE = made
 import test_cores
 for shape in test_cores.SHAPES:
     rng, mine = random.Random(9), test_cores.engine(made, test_cores.SHAPES[shape])
-    for _ in range(400):
+    for _ in range(STEPS):
         call = test_cores.turn(rng)
         try:
             call(mine)
@@ -536,7 +537,8 @@ print(type(mine.tree._forest.columns).__module__, "done")
 """
 
 
-@pytest.mark.proof
-def test_a_sanitised_build_finds_no_fault(tmp_path: Path) -> None:
+@pytest.mark.searched
+def test_a_sanitised_build_finds_no_fault(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Of memory and of arithmetic, by every operation on every shape of tree."""
-    assert told(STORY, Path(__file__).parent, tmp_path).endswith("_core done\n")
+    story = STORY.replace("STEPS", str(tries(60, 400, 4000)))
+    assert told(story, Path(__file__).parent, tmp_path_factory).endswith("_core done\n")
