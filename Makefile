@@ -26,7 +26,7 @@ OLD_NIXL := .nixl/$(OLDEST_NIXL)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test prove proof night mooncake simulate engines scan environments indexer live soak live-pair orchestrators lint types wheel perf wire gpu-check pictures site clean
+.PHONY: help setup demo test prove proof mutants night mooncake simulate engines scan environments indexer live soak live-pair orchestrators lint types wheel perf wire gpu-check pictures site clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,8 +46,12 @@ prove: setup mooncake ## run what make test leaves out: every case, more example
 proof: setup ## prove the algebra of plans for all sizes, with z3 (five minutes); keeps proof.csv
 	@$(BIN)/python -m perf.proof
 
-night: setup mooncake ## run all of it at its full length, for hours: 20,000 schedules, storms of faults; keeps night.csv
+mutants: setup ## break the lines that guard memory and accounts, the named ones and some that are drawn (three minutes)
+	@$(BIN)/python -m perf.mutants
+
+night: setup mooncake ## run all of it at its full length, for hours: 20,000 schedules, storms of faults, all mutants; keeps night.csv, mutants.csv
 	@$(BIN)/python -m perf.night
+	@$(BIN)/python -m perf.mutants --whole
 
 mooncake: $(READY) ## make .mooncake, so that tests, demo and live servers keep pages in a pool of memory too
 	@bash tests/store/mooncake.sh

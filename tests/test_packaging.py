@@ -28,6 +28,7 @@ TARGETS = [
     "test",
     "prove",
     "proof",
+    "mutants",
     "night",
     "mooncake",
     "simulate",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -164,3 +166,26 @@ def test_pages_that_would_go_into_one_and_ids_that_are_fractions_are_refused(ids
         page_region(src, [0, 1, 2], dst, ids)
     if "whole" not in reason:
         page_region(src, ids, dst, [0, 1, 2])  # one page may go to several
+
+
+def test_memory_of_a_copy_that_raises_is_written_by_no_part_of_it_that_was_launched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU some regions are under way when another is refused, and the caller may use their memory at once."""
+    memory, queued = torch.zeros(8, dtype=torch.uint8), list[Callable[[], object]]()
+
+    def device_goes_on() -> None:
+        while queued:
+            queued.pop()()
+
+    def move(regions: Sequence[Region]) -> None:
+        queued.append(lambda: memory.fill_(POISON))
+        raise RegionError("the second region is refused")
+
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    copies = CopyStream(torch.device("cuda", 0), SimpleNamespace(synchronize=device_goes_on))
+    with pytest.raises(RegionError, match="the second region is refused"):
+        copies.launch([], move)
+    memory.fill_(7)
+    device_goes_on()
+    assert memory.eq(7).all()

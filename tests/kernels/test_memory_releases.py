@@ -54,6 +54,19 @@ def test_a_release_waits_for_its_device_in_a_thread_that_leaves_captures_alone(
     assert driver.calls == ["cuThreadExchangeStreamCaptureMode 1"]
 
 
+def test_memory_is_not_given_back_under_work_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that were launched before its owner died go on to read and write it."""
+    current, running = [torch.device("cuda", 0)], {0: [1], 1: [1, 2]}
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.__setitem__(0, device))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: running[device.index].clear())
+    monkeypatch.setattr(cuda_driver, "library", CountingDriver)
+    made, owner, told = Releases(), Owner(), SimpleQueue[tuple[object, list[int]]]()
+    made.when_dead(owner, GPU, lambda: told.put((current[0], list(running[1]))))
+    del owner
+    assert told.get(timeout=10) == (GPU, [])
+    assert running[0] == [1], "another device is not waited for"
+
+
 def test_memory_that_the_driver_keeps_is_logged_and_the_next_is_given_back(
     waited: list[tuple[torch.device, str]], caplog: pytest.LogCaptureFixture
 ) -> None:

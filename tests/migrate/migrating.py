@@ -161,7 +161,9 @@ class Move:
         self.check()
 
     def check(self) -> None:
-        """Ranks of an engine are of one mind, but for those that are polled first; and one engine has the request."""
+        """Ranks of an engine are of one mind, but for those that are polled first; one engine has the request, and no
+        transfer may write the pages of one that is here.
+        """
         has = {
             each.phase in (DeparturePhase.COPYING, DeparturePhase.STOPPING, DeparturePhase.BACK)
             for each in self.departing
@@ -170,6 +172,7 @@ class Move:
         assert len(has) <= 1
         assert len(takes) <= 1
         assert not (True in has and True in takes)
+        assert not any(each.phase is ArrivalPhase.HERE and each.holds_pages for each in self.arriving)
 
     def until_settled(self, turns: int = 3000) -> None:
         for _ in range(turns):

@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from migrating import ATTENTION, DIGEST, HYBRID, Move
 
 from kvmover.errors import PeerUnknown, PlanError, ProtocolError
 from kvmover.layout import Component, Fleet
 from kvmover.migrate import ArrivalPhase, DepartingRank, DeparturePhase, Migration, MigrationConfig, Party
 from kvmover.migrate.migration import MAX_PAYLOAD_BYTES, Decision
+from kvmover.migrate.partners import LOOK_S
 from kvmover.plan.cost import Route
 from kvmover.transfer.protocol.content import Content, IdentityCheck
 from kvmover.transfer.protocol.wire import Verb
-from tests.transfer.mover_fleets import CONFIG
+from tests.transfer.mover_fleets import CONFIG, HandClock
 
 FLEETS = [
     (Fleet(tp=2, page_tokens=4), Fleet(tp=1, page_tokens=8)),
@@ -254,3 +256,29 @@ def test_the_word_that_another_request_was_taken_leaves_this_one_where_it_is(con
         move.step()
     assert {each.phase for each in move.departing} == {DeparturePhase.BACK}
     assert {str(Content(20, DIGEST)) in str(each.reason) for each in move.departing} == {True}
+
+
+def test_a_request_of_a_dead_source_is_taken_once_none_of_its_own_reads_may_land_in_the_pages():
+    """Until then the engine would write tokens into pages that a read under way writes over."""
+    move, clock = Move.between(*FLEETS[0], config=replace(CONFIG, route=Route.DIRECT, verb=Verb.PULL)), HandClock()
+    move.begin(clock=clock)
+    move.bench.network.hold()
+    for _ in range(8):
+        move.step()
+    (arriving,) = move.arriving
+    for mover in move.source.movers:
+        move.bench.movers.remove(mover)
+    for rank in range(move.source.fleet.size):
+        move.target.movers[0].forget("a", rank)
+    move.departing = []
+    clock.now += 2 * LOOK_S
+    for _ in range(20):
+        move.turn()
+    assert arriving.holds_pages
+    assert arriving.phase is ArrivalPhase.DECLINING
+    before, after = move.target.snapshot()[0][0], move.target.pools[0][0]
+    move.bench.network.deliver()
+    assert not all(map(torch.equal, before.tensors, after.tensors)), "a read landed late"
+    move.until_settled()
+    assert arriving.phase is ArrivalPhase.HERE
+    move.assert_target_holds(arriving.landed_tokens)

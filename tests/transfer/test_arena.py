@@ -115,3 +115,16 @@ def test_an_arena_without_room_for_one_region_is_refused():
 def test_only_a_leased_region_can_be_quarantined():
     with pytest.raises(LayoutError, match="no region is reserved at 256"):
         Arena(1024).quarantine(256)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 2, 0, 3), (2, 0, 3, 1)])
+def test_free_regions_on_both_sides_of_a_slabs_end_stay_two(order: tuple[int, ...]):
+    """A slab is registered anew as a whole, so no region may have a part in its neighbour."""
+    arena = Arena(4 * ALIGN_BYTES, 2 * ALIGN_BYTES)
+    offsets = [arena.reserve(ALIGN_BYTES) for _ in range(4)]
+    for number in order:
+        arena.release(offsets[number])
+        arena.check()
+    arena.reserve(ALIGN_BYTES)
+    assert arena.reserve(2 * ALIGN_BYTES) == 2 * ALIGN_BYTES
+    assert arena.reserve(2 * ALIGN_BYTES) is None

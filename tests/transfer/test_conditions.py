@@ -1,17 +1,11 @@
-"""Where memory changes hands each function has conditions that stay on; each is proved by a mutant that it catches.
-
-A mutant is the function with one fragment of its source replaced, put in the place of the honest one.
-"""
+"""Where memory changes hands each function has conditions that stay on; each is proved by a mutant that it catches."""
 
 from __future__ import annotations
 
-import ast
-import inspect
 import math
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,6 +17,7 @@ from kvmover.transfer.destination import quarantine
 from kvmover.transfer.memory import arena, registrations
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.source import writes
+from tests.mutants.code_exchange import exchanged, mutant
 
 A, KEY = "a.1", ("a.1", "request", 1)
 
@@ -34,30 +29,6 @@ class Mutant(NamedTuple):
     old: str
     new: str
     words: str
-
-
-def mutated(owner: type, each: Mutant) -> Callable[..., Any]:
-    """A method of a class with a fragment of its source, which stands there once, replaced."""
-    method, old, new, _ = each
-    source = Path(inspect.getfile(owner)).read_text(encoding="utf-8")
-    (found,) = (
-        each
-        for node in ast.parse(source).body
-        if isinstance(node, ast.ClassDef) and node.name == owner.__name__
-        for each in node.body
-        if isinstance(each, ast.FunctionDef) and each.name == method
-    )
-    text = ast.get_source_segment(source, found)
-    assert text is not None
-    assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {owner.__name__}.{method}"
-    name = f"mutant of {owner.__module__}"
-    module = sys.modules[name] = ModuleType(name)
-    try:
-        exec(compile(source.replace(text, text.replace(old, new)), name, "exec"), module.__dict__)
-        changed: Callable[..., Any] = vars(vars(module)[owner.__name__])[method]
-        return changed
-    finally:
-        del sys.modules[name]
 
 
 # Scenarios, in which the honest functions keep their conditions.
@@ -271,11 +242,11 @@ CASES = [(owner, scenario, each) for (owner, scenario), mutants in MUTANTS.items
 
 @pytest.mark.parametrize(("owner", "scenario", "each"), CASES, ids=[f"{o.__name__}.{m.method}" for o, _, m in CASES])
 def test_a_condition_finds_its_mutant_and_no_fault_of_the_honest_function(
-    owner: type, scenario: Callable[[], None], each: Mutant, monkeypatch: pytest.MonkeyPatch
+    owner: type, scenario: Callable[[], None], each: Mutant
 ) -> None:
     scenario()
-    monkeypatch.setattr(owner, each.method, mutated(owner, each))
-    with pytest.raises(AssertionError, match=each.words):
+    changed = mutant(owner.__module__, f"{owner.__name__}.{each.method}", each.old, each.new)
+    with exchanged(changed), pytest.raises(AssertionError, match=each.words):
         scenario()
 
 

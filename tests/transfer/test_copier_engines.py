@@ -131,6 +131,21 @@ def test_a_chunk_takes_its_part_of_the_tables_of_its_request(
     assert calls == [f"{'rows' if engine is CopyEngine.AUTO else engine} by 8 SMs"]
 
 
+@pytest.mark.parametrize("total", [0, 7, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
+def test_a_digest_of_a_gpu_is_the_sum_modulo_two_to_the_64th(
+    total: int, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernel adds into a signed number, and a peer compares it with the host's."""
+    found = list[int | None]()
+    on_device = torch.from_numpy(np.array([total], np.uint64).view(np.int64))
+    event = SimpleNamespace(query=lambda: True)
+    monkeypatch.setattr(CopyStream, "launch", lambda self, regions, move: (move(regions), event)[1])
+    copier = Copier(GPU, 8, CopyEngine.ROWS)
+    copier._queue(lambda: on_device, found.append)
+    copier.poll()
+    assert found == [total]
+
+
 def test_an_engine_that_the_device_lacks_is_refused_at_once_and_nothing_changes(calls: list[str], monkeypatch) -> None:
     copier = Copier(GPU, 8, CopyEngine.ROWS)
     monkeypatch.setattr(bulk, "unavailable", lambda engine, device: "it is of another age")

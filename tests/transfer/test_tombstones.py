@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from mover_fleets import Pair
 
 from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
@@ -162,3 +163,28 @@ def test_what_is_remembered_of_the_past_keeps_nobody_from_asking_for_more():
         want = wire.Want(f"{n}", 1, 0, 64, Route.DIRECT, Replicas.STRIPE, 1 << 20, (bytes(4096),))
         assert early.wait(peer, want, 10.0)
     assert memory.budget.kept_bytes("busy.1") <= tombstones.PEER_BYTES
+
+
+@pytest.mark.parametrize("is_sent", [False, True], ids=["before it is sent", "after it was sent"])
+def test_a_want_that_its_abort_overtook_is_answered_by_the_abort_and_opens_nothing(is_sent: bool):
+    """Its pages have been given back: they may be another request's by now."""
+    pair = Pair.of()
+    source, target = pair.src.movers[0], pair.dst.movers[0]
+    if is_sent:
+        pair.send()
+    (asked,) = pair.receive()
+    target.poll()
+    target.abort(asked, "enough")
+    target.poll()
+    inbox, heard = source._transport.inbox, target._transport.inbox
+    said = [wire.decode(each) for note in inbox for each in wire.split(note.payload)]
+    (want,) = (each for each in said if isinstance(each, wire.Want))
+    assert isinstance(said[-1], wire.Abort)
+    inbox.reverse()
+    heard.clear()
+    source.poll()
+    answers = [wire.decode(each) for note in heard for each in wire.split(note.payload)]
+    id_ = want.request, want.generation
+    assert answers[:2] == [wire.Drained(*id_), wire.Abort(*id_, "enough")]
+    assert not source._source.early
+    assert all(not request.attempts for request in source._source._requests.values())
