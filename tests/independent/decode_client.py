@@ -69,16 +69,14 @@ def chunks(legs: list[Leg], pools: list[tuple]) -> list[list[tuple]]:
 
 
 class Client:
-    """An engine that only receives. Its memory: the arena, 256 bytes of staging that no request uses, and the pools."""
-
     def __init__(self, engine: str, model: str, components: list[dict], page: int, pages: int, key: bytes) -> None:
         self.components, self.key, self.generation = [{**DEFAULTS, **c} for c in components], key, time.time_ns()
         self.name, self.numbers, self.stamps = f"{engine}.{self.generation}", defaultdict(count), Counter[str]()
-        self.peers, self.seen, self.over = dict[str, dict](), set[tuple[str, bytes]](), set[int]()
+        self.peers, self.seen, self.over = dict[str, dict](), set[tuple[str, bytes]](), dict[int, str]()
         self.free, self.about, self.sources = [*range(0, ARENA_BYTES, CHUNK_BYTES)], {}, dict[str, Any]()
         self.pools, self.fields = [], {"name": model, "components": ", ".join(c["name"] for c in components)}
         fleet = {"tp": 1, "pp": 1, "cp": 1, "page_tokens": page, "cp_order": "page", "pages": []}
-        sizes, pools = [ARENA_BYTES, 256], []
+        sizes, pools = [ARENA_BYTES, 256], []  # of the arena, of staging memory that no request uses, and of the pools
         for c in self.components:
             own = Leg(0, fleet, c, 0, 0)
             shape = [pages, c["layers"], c["kv"], c["heads"], own.page, c["dim"]]
@@ -129,15 +127,16 @@ class Client:
         try:
             self.until(lambda s: len(s.landed) == len(s.rows), "Want", pages=pages, **want)
             self.until(lambda s: s.rows or "Kept" in s.heard, "Done")
-            self.over.add(self.generation)
+            self.over[self.generation] = "Done"
         except (OSError, LookupError) as error:
+            self.over[self.generation] = "Abort"
             self.until(lambda s: "Drained" in s.heard, "Abort", reason=str(error))
             self.free += [region for s in self.sources.values() for region in s.regions.values() if self.is_packed]
             raise
 
     def until(self, is_over: Callable[[Any], bool], kind: str, **fields: object) -> None:
         """Say a message to all sources, and again to those of which something is not so yet."""
-        self.saying, due, waiting, deadline = kind, 0.0, [*self.sources], time.monotonic() + DEADLINE_S
+        due, waiting, deadline = 0.0, [*self.sources], time.monotonic() + DEADLINE_S
         while waiting:
             if (now := time.monotonic()) > deadline:
                 raise TimeoutError(f"{waiting}: no answer to {kind}")
@@ -153,8 +152,8 @@ class Client:
     def say(self, name: str, kind: str, **fields: object) -> None:
         number, lease = struct.pack(">Q", next(self.numbers[name])), [1, self.stamps[name], LEASE_US]
         text = b"kvm\x01%b" % msgpack.packb({"type": kind, "lease": lease if lease[1] else [1, 0, 0], **fields})
-        whole = self.seal(number, b"kvmover message", self.name.encode(), name.encode(), number, text)
-        self.agent.send_notif(name, whole)
+        parts = (b"kvmover message", self.name.encode(), name.encode(), number, text)
+        self.agent.send_notif(name, self.seal(number, *parts))
 
     def poll(self) -> None:
         for name, notes in self.agent.get_new_notifs().items():
@@ -173,8 +172,8 @@ class Client:
         if kind in ("Hello", "Ping"):
             self.say(name, "Pong")
         elif generation in self.over and kind not in ("Kept", "Drained"):
-            self.say(name, "Done", request=m["request"], generation=generation)
-        elif kind == "NoSeat" or (generation == self.generation and kind == "Abort" != self.saying):
+            self.say(name, self.over[generation], request=m["request"], generation=generation, reason="it has ended")
+        elif kind == "NoSeat" or (generation == self.generation and kind == "Abort"):
             raise ConnectionAbortedError(m["reason"])
         elif generation == self.generation and (s := self.sources.get(name)):
             s.heard.add(kind)

@@ -33,6 +33,9 @@ PAGES = 24
 #: Requests of each shape, sealed and not: 102 in `make test` and `make prove` together.
 REQUESTS = 17
 
+#: From and to which token a request asks: whole pages and parts of them at both ends, one page, one token.
+WANTED = [(0, 150), (0, 7), (36, 100), (0, 64), (0, 1), (50, 150), (21, 64), (99, 100)]
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -45,13 +48,13 @@ class Shape:
 
 
 SHAPES = {
-    # Heads over two ranks; the keys are on both, which share their pages out. Pages of 16 tokens into pages of 24.
+    # Heads over two ranks; the keys are on both, which share their pages out. 7 of them are no multiple of 16 bytes.
     "gqa-tp2": Shape(
         Fleet(tp=2, page_tokens=16),
         "NHD",
         (
-            Component.attention(layers=3, kv_heads=4, head_dim=32, dtype="bfloat16"),
             Component("keys", 3, 1, 1, 24, "uint8"),
+            Component.attention(layers=3, kv_heads=4, head_dim=32, dtype="bfloat16"),
         ),
         24,
     ),
@@ -146,15 +149,16 @@ def meeting(name: str, sealed: str) -> Iterator[Meeting]:
 def test_every_page_has_the_sources_bytes_and_no_other_byte_is_touched(meeting: Meeting) -> None:
     chance, pools, chunks = random.Random(1), meeting.pools(), 0
     for number in range(REQUESTS):
-        job = Job(f"request-{number}", number, chance.choice([1, 7, 64, 100, 150]))
-        start, tables = chance.choice([0, 0, job.tokens // 3]), meeting.tables(chance)
+        start, tokens = WANTED[number % len(WANTED)]
+        job, tables = Job(f"request-{number}", number, tokens), meeting.tables(chance)
         expected = [pool.copy() for pool in pools]
         meeting.put(expected, job, start, tables)
         if number % 5:
             meeting.offer(job)
         else:  # the request is asked for before it is offered
             threading.Timer(0.05, meeting.offer, [job]).start()
-        meeting.client.fetch(job.name, "prefill", start, job.tokens, tables, ("packed", "direct")[number % 2])
+        route = ("packed", "direct")[number // len(WANTED) % 2]
+        meeting.client.fetch(job.name, "prefill", start, tokens, tables, route)
         chunks = max(chunks, *(len(source.rows) for source in meeting.client.sources.values()))
         assert all(np.array_equal(got, want) for got, want in zip(pools, expected, strict=True)), job
         ends = meeting.crowd.ended(job, "prefill")
@@ -172,18 +176,22 @@ def test_a_request_that_fails_has_its_reason_and_the_next_one_lands(meeting: Mee
     for rank in meeting.crowd.of("prefill"):
         rank.ask("refuse", Job("refused", 0, 100), "no such prompt")
     with pytest.raises(ConnectionAbortedError, match="no such prompt"):
-        meeting.client.fetch("refused", "prefill", 0, 100, meeting.tables(chance), "packed")
+        meeting.client.fetch("refused", "prefill", 0, 100, meeting.tables(chance), "direct")
     giving, refusing = meeting.crowd.of("prefill")
     half = Job("half", 1, 100)
     giving.tell("send", half)
     refusing.ask("refuse", half, "evicted")
     with pytest.raises(ConnectionAbortedError, match="evicted"):
-        meeting.client.fetch("half", "prefill", 0, 100, meeting.tables(chance), "direct")
+        meeting.client.fetch("half", "prefill", 0, 100, meeting.tables(chance), "packed")
     meeting.crowd.until(lambda: meeting.crowd.endings, 10, "the rank that gave hears of the end")
     assert [(end.job, end.reason) for end in meeting.crowd.endings] == [("half", "evicted")]
     job, tables = Job("whole", 2, 100), meeting.tables(chance)
     for pool in pools:
         pool[...] = POISON
+    late = {"type": "Chunk", "request": "half", "generation": meeting.client.generation, "chunk": 0}
+    for name in meeting.client.sources:
+        meeting.client.hear(name, late)
+    assert all((pool == POISON).all() for pool in pools), "a chunk of a request that is over"
     expected = [pool.copy() for pool in pools]
     meeting.put(expected, job, 0, tables)
     meeting.offer(job)
