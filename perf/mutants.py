@@ -21,9 +21,10 @@ from tempfile import TemporaryDirectory
 from perf.command_line import options
 from perf.record import replace
 from tests.mutants.code_exchange import Mutant
+from tests.mutants.equivalent_mutants import EQUIVALENT
 from tests.mutants.guarded_lines import GUARDED
 from tests.mutants.mutation_operators import mutants_of
-from tests.mutants.named_mutants import EQUIVALENT, NAMED
+from tests.mutants.named_mutants import NAMED
 
 WORKERS = 2
 
@@ -36,13 +37,17 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 @dataclass(frozen=True)
 class Tried:
-    """The mutants of a part: how many there are and were tried, those that lived, and the words of what went wrong."""
+    """The mutants of a part: how many there are and were tried, those that lived, and the words of what went wrong.
+
+    `by_time`: how many of those that died did so at the limit of their process.
+    """
 
     part: str
     mutants: int
     tried: int
     named: int
     equivalent: int
+    by_time: int
     survived: tuple[str, ...]
     wrong: tuple[str, ...]
     seconds: float
@@ -55,6 +60,7 @@ class Tried:
             "mutants": self.mutants,
             "tried": self.tried,
             "killed": self.tried - self.equivalent - len(self.survived),
+            "by_time": self.by_time,
             "equivalent": self.equivalent,
             "survived": len(self.survived),
             "named": self.named,
@@ -79,18 +85,18 @@ def try_named(part: str) -> Tried:
     pairs = list(zip(named, runs.outcomes, strict=True))
     survived = tuple(f"{each.name}: {outcome.mutant}" for each, outcome in pairs if not outcome.killer)
     wrong = (*(f"without a mutant: {test}" for test in runs.failed), *survived)
-    return Tried(part, len(named), len(named), len(named), 0, survived, wrong, time.perf_counter() - began)
+    return Tried(part, len(named), len(named), len(named), 0, 0, survived, wrong, time.perf_counter() - began)
 
 
 def try_some(part: str, drawn: int | None) -> Tried:
     """Try so many mutants of a part, or all if `drawn` is None, by the tests that run their lines."""
-    from tests.mutants.forked_runs import Trial, run
+    from tests.mutants.forked_runs import NEVER_ENDS, Trial, run
 
     began, every = time.perf_counter(), mutants_in(part)
     chosen = every if drawn is None else random.sample(every, min(drawn, len(every)))
     with TemporaryDirectory(prefix="kvmover-mutants-") as folder:
         runs = run([Trial(each) for each in chosen], GUARDED[part].tests, Path(folder))
-    said = {(each.module, each.change) for each in EQUIVALENT.get(part, ())}
+    said = EQUIVALENT.get(part, {})
     alive = {each.mutant for each in runs.outcomes if not each.killer}
     same = {each for each in chosen if (each.module, each.change) in said}
     wrong = (
@@ -98,7 +104,9 @@ def try_some(part: str, drawn: int | None) -> Tried:
         *(f"said to change nothing, and killed: {each}" for each in sorted(map(str, same - alive))),
     )
     survived = tuple(str(each) for each in chosen if each in alive - same)
-    return Tried(part, len(every), len(chosen), 0, len(same & alive), survived, wrong, time.perf_counter() - began)
+    by_time = sum(each.killer == NEVER_ENDS for each in runs.outcomes)
+    seconds = time.perf_counter() - began
+    return Tried(part, len(every), len(chosen), 0, len(same & alive), by_time, survived, wrong, seconds)
 
 
 def main() -> None:

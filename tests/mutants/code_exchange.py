@@ -144,30 +144,6 @@ def mutant(module: str, function: str, old: str, new: str) -> Mutant:
     return Mutant(module, function, start, start + len(old.encode()), new)
 
 
-@dataclass(frozen=True)
-class FileMutant:
-    """A file that a constant of a module names, with one fragment replaced."""
-
-    module: str
-    constant: str
-    old: str
-    new: str
-
-    def apply(self, folder: Path) -> Callable[[], None]:
-        """Let the constant name a mutated copy in `folder`. Returns a call that undoes it."""
-        owner = import_module(self.module)
-        honest: Path = getattr(owner, self.constant)
-        text = honest.read_text(encoding="utf-8")
-        assert text.count(self.old) == 1, f"{self.old!r} stands {text.count(self.old)} times in {honest.name}"
-        changed = folder / honest.name
-        changed.write_text(text.replace(self.old, self.new), encoding="utf-8")
-        setattr(owner, self.constant, changed)
-        return partial(setattr, owner, self.constant, honest)
-
-
-AnyMutant = Mutant | FileMutant
-
-
 @contextmanager
 def exchanged(each: Mutant) -> Iterator[None]:
     """Run a block with a mutant in its function's place."""

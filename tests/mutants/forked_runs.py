@@ -1,7 +1,8 @@
 """Runs tests against mutants: pytest collects them once, and each mutant has a child process that runs them.
 
-Which tests a mutant is given: those that run its line, the quickest first, until one fails. A line's tests are found by
-tracing one honest run. A child that outlives its limit is ended, and its mutant counts as killed: it never ends.
+A mutant is given the tests that run its line, until one fails: first those that killed others, then the quickest. A
+line's tests are found by tracing one honest run. A child that outlives its limit is ended, and its mutant counts as
+killed: it never ends.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,7 +26,7 @@ import pytest
 from _pytest.runner import runtestprotocol
 from hypothesis import Phase, settings
 
-from tests.mutants.code_exchange import AnyMutant, FileMutant, Mutant, codes_in, function_at
+from tests.mutants.code_exchange import Mutant, codes_in, function_at
 
 #: Seconds that a child may take beyond five times the time of its tests.
 PATIENCE_S = 6.0
@@ -39,7 +41,7 @@ Place = tuple[str, int]
 class Trial:
     """A mutant and the beginning of its tests' names; "" for all that run its line."""
 
-    mutant: AnyMutant
+    mutant: Mutant
     tests: str = ""
 
 
@@ -47,7 +49,7 @@ class Trial:
 class Outcome:
     """The end of a mutant: the test that failed, or "" if all passed; `tests`: how many it was given."""
 
-    mutant: AnyMutant
+    mutant: Mutant
     killer: str
     tests: int
     seconds: float
@@ -92,27 +94,29 @@ class ForkedRuns:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Run the tests without a mutant, then with each."""
         self._items = session.items
-        traced = {each.mutant for each in self.trials if not each.tests and isinstance(each.mutant, Mutant)}
+        traced = {each.mutant for each in self.trials if not each.tests}
         functions = {(each.module, each.function): each.source.path for each in traced}
         wanted = {code: path for at, path in functions.items() for code in codes_in(function_at(*at).__code__)}
         runs = self._in_child(lambda: [self._honest(item, wanted) for item in session.items], limit_s=600)
         assert isinstance(runs, list), f"the tests without a mutant: {runs}"
         sound = {number: runs[number] for number in range(len(runs)) if not runs[number].failure}
         self.failed = [session.items[number].nodeid for number in range(len(runs)) if number not in sound]
+        killers = Counter[str]()
         for trial in self.trials:
             chosen = sorted(
                 (number for number in sound if self._is_given(trial, number, sound[number])),
-                key=lambda number: runs[number].seconds,
+                key=lambda number: (-killers[session.items[number].nodeid], runs[number].seconds),
             )
             limit_s = self.patience_s + 5 * sum(runs[number].seconds for number in chosen)
             began = time.perf_counter()
             killer = self._in_child(partial(self._mutated, trial.mutant, chosen), limit_s)
+            killers[str(killer)] += 1
             self.outcomes.append(Outcome(trial.mutant, str(killer), len(chosen), time.perf_counter() - began))
         return True
 
     def _is_given(self, trial: Trial, number: int, run: Honest) -> bool:
         """Returns True if a mutant is tried by a test."""
-        if trial.tests or isinstance(trial.mutant, FileMutant):
+        if trial.tests:
             return self._items[number].nodeid.startswith(trial.tests)
         path = trial.mutant.source.path
         return any((path, line) in run.places for line in trial.mutant.lines)
@@ -136,12 +140,9 @@ class ForkedRuns:
             sys.settrace(None)
         return Honest(time.perf_counter() - began, failure, frozenset(places))
 
-    def _mutated(self, each: AnyMutant, chosen: Iterable[int]) -> str:
+    def _mutated(self, each: Mutant, chosen: Iterable[int]) -> str:
         """Returns the test that fails with a mutant in place, or ""."""
-        if isinstance(each, FileMutant):
-            each.apply(self.folder)
-        else:
-            each.apply()
+        each.apply()
         return self._run([self._items[number] for number in chosen])
 
     def _run(self, items: Sequence[pytest.Item]) -> str:

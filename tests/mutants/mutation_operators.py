@@ -1,8 +1,8 @@
 """Yields the mutants of a function: a statement dropped, a condition decided, a comparison or a number off by one.
 
-Conditions that stay on (`assert`), messages, logs and annotations are left as they are. Neither of two tools does this:
-cosmic-ray and mutmut drop no statement and take no fragment that has a name; the first writes into the tree and starts
-a process a mutant, the second leaves out methods that are decorated.
+Conditions that stay on (`assert`, `strict`), messages, logs and annotations are left as they are. Neither of two tools
+does this: cosmic-ray and mutmut drop no statement and take no fragment that has a name; the first writes into the tree
+and starts a process a mutant, the second leaves out methods that are decorated.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def edits(function: ast.FunctionDef) -> Iterator[Edit]:
 
 
 def _of_statement(node: ast.stmt) -> Iterator[Edit]:
-    if isinstance(node, ast.Assert) or _says(node):
+    if _asserts(node) or _says(node):
         return
     if _may_go(node):
         yield node, "pass"
@@ -88,6 +88,11 @@ def _of_statement(node: ast.stmt) -> Iterator[Edit]:
             yield from _of_expression(child.context_expr, is_decided=False)
         elif isinstance(child, ast.expr) and child is not getattr(node, "annotation", None):
             yield from _of_expression(child, is_decided=child is getattr(node, "test", None))
+
+
+def _asserts(node: ast.stmt) -> bool:
+    """Returns True for a condition that stays on, or a loop over such."""
+    return isinstance(node, ast.Assert) or (isinstance(node, ast.For) and all(map(_asserts, node.body)))
 
 
 def _says(node: ast.stmt) -> bool:
@@ -120,7 +125,7 @@ def _of_expression(node: ast.expr, *, is_decided: bool) -> Iterator[Edit]:
         word = " and " if isinstance(node.op, ast.And) else " or "
         for left_out in range(len(node.values)):
             kept = [_text(each) for number, each in enumerate(node.values) if number != left_out]
-            yield node, f"({word.join(kept)})"
+            yield node, f"({word.join(kept)})" if len(kept) > 1 else kept[0]
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not) and not is_decided:
         yield node, _text(node.operand)
     elif isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
@@ -137,7 +142,7 @@ def _of_expression(node: ast.expr, *, is_decided: bool) -> Iterator[Edit]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.expr):
             yield from _of_expression(child, is_decided=False)
-        elif isinstance(child, ast.keyword):
+        elif isinstance(child, ast.keyword) and child.arg != "strict":
             yield from _of_expression(child.value, is_decided=False)
         elif isinstance(child, ast.comprehension):
             for condition in child.ifs:

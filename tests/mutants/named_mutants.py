@@ -1,4 +1,4 @@
-"""Mutants with a name: each breaks one promise, and a test fails for it. Others are shown to change nothing.
+"""Mutants with a name: each breaks one promise, and the test that is named fails for it.
 
 `make prove` runs them, a process for each part.
 """
@@ -210,8 +210,8 @@ NAMED: dict[str, list[Killed]] = {
             "a leaf with a host lock is evicted",
             f"{PREFIX}.evict",
             "Eviction._may_go",
-            "not node.host_locks and ",
-            "",
+            "if node.host_locks:",
+            "if False:",
             "cache/prefix/test_tiers.py::test_a_node_that_lost_its_last_child_and_went_does_not_come_back_into_the_order",
         ),
     ],
@@ -281,27 +281,6 @@ NAMED: dict[str, list[Killed]] = {
             "(sitter,) if place.generation <= sitter.generation else ()",
             "()",
             "transfer/test_incarnations.py::test_an_older_card_opens_nothing_either_while_the_newer_process_is_away",
-        ),
-    ],
-}
-
-
-@dataclass(frozen=True)
-class Equivalent:
-    """A mutant that no caller can tell from the honest function, and why: every test must pass with it in place."""
-
-    module: str
-    change: str
-    why: str
-
-
-EQUIVALENT: dict[str, list[Equivalent]] = {
-    "locks": [
-        Equivalent(
-            f"{PREFIX}.evict",
-            "Eviction._drop_below: each.locks or each.host_locks -> (each.locks)",
-            "`_may_go` asks only where the node itself has no host lock. A node's host locks count its children that "
-            "have one (`Locks.host` goes up, `PrefixTree.check` demands it), so none below has one either.",
         ),
     ],
 }

@@ -13,6 +13,7 @@ from kvmover.errors import PlanError
 from kvmover.layout import Component, Fleet
 from kvmover.plan.cost import Route
 from kvmover.transfer import Gate, Mover, Transfer
+from kvmover.transfer.destination.claims import PageClaims
 
 
 def claimed(mover: Mover) -> int:
@@ -106,6 +107,23 @@ def test_pages_of_a_failed_receive_stay_its_own_while_they_are_held():
     other = receive(pair, "other")
     pair.bench.ended([other, *pair.send("other")])
     pair.assert_landed()
+
+
+def test_a_transfer_whose_pages_are_held_is_kept_once_however_often_they_are_looked_at():
+    pair = Pair.of()
+    claims = PageClaims([pool.spec for pool in pair.dst.pools[0]])
+    held = [Transfer("one", 0.0), Transfer("two", 0.0)]
+    for number, transfer in enumerate(held):
+        transfer.quarantined = True
+        claims.take(transfer, (np.array([number]),))
+        claims.give(transfer)
+    for _ in range(3):
+        claims.sweep()
+    assert claims._quarantined == held
+    held[0].quarantined = False
+    claims.sweep()
+    assert claims._quarantined == held[1:]
+    assert [len(claims), int(claims._taken[0].sum())] == [1, 1]
 
 
 def test_windows_states_and_parts_claim_what_lands_and_no_more():

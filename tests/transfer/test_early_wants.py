@@ -60,6 +60,55 @@ def test_what_follows_a_want_is_kept_with_it_and_not_without_end():
     assert each.messages() == [want(), *[about] * MAX_MESSAGES]
 
 
+def test_a_want_that_names_more_pages_takes_the_place_of_the_one_before():
+    wants = EarlyWants()
+    for table_bytes in (8, 16, 12):
+        wants.wait(peer(), want(table_bytes=table_bytes), 10.0)
+    (each,) = wants.take("request")
+    assert each.messages() == [want(table_bytes=16)]
+
+
+def test_a_want_is_withdrawn_by_its_own_attempt_and_the_answer_says_whether_there_was_one():
+    wants = EarlyWants()
+    assert not wants.withdraw(peer(), wire.Abort("request", 1, "enough"))
+    wants.wait(peer(), want(generation=2), 10.0)
+    assert not wants.withdraw(peer(), wire.Abort("request", 1, "of the past"))
+    assert wants.withdraw(peer(), wire.Abort("request", 2, "enough"))
+    assert wants == EarlyWants()
+
+
+def test_messages_behind_a_want_are_kept_while_the_budget_of_their_peer_lasts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tombstones, "PEER_BYTES", 8 * tombstones.ENTRY_BYTES)
+    wants = EarlyWants()
+    wants.wait(peer(), want(), 10.0)
+    assert all(wants.follow(peer(), wire.Done("request", 1)) for _ in range(MAX_MESSAGES))
+    (each,) = wants.take("request")
+    assert len(each.said) == 6
+    assert wants == EarlyWants()
+
+
+def test_a_want_without_room_takes_the_one_before_it_along(monkeypatch: pytest.MonkeyPatch):
+    """The attempt that asked first is over: its pages are another request's."""
+    monkeypatch.setattr(tombstones, "PEER_BYTES", 3000)
+    wants = EarlyWants()
+    assert wants.wait(peer(), want(table_bytes=1000), 10.0)
+    assert not wants.wait(peer(), want(generation=2, table_bytes=3000), 10.0)
+    assert wants == EarlyWants()
+
+
+def test_ranks_of_two_engines_that_waited_for_one_request_are_both_told_as_lost():
+    wants = EarlyWants()
+    for name in ("a", "b", "c"):
+        wants.wait(peer(name), want(), 10.0)
+    wants.wait(peer("c"), want("other"), 10.0)
+    assert wants.lost("stranger", "nobody") == []
+    assert wants.lost("a", "it died") == ["request"]
+    assert wants.lost("b", "it is silent") == ["request"]
+    assert wants.loss("request") == {"engine of a": "it died", "engine of b": "it is silent"}
+    assert wants.loss("other") == {}
+    assert (waiting(wants), waiting(wants, "other")) == ([("c", 1)], [("c", 1)])
+
+
 @pytest.mark.parametrize("how", ["withdrawn", "lost", "late"])
 def test_who_does_not_wait_any_more_is_not_served(how: str):
     wants = EarlyWants()
@@ -122,6 +171,6 @@ def test_what_is_kept_for_a_peer_has_a_budget_of_its_own(monkeypatch: pytest.Mon
     for _ in range(MAX_MESSAGES):
         assert wants.follow(peer("a"), wire.Granted("two", 1, (wire.Grant(1, 300, 300),) * 20))
     assert wants.budget.kept_bytes("a") <= 5024
-    assert len(wants.take("two")[0].said) < MAX_MESSAGES
+    assert {each.peer.name: len(each.said) for each in wants.take("two")} == {"a": 0, "b": 0}
     assert waiting(wants, "one") == [("a", 2)]
     assert wants == EarlyWants()

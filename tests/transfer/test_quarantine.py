@@ -178,6 +178,44 @@ def test_reads_of_our_own_end_with_each_of_them_and_no_word_of_the_peer():
     assert limbo.settled(KEY, 5) == []
 
 
+def test_the_end_of_a_read_that_was_not_awaited_frees_nothing_that_a_peer_may_write():
+    limbo = holding()
+    assert limbo.settled(KEY, 3) == []
+    assert list(limbo) == [KEY]
+
+
+def test_regions_of_the_lost_are_those_that_nobody_else_may_write_and_no_read():
+    limbo = holding()
+    limbo.hold(("prefill4.1", "request", 7), ward_of(512))
+    limbo.hold(("prefill3.1", "other", 8), ward_of(768, reads={2}))
+    assert limbo.offsets(lambda peer: peer == "prefill3.1") == {0, 256}
+    assert limbo.offsets(lambda peer: peer == "prefill4.1") == {512}
+    assert limbo.offsets(lambda peer: False) == frozenset()
+
+
+def test_an_attempt_whose_regions_were_registered_anew_is_over_unless_pages_or_reads_are_left():
+    with_pages, with_reads = ward_of(512), ward_of(768, reads={2})
+    limbo = holding()
+    limbo.hold(("prefill4.1", "request", 7), with_pages)
+    limbo.keep(with_pages, held_transfer())
+    limbo.hold(("prefill5.1", "request", 7), with_reads)
+    limbo.revoked([0])
+    assert len(limbo) == 3
+    limbo.revoked([256, 512, 768])
+    assert list(limbo) == [("prefill4.1", "request", 7), ("prefill5.1", "request", 7)]
+    assert [isolated.offsets for isolated in (with_pages, with_reads)] == [[], []]
+
+
+def test_with_the_transport_reads_end_and_what_peers_may_write_stays():
+    limbo = holding()
+    limbo.hold(("prefill4.1", "request", 7), ward_of(512, reads={2, 3}))
+    assert limbo.outlive() == [512]
+    assert list(limbo) == [KEY]
+    limbo.hold(("prefill4.1", "request", 7), ward_of(512, reads={2, 3}))
+    limbo.clear()
+    assert len(limbo) == 0
+
+
 def test_who_is_dead_writes_no_more_and_what_is_read_from_him_may_still_land():
     limbo = holding(ward_of(0, 256, reads={2}))
     limbo.hold(("prefill3.1", "other", 8), ward_of(512))
@@ -198,6 +236,7 @@ def test_the_pages_of_a_transfer_are_held_until_the_last_of_its_peers_is_done_wi
     assert transfer.quarantined
     limbo.drained(keys[0])
     assert not transfer.quarantined
+    assert not limbo._pages, "a transfer that is over is not kept"
 
 
 @pytest.mark.parametrize("how", ["drained", "settled", "over", "closed"])

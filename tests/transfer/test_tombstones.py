@@ -12,9 +12,10 @@ from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
 from kvmover.transfer import tombstones
 from kvmover.transfer import tombstones as closed
+from kvmover.transfer.meter import Count
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.source.source_driver import EarlyWants
-from kvmover.transfer.tombstones import Tombstones, TtlMap
+from kvmover.transfer.tombstones import ENTRY_BYTES, HALF, Budget, Tombstones, TtlMap
 
 
 def test_an_entry_is_there_until_its_end_and_no_longer():
@@ -152,6 +153,56 @@ def test_of_a_peer_that_says_too_much_nothing_more_is_remembered_and_of_others_e
     assert memory.budget.kept_bytes("loud.1") == 0
 
 
+def test_a_budget_is_filled_to_its_last_byte_and_what_is_given_back_is_no_entry():
+    budget = Budget()
+    assert not budget.take("a", tombstones.PEER_BYTES - ENTRY_BYTES + 1)
+    assert budget.take("a", tombstones.PEER_BYTES // 2 - 2 * ENTRY_BYTES, HALF)
+    assert budget.take("a", 0, HALF)
+    assert not budget.take("a", 0, HALF)
+    budget.give("a", 0)
+    assert budget.kept_bytes("a") == tombstones.PEER_BYTES // 2 - ENTRY_BYTES
+    budget.give("a", tombstones.PEER_BYTES // 2 - 2 * ENTRY_BYTES)
+    assert budget == Budget(), "a peer without an entry takes no place in a table"
+
+
+def test_an_entry_that_is_kept_again_is_dropped_first_and_ends_by_its_own_time():
+    dropped = list[tuple[str, int]]()
+    table = TtlMap[str, int](2, lambda key, value: dropped.append((key, value)))
+    table.keep("a", 1, until=2.0)
+    table.keep("b", 2, until=4.0)
+    table.keep("a", 3, until=5.0)
+    assert dropped == [("a", 1)]
+    table.expire(4.0)
+    assert (table.get("a"), table.get("b")) == (3, None)
+    assert dropped == [("a", 1), ("b", 2)]
+
+
+def test_an_attempt_takes_four_bytes_a_character_of_its_request_and_reason_and_gives_them_back():
+    memory = Tombstones()
+    for reason, characters in [("enough", len("request") + 6), (None, len("request")), ("x" * 500, 507)]:
+        memory.close(KEY, 7, reason, 10.0)
+        assert memory.budget.kept_bytes(KEY[1]) == ENTRY_BYTES + 4 * characters
+    memory.expire(10.0)
+    assert memory.budget == Budget()
+
+
+def test_of_two_ends_of_one_attempt_the_later_counts_and_takes_the_place_of_the_first(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tombstones, "PEER_BYTES", HALF * (ENTRY_BYTES + 4 * (len("request") + 6)))
+    memory = Tombstones()
+    memory.close(KEY, 7, "first!", 10.0)
+    memory.close(KEY, 7, "second", 10.0)
+    assert reason(memory, 7) == "second"
+
+
+def test_a_mover_that_takes_over_knows_how_requests_of_the_one_before_ended():
+    before, memory = Tombstones(), Tombstones()
+    before.end("request", "no room", 10.0)
+    before.close(KEY, 7, "enough", 10.0)
+    memory.go_on_from(before)
+    assert memory.ending("request") == "no room"
+    assert reason(memory, 7) is None, "attempts are of its own peers"
+
+
 def test_what_is_remembered_of_the_past_keeps_nobody_from_asking_for_more():
     """20,000 requests that a peer was served, as 160 a second within 125 s, and the next one that it asks for early."""
     memory = Tombstones()
@@ -187,4 +238,6 @@ def test_a_want_that_its_abort_overtook_is_answered_by_the_abort_and_opens_nothi
     id_ = want.request, want.generation
     assert answers[:2] == [wire.Drained(*id_), wire.Abort(*id_, "enough")]
     assert not source._source.early
+    assert not source._source._asked
+    assert source.meter.counts[Count.LATE_MESSAGES] == 0
     assert all(not request.attempts for request in source._source._requests.values())

@@ -106,7 +106,10 @@ class Eviction:
         pages = node.end - node.start
         if node.host is not None or self._room_for(min(need, pages) if self._trims else pages):
             return True
-        return not node.host_locks and (not node.children or self._drop_below(node))
+        if node.host_locks:
+            return False
+        self._drop_below(node)
+        return True
 
     def _held(self, index: int, pages: int) -> None:
         """Evict a further component's device ids; a backed leaf leaves the device whole."""
@@ -192,17 +195,16 @@ class Eviction:
             if other == index or (lower and held.pages is not None and not held.locks):
                 self._take(node, Tier.DEVICE, other)
 
-    def _drop_below(self, node: Node) -> bool:
-        """Delete the host-only descendants of a node that cannot be copied out. Returns False if one is in use."""
+    def _drop_below(self, node: Node) -> None:
+        """Delete the host-only descendants of an unlocked node that cannot be copied out."""
         below, waiting = list[Node](), list(node.children.values())
         while waiting:
             below.append(waiting.pop())
             waiting.extend(below[-1].children.values())
-        if any(each.locks or each.host_locks for each in below):
-            return False
         for each in reversed(below):
+            locked = each.locks or each.host_locks
+            assert not locked, f"node {each.id} is locked, and node {node.id} above it is not"
             self._uproot(each)
-        return True
 
     def _uproot(self, node: Node) -> None:
         """Delete a childless node with all its ids. Its ancestors have attention KV of their own, and stay."""
