@@ -7,7 +7,8 @@ from __future__ import annotations
 
 ACCOUNT, LEDGER = "kvmover.cache.ledger.account", "kvmover.cache.ledger.ledger"
 ARENA, CLAIMS = "kvmover.transfer.memory.arena", "kvmover.transfer.destination.claims"
-TOMBSTONES = "kvmover.transfer.tombstones"
+AUTH, CONTENT = "kvmover.transfer.protocol.auth", "kvmover.transfer.protocol.content"
+SOURCE, TOMBSTONES = "kvmover.transfer.source.source_driver", "kvmover.transfer.tombstones"
 
 #: By part, then by module and change.
 EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
@@ -28,7 +29,31 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
             TOMBSTONES,
             "Budget.give: 0 -> 1",
         ): "What is kept is a sum of entries of ENTRY_BYTES or more: 0, or above 1,023.",
+        (
+            SOURCE,
+            "EarlyWants.lost: peer not in self._waiting -> False",
+        ): "Of a peer that waits for nothing no request is found, and none is dropped.",
         (TOMBSTONES, "TtlMap.keep: key in self._entries -> True"): "`forget` ignores a key that is not there.",
+    },
+    "identity": {
+        (
+            CONTENT,
+            "Content.__post_init__: len(self.unknown) > MAX_UNKNOWN_CHARACTERS -> True",
+        ): "A text of as many characters or fewer is not changed by being cut there.",
+        (
+            CONTENT,
+            "Content.__post_init__: len(self.unknown) > MAX_UNKNOWN_CHARACTERS ->"
+            " (len(self.unknown) >= MAX_UNKNOWN_CHARACTERS)",
+        ): "A text of just as many characters is not changed by being cut there.",
+        (AUTH, "MessageAuth.sign: 0 -> 1"): "A window takes any first number, and each later one is one more.",
+        (
+            AUTH,
+            "Window.mark: ahead > 0 -> (ahead >= 0)",
+        ): "For the highest number itself, which is 0 ahead, either branch sets bit 0 and moves nothing.",
+        (
+            AUTH,
+            "Window.mark: ahead < WINDOW -> (ahead <= WINDOW)",
+        ): "A shift by WINDOW moves all bits above the mask, which leaves the 0 of the other branch.",
     },
     "arena": {
         (ARENA, "Arena.release: 0 -> 1"): "No free region begins at `offset`, which was reserved: (offset, 0) and"

@@ -28,8 +28,11 @@ from hypothesis import Phase, settings
 
 from tests.mutants.code_exchange import Mutant, codes_in, function_at
 
-#: Seconds that a child may take beyond five times the time of its tests.
+#: Seconds that each test of a child may take beyond five times those of the slowest one.
 PATIENCE_S = 6.0
+
+#: Written by a child before each of its tests, and by no pickle first.
+GOES_ON = b"\0"
 
 #: Killers that are no test.
 DIES, NEVER_ENDS = "the process dies", "it never ends"
@@ -77,6 +80,7 @@ class ForkedRuns:
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
     failed: list[str] = field(default_factory=list[str])
     _items: list[pytest.Item] = field(default_factory=list[pytest.Item])
+    _writing: int = -1
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self) -> None:
@@ -97,7 +101,7 @@ class ForkedRuns:
         traced = {each.mutant for each in self.trials if not each.tests}
         functions = {(each.module, each.function): each.source.path for each in traced}
         wanted = {code: path for at, path in functions.items() for code in codes_in(function_at(*at).__code__)}
-        runs = self._in_child(lambda: [self._honest(item, wanted) for item in session.items], limit_s=600)
+        runs = self._in_child(lambda: [self._honest(item, wanted) for item in session.items], limit_s=120)
         assert isinstance(runs, list), f"the tests without a mutant: {runs}"
         sound = {number: runs[number] for number in range(len(runs)) if not runs[number].failure}
         self.failed = [session.items[number].nodeid for number in range(len(runs)) if number not in sound]
@@ -107,7 +111,7 @@ class ForkedRuns:
                 (number for number in sound if self._is_given(trial, number, sound[number])),
                 key=lambda number: (-killers[session.items[number].nodeid], runs[number].seconds),
             )
-            limit_s = self.patience_s + 5 * sum(runs[number].seconds for number in chosen)
+            limit_s = self.patience_s + 5 * max((runs[number].seconds for number in chosen), default=0)
             began = time.perf_counter()
             killer = self._in_child(partial(self._mutated, trial.mutant, chosen), limit_s)
             killers[str(killer)] += 1
@@ -147,30 +151,37 @@ class ForkedRuns:
 
     def _run(self, items: Sequence[pytest.Item]) -> str:
         for number, item in enumerate(items, 1):
+            os.write(self._writing, GOES_ON)
             reports = runtestprotocol(item, nextitem=items[number] if number < len(items) else None, log=False)
             if any(report.failed for report in reports):
                 return item.nodeid
         return ""
 
     def _in_child(self, work: Callable[[], object], limit_s: float) -> object:
-        """Returns the value of `work` in a process of its own, or a word on a process that gives none."""
-        reading, writing = os.pipe()
+        """Returns the value of `work` in a process of its own, or a word on a process that gives none.
+
+        `limit_s`: the longest that a test may take.
+        """
+        reading, self._writing = os.pipe()
         child = os.fork()
         if not child:
             os.close(reading)
-            _be_child(writing, work)
-        os.close(writing)
-        parts, until = list[bytes](), time.monotonic() + limit_s
+            _be_child(self._writing, work)
+        os.close(self._writing)
+        parts, is_ready = list[bytes](), True
         with os.fdopen(reading, "rb", buffering=0) as pipe:
-            while select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0] and (part := pipe.read(1 << 16)):
+            while is_ready := bool(select.select([pipe], [], [], limit_s)[0]):
+                part = pipe.read(1 << 16)
+                if not part:
+                    break
                 parts.append(part)
         with suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        said = b"".join(parts)
-        if said.endswith(pickle.STOP):
+        said = b"".join(parts).lstrip(GOES_ON)
+        if said:
             return pickle.loads(said)
-        return DIES if time.monotonic() < until else NEVER_ENDS
+        return DIES if is_ready else NEVER_ENDS
 
 
 def _be_child(writing: int, work: Callable[[], object]) -> None:
@@ -180,8 +191,9 @@ def _be_child(writing: int, work: Callable[[], object]) -> None:
     for stream in (0, 1, 2):
         os.dup2(nowhere, stream)
     try:
+        said = pickle.dumps(work())
         with os.fdopen(writing, "wb") as pipe:
-            pickle.dump(work(), pipe)
+            pipe.write(said)
     finally:
         os._exit(0)
 

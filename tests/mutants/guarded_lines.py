@@ -105,7 +105,7 @@ GUARDED: dict[str, Guarded] = {
         },
         (
             *in_folder("transfer", "tombstones", "early_wants", "repeated_service", "several_engines", "source_orders"),
-            *in_folder("transfer", "waiting", "lost_messages", "hostile_peers"),
+            *in_folder("transfer", "waiting", "late_messages", "lost_messages", "hostile_peers"),
             *schedules("reordered", "hostile"),
         ),
     ),
@@ -239,7 +239,15 @@ GUARDED: dict[str, Guarded] = {
         },
         (
             *in_folder(
-                "transfer", "content", "handshake", "auth", "mover_auth", "seats", "incarnations", "hostile_cards"
+                "transfer",
+                "content",
+                "handshake",
+                "auth",
+                "mover_auth",
+                "seat_table",
+                "seats",
+                "incarnations",
+                "hostile_cards",
             ),
             "tests/store/test_identity.py",
             *in_folder("cache/prefix", "namespace", "hashes"),

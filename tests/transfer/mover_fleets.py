@@ -119,6 +119,7 @@ class Bench:
             assert not mover._destination.quarantine
             assert not mover._reads.flights
             assert not mover._source._requests
+            assert not mover._source._asked
             assert not mover._source.early
             assert not mover._writes._queue
             assert not mover._writes._staged

@@ -93,6 +93,25 @@ def test_every_shorter_message_is_refused():
     assert all(refused(there, "p.1", sealed[:length]) for length in range(len(sealed)))
 
 
+def test_a_message_too_short_for_a_seal_has_none_and_an_empty_one_may_be_sealed():
+    here, there = pair()
+    sealed = here.sign("d.1", b"")
+    for length in range(len(sealed)):
+        assert refused(there, "p.1", sealed[:length]) is Refusal.UNSEALED
+    assert there.verify("p.1", sealed) == b""
+
+
+def test_a_window_takes_any_number_of_64_bits_after_any_other():
+    window = Window()
+    for number in (1, WINDOW, (1 << 64) - 1):
+        assert window.look(number) is None
+        window.mark(number)
+        assert window.look(number) is Refusal.REPEATED
+        assert window.seen < 1 << WINDOW
+    assert window.look((1 << 64) - WINDOW) is None
+    assert window.look((1 << 64) - WINDOW - 1) is Refusal.STALE
+
+
 def test_a_message_without_a_seal_is_refused_where_there_is_a_key():
     assert refused(pair()[1], "p.1", PING) is Refusal.UNSEALED
 

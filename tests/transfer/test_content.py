@@ -11,7 +11,7 @@ from test_repeated_service import Growing, Passed
 from kvmover.errors import PlanError, RefusedFor
 from kvmover.layout import Component, Fleet
 from kvmover.plan.cost import Route
-from kvmover.transfer.protocol.content import Content, IdentityCheck, disagreement
+from kvmover.transfer.protocol.content import MAX_UNKNOWN_CHARACTERS, Content, IdentityCheck, disagreement
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import Cause, Gate, Transfer
 
@@ -206,6 +206,19 @@ def test_a_content_says_its_length_and_digest() -> None:
     assert str(UNKNOWN) == "60 tokens without a digest (adapter of another make)"
     with pytest.raises(PlanError, match="a digest of 32 bytes; it has at most 16"):
         Content(60, bytes(32))
+
+
+def test_the_reason_why_a_prompt_has_no_digest_is_cut() -> None:
+    for characters in (0, MAX_UNKNOWN_CHARACTERS, MAX_UNKNOWN_CHARACTERS + 1, 1000):
+        assert len(Content(1, unknown="x" * characters).unknown) == min(characters, MAX_UNKNOWN_CHARACTERS)
+
+
+def test_a_prompt_that_nobody_named_is_called_so() -> None:
+    named = Content(300, bytes(16))
+    said = f"the KV is of {named}, and a prompt that nobody named were asked for: "
+    assert str(disagreement(named, None, IdentityCheck.CHECKED)).startswith(said)
+    said = f"the KV is of a prompt that nobody named, and {named} were asked for: "
+    assert str(disagreement(None, named, IdentityCheck.CHECKED)).startswith(said)
 
 
 def test_a_disagreement_names_both_prompts_and_is_the_same_rule_everywhere() -> None:

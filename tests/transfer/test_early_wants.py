@@ -68,6 +68,15 @@ def test_a_want_that_names_more_pages_takes_the_place_of_the_one_before():
     assert each.messages() == [want(table_bytes=16)]
 
 
+def test_a_want_that_comes_again_keeps_what_followed_it():
+    wants = EarlyWants()
+    wants.wait(peer(), want(), 10.0)
+    wants.follow(peer(), wire.Done("request", 1))
+    wants.wait(peer(), want(), 20.0)
+    (each,) = wants.take("request")
+    assert each.messages() == [want(), wire.Done("request", 1)]
+
+
 def test_a_want_is_withdrawn_by_its_own_attempt_and_the_answer_says_whether_there_was_one():
     wants = EarlyWants()
     assert not wants.withdraw(peer(), wire.Abort("request", 1, "enough"))

@@ -302,6 +302,15 @@ def test_other_weights_are_refused_with_both_digests_whatever_they_are_called(na
     assert f"this side holds weights {'7' * 12} of /models/here (" in str(refused.value)
 
 
+def test_another_model_with_equal_weights_is_refused_for_the_model() -> None:
+    weights = "7" * 64
+    here, there = (Model("llama", components, weights) for components in (MODEL.components, MODEL.components[:1]))
+    assert here.fields() != there.fields()
+    with pytest.raises(PeerRefused) as refused:
+        read_card(here, write_card(there, rank_of(there)))
+    assert type(refused.value) is PeerRefused
+
+
 def test_a_name_is_not_taken_for_weights() -> None:
     assert Model("llama", MODEL.components).fields() != Model("", MODEL.components, "llama").fields()
     with pytest.raises(LayoutError, match="a model is named by text, got 7"):
