@@ -23,6 +23,7 @@ import torch
 from kvmover.kernels import convert, convert_reference, cpu, cuda_driver, device_tensor, digest, launch, releases, rows
 from kvmover.kernels.code_store import Code
 from kvmover.kernels.convert_reference import Conversion
+from kvmover.kernels.launch import Shift
 from kvmover.kernels.region import Planes, Region, Side
 from kvmover.shared_memory import allocate
 from kvmover.transport import nixl_agent
@@ -120,14 +121,20 @@ def capture(graph: Graph) -> Iterator[None]:
     DRIVER.captured_by = None
 
 
+#: A launch's part of its tables, and the addresses of its outputs.
+Part = tuple[Shift, list[int]]
+
+
 class Driver(FakeCuda):
-    """`work`: what a launch with a table at this address does; `captured_by`: where it is put off to."""
+    """`work`: what a launch with a table at this address does; `captured_by`: where launches and copies in batches are
+    put off to.
+    """
 
     ABSENT = ("cuMemcpy3DBatchAsync", "cuTensorMapEncodeTiled")
 
     def __init__(self) -> None:
         super().__init__()
-        self.work: dict[int, Callable[[], None]] = {}
+        self.work: dict[int, Callable[[Part], None]] = {}
         self.loaded = 0
         self.captured_by: list[Callable[[], None]] | None = None
 
@@ -144,7 +151,15 @@ class Driver(FakeCuda):
         *shape, stream, pointers, _ = rest
         assert stream == STREAM, "a launch on no stream"
         assert all(size >= 1 for size in shape[:6])
-        work = self.work[ctypes.c_uint64.from_address(pointers[0]).value]
+        outputs = len(pointers) - 8  # beside the table, two counts, the shift and two addresses of scratch memory
+        addresses = [ctypes.c_uint64.from_address(each).value for each in pointers[: outputs + 1]]
+        units, *nbytes = pointers[outputs + 3 : outputs + 6]
+        shift = Shift(
+            ctypes.c_uint32.from_address(units).value, *(ctypes.c_int64.from_address(n).value for n in nbytes)
+        )
+        self._do(partial(self.work[addresses[0]], (shift, addresses[1:])))
+
+    def _do(self, work: Callable[[], None]) -> None:
         work() if self.captured_by is None else self.captured_by.append(work)
 
     def _cuMemHostAlloc(self, address: Any, nbytes: Any, _flags: Any) -> None:
@@ -157,8 +172,8 @@ class Driver(FakeCuda):
 
     def _cuMemcpyBatchAsync_v2(self, dst: Any, src: Any, sizes: Any, count: Any, *_: Any) -> None:
         columns = [(ctypes.c_uint64 * count.value).from_address(each.value) for each in (dst, src, sizes)]
-        for target, source, nbytes in zip(*columns, strict=True):
-            ctypes.memmove(target, source, nbytes)
+        copies = list(zip(*map(list, columns), strict=True))
+        self._do(lambda: [ctypes.memmove(*each) for each in copies] and None)
 
     def _cuMemcpyAsync(self, dst: Any, src: Any, nbytes: Any, _stream: Any) -> None:
         ctypes.memmove(dst.value, src.value, nbytes.value)
@@ -190,17 +205,27 @@ def cubin(code: bytes) -> bytes:
     return bytes(start) + code + names + sections
 
 
-def _side(side: Side) -> Side:
-    planes = Planes(tuple(map(on_host, side.memory)), side.planes.allocation, side.planes.offset)
-    return replace(side, planes=planes)
+def _side(side: Side, first: int, nbytes: int) -> Side:
+    """The same side of the host's memory: of its list the part from unit `first` on, so many bytes further. Where a
+    request's chunks share a table, the memory is the first one's window, and the part may lie behind it.
+    """
+    units, memory = side.listed[first : first + len(side.units)], tuple(map(on_host, side.memory))
+    if first or nbytes:
+        least = int(units.min())
+        memory = tuple(
+            _TENSOR_AT(each.data_ptr() + least + nbytes, each.numel(), torch.device("cpu")) for each in memory
+        )
+        units = units - least
+    return replace(side, planes=Planes(memory, side.planes.allocation, side.planes.offset), units=units, whole=None)
 
 
-def _host(each: Any) -> Any:
-    """A region or a conversion between the same bytes, of the host."""
-    return replace(each, src=_side(each.src), dst=_side(each.dst))
+def _host(each: Any, shift: Shift = launch.UNSHIFTED) -> Any:
+    """A region or a conversion between the same bytes, of the host; with a shift, of that part of its lists."""
+    src, dst = ((shift.units, nbytes) for nbytes in (shift.src_bytes, shift.dst_bytes))
+    return replace(each, src=_side(each.src, *src), dst=_side(each.dst, *dst))
 
 
-def _launched(found: launch.Prepared | None, work: Callable[[], None]) -> launch.Prepared | None:
+def _launched(found: launch.Prepared | None, work: Callable[[Part], None]) -> launch.Prepared | None:
     """Let the launch of a prepared table do some work, as long as the table lives."""
     if found is not None and found.table.device == GPU:
         address = found.table.data_ptr()
@@ -209,23 +234,35 @@ def _launched(found: launch.Prepared | None, work: Callable[[], None]) -> launch
     return found
 
 
-def _add(out: torch.Tensor, numbers: list[int]) -> None:
-    totals = on_host(out).numpy().view("uint64")
+def _add(address: int, count: int, numbers: list[int]) -> None:
+    """Add digests to the one total, or each to its own."""
+    totals = (ctypes.c_uint64 * count).from_address(address)
     for at, number in enumerate(numbers):
-        at = at if len(totals) == len(numbers) else 0
-        totals[at] = (int(totals[at]) + number) % (1 << 64)
+        at = at if count == len(numbers) else 0
+        totals[at] = (totals[at] + number) % (1 << 64)
+
+
+def _digested(regions: list[Region], logicals: Any, end: Any, shift: Shift) -> list[int]:
+    found = zip(regions, logicals, strict=True)
+    return [cpu.digest([_host(region, shift)], [_marks(logical, shift)], end) for region, logical in found]
+
+
+def _marks(logical: Any, shift: Shift) -> Any:
+    """The coordinates of a part of the lists."""
+    positions = logical.listed[shift.units : shift.units + len(logical.positions)]
+    return replace(logical, positions=positions, whole=None)
 
 
 def _rows_prepared(real: Any) -> Any:
     @wraps(real)
     def prepared(work: Any, *rest: Any, **named: Any) -> Any:
-        return _launched(real(work, *rest, **named), partial(_move, list(work)))
+        return _launched(real(work, *rest, **named), lambda part: _move(list(work), part[0]))
 
     return prepared
 
 
-def _move(regions: list[Region]) -> None:
-    cpu.move(list(map(_host, regions)))
+def _move(regions: list[Region], shift: Shift) -> None:
+    cpu.move([_host(region, shift) for region in regions])
 
 
 def _digest_prepared(real: Any) -> Any:
@@ -233,24 +270,26 @@ def _digest_prepared(real: Any) -> Any:
     def prepare(
         regions: Any, logicals: Any, out: Any, config: Any = None, sms: Any = None, reads: Any = None, using: Any = None
     ) -> Any:
-        def work() -> None:
+        def work(part: Part) -> None:
+            shift, (total,) = part
             if reads is None:
-                _move(regions)
-            _add(out, [cpu.digest([_host(a)], [b], reads or "src") for a, b in zip(regions, logicals, strict=True)])
+                _move(regions, shift)
+            _add(total, len(out), _digested(regions, logicals, reads or "src", shift))
 
         return _launched(real(regions, logicals, out, config, sms, reads, using), work)
 
     return prepare
 
 
-def _convert(conversions: list[Conversion]) -> None:
-    convert_reference.convert(list(map(_host, conversions)))
+def _convert(conversions: list[Conversion], shift: Shift) -> None:
+    convert_reference.convert([_host(each, shift) for each in conversions])
 
 
 def _convert_prepared(real: Any) -> Any:
     @wraps(real)
     def prepare(conversions: Any, *rest: Any, **named: Any) -> Any:
-        return _launched(real(conversions, *rest, **named), partial(_convert, list(conversions)))
+        done = list(conversions)
+        return _launched(real(conversions, *rest, **named), lambda part: _convert(done, part[0]))
 
     return prepare
 
@@ -258,9 +297,11 @@ def _convert_prepared(real: Any) -> Any:
 def _convert_and_digest_prepared(real: Any) -> Any:
     @wraps(real)
     def prepare(conversions: Any, logicals: Any, end: Any, out: Any, *rest: Any, **named: Any) -> Any:
-        def work() -> None:
-            _convert(conversions)
-            _add(out, [cpu.digest([_host(each.at(end)) for each in conversions], logicals, end)])
+        def work(part: Part) -> None:
+            shift, (total,) = part
+            _convert(conversions, shift)
+            regions = [_host(each, shift).at(end) for each in conversions]
+            _add(total, len(out), [cpu.digest(regions, [_marks(each, shift) for each in logicals], end)])
 
         return _launched(real(conversions, logicals, end, out, *rest, **named), work)
 
@@ -309,13 +350,13 @@ def _loaded() -> Any:
     return api
 
 
-def install() -> None:
-    """Give this process the GPU, for as long as it lives."""
+def install(give: Callable[[Any, str, object], object] = setattr) -> None:
+    """Give this process the GPU, for as long as it lives. `give`: another setattr, whose changes can be undone."""
     about = SimpleNamespace(
         name=NAME, major=9, minor=0, multi_processor_count=132, total_memory=80 << 30, L2_cache_size=50 << 20
     )
     for name in ("empty", "zeros", "ones", "full", "rand", "randint", "randn", "randperm", "arange", "tensor"):
-        setattr(torch, name, _factory(getattr(torch, name)))
+        give(torch, name, _factory(getattr(torch, name)))
     given = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -336,7 +377,7 @@ def install() -> None:
         **{name: lambda *_: None for name in ("synchronize", "set_device", "empty_cache", "init")},
     }
     for name, value in given.items():
-        setattr(torch.cuda, name, value)
+        give(torch.cuda, name, value)
     of_tensors = {
         "cuda": lambda self, *_, **__: on_host(self).clone().as_subclass(OnGpu),
         "to": _to,
@@ -344,13 +385,15 @@ def install() -> None:
         "pin_memory": lambda self, *_: self,
     }
     for name, value in of_tensors.items():
-        setattr(torch.Tensor, name, value)
-    cuda_driver.library = lambda: DRIVER
-    cuda_driver.leave_captures_alone = releases.wait_for = lambda *_: None
-    device_tensor.tensor_at = _tensor_at
-    launch.find = measured_code.find = lambda name: Code(cubin(name.encode()), "kernel", 128, 0)
-    rows.prepared = _rows_prepared(rows.prepared)
-    digest.prepare = _digest_prepared(digest.prepare)
-    convert.prepare = _convert_prepared(convert.prepare)
-    convert.prepare_with_digest = _convert_and_digest_prepared(convert.prepare_with_digest)
-    nixl_agent._load = _loaded
+        give(torch.Tensor, name, value)
+    give(cuda_driver, "library", lambda: DRIVER)
+    for module, name in ((cuda_driver, "leave_captures_alone"), (releases, "wait_for")):
+        give(module, name, lambda *_: None)
+    give(device_tensor, "tensor_at", _tensor_at)
+    for module in (launch, measured_code):
+        give(module, "find", lambda name: Code(cubin(name.encode()), "kernel", 128, 0))
+    give(rows, "prepared", _rows_prepared(rows.prepared))
+    give(digest, "prepare", _digest_prepared(digest.prepare))
+    give(convert, "prepare", _convert_prepared(convert.prepare))
+    give(convert, "prepare_with_digest", _convert_and_digest_prepared(convert.prepare_with_digest))
+    give(nixl_agent, "_load", _loaded)
