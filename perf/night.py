@@ -1,7 +1,8 @@
 """The whole of what the tests can try, for hours: every proof, 20,000 schedules, and the long form of each attack.
 
 `make night`, or `python -m perf.night [PATH ...]`, which gives pytest these paths or options. It keeps the number of
-tests and of failures, and their time, of each folder below tests/ in night.csv, and ends as pytest does. Two workers.
+tests and of failures, and their time, of each folder below tests/ in night.csv, then runs perf.storage_faults, and ends
+as the first of them that fails does. Two workers.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def main() -> None:
         done = subprocess.run(command, env={**LONG, **os.environ}, check=False)
         if report.exists():
             print(f"wrote {write('night', rows(report))}")
-    sys.exit(done.returncode)
+    faults = None if chosen else subprocess.run([sys.executable, "-m", "perf.storage_faults"], check=False)
+    sys.exit(done.returncode or (faults.returncode if faults else 0))
 
 
 if __name__ == "__main__":

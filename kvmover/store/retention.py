@@ -41,7 +41,9 @@ Unused = Callable[[Rows], tuple[Rows, Placed, int]]
 
 @dataclass(frozen=True, slots=True)
 class Cleaned:
-    """A segment that was removed: the bytes freed less the bytes carried forward, and the number of pages evicted."""
+    """A segment that was emptied: the bytes freed less the bytes carried forward, 0 if its files could not be removed;
+    and the number of pages evicted.
+    """
 
     freed_bytes: int
     pages: int
@@ -72,7 +74,8 @@ class SegmentCleaner:
 
     @off_lock
     def clean(self, nbytes: int, keep: Sequence[bytes]) -> Cleaned | None:
-        """Remove one segment, carrying its hot pages forward. Returns None if no segment can be removed.
+        """Remove one segment, carrying its hot pages forward. Returns None if no segment can be removed, or the copies
+        cannot be made durable: pages that a flush has made so stay so.
 
         Cold pages are those that would be evicted for `nbytes`, the least recently read ones; pages in `keep` are never
         cold.
@@ -88,6 +91,12 @@ class SegmentCleaner:
                 return None
             hot = self._hottest(chosen)
         copied = [each for record in hot if (each := self._carry(chosen.segment.name, record))]
+        try:
+            if copied:
+                self._writer.sync_own()
+        except OSError as error:
+            catalog.lag(error)
+            return None
         return self._removed(chosen, copied)
 
     @off_lock
@@ -131,8 +140,8 @@ class SegmentCleaner:
         return stamp
 
     @off_lock
-    def _removed(self, chosen: _Victim, copied: list[StoredObject]) -> Cleaned | None:
-        """Delete what is left in a segment, with every object of its pages, and the segment."""
+    def _removed(self, chosen: _Victim, copied: list[StoredObject]) -> Cleaned:
+        """Delete all that is left in a segment, with every object of its pages, and the segment."""
         catalog, name = self._catalog, chosen.segment.name
         kept, pages = {each.page for each in copied}, 0
         while True:
@@ -152,7 +161,7 @@ class SegmentCleaner:
         catalog.sweep()
         with self.lock:
             if name in catalog.segments:
-                return None
+                return Cleaned(0, pages)
         return Cleaned(chosen.size_bytes - sum(each.held_bytes for each in copied), pages)
 
     @off_lock

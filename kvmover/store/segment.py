@@ -464,6 +464,14 @@ def punch(fd: int, offset: int, nbytes: int) -> bool:
     return done or ctypes.get_errno() not in (errno.EOPNOTSUPP, errno.ENOSYS)
 
 
+def sync_names(folder: Path) -> None:
+    """Make the names in a namespace's directory durable, and its own, which whoever made it may have failed to sync:
+    without it a power cut takes all. Raises OSError.
+    """
+    sync_folder(folder)
+    sync_folder(folder.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a directory durable. Raises OSError."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -611,6 +611,13 @@ class Catalog:
         self._kill(self.index.placed_in(each.segment, np.array([each.record], np.int64)), permit)
 
     @under_lock
+    def forget_unsynced(self, name: str) -> None:
+        """Forget the objects of a segment that are not marked as synced, for this process alone."""
+        if segment := self.segments.get(name):
+            placed = self.index.placed_in(name)
+            self.index.remove_at(name, placed.records[placed.offsets + placed.held > segment.synced])
+
+    @under_lock
     def free(self, name: str, ranges: Iterable[ByteRange], permit: Permit) -> None:
         """Mark dead ranges of a segment, which the next `sweep` frees in whole blocks."""
         self._garbage.add([(name, offset, nbytes) for offset, nbytes in ranges], [])

@@ -13,7 +13,7 @@ from kvmover.store.deletion import DeletionOrder
 from kvmover.store.files import close_quietly, reason_of
 from kvmover.store.part import PartKey
 from kvmover.store.record import FIXED_BYTES, Preamble, encode_object
-from kvmover.store.segment import Life, Segment, WritesLost, settle, sync_folder
+from kvmover.store.segment import Life, Segment, WritesLost, settle, sync_names
 from kvmover.store.segment_catalog import Catalog
 from kvmover.store.stored import StoredObject, padded
 
@@ -130,15 +130,24 @@ class Writer:
         retried by the next call.
         """
         with self._catalog.lock:
-            unsynced, owed = dict(self._unsynced), dict(self._owed)
+            owed = dict(self._owed)
         failures: list[OSError] = []
-        for name, end in unsynced.items():
-            self._try(lambda name=name, end=end: self._sync(name, end), failures)
+        self._try(self.sync_own, failures)
         for name, end in owed.items():
             self._try(lambda name=name, end=end: self._settle(name, end), failures)
         for segment in list(self._catalog.segments.values()):
             if segment.life is Life.FULL:
                 self._try(lambda segment=segment: self._finish(segment), failures)
+        for error in failures:
+            raise error
+
+    def sync_own(self) -> None:
+        """Make all objects durable that were written here. Raises the first OSError, as `sync` does."""
+        with self._catalog.lock:
+            unsynced = dict(self._unsynced)
+        failures: list[OSError] = []
+        for name, end in unsynced.items():
+            self._try(lambda name=name, end=end: self._sync(name, end), failures)
         for error in failures:
             raise error
 
@@ -150,13 +159,32 @@ class Writer:
             failures.append(error)
 
     def _settle(self, name: str, end: int) -> None:
-        """Sync another process's segment up to byte `end`, for its objects included by puts here."""
+        """Sync another process's segment up to byte `end`, for its objects included by puts here. Raises OSError.
+
+        Objects that may be lost are forgotten here and left to others, and the next put writes them again: a segment
+        without a writer that was sealed and not marked as synced is one whose sync has failed before.
+        """
         segment = self._catalog.segments.get(name)
-        if segment and segment.synced < end:
-            segment.settle()
+        try:
+            if segment and segment.synced < end:
+                if segment.is_sealed:
+                    raise WritesLost(errno.EIO, os.strerror(errno.EIO))
+                segment.settle()
+                self._make_named(name)
+        except WritesLost:
+            with self._catalog.lock:
+                self._catalog.forget_unsynced(name)
+                self._owed.pop(name, None)
+            raise
         with self._catalog.lock:
             if self._owed.get(name) == end:
                 del self._owed[name]
+
+    def _make_named(self, name: str) -> None:
+        """Make a segment's name durable, once. Raises OSError."""
+        if name not in self._named:
+            sync_names(self._catalog.folder)
+            self._named.add(name)
 
     def _sync(self, name: str, end: int) -> None:
         """Sync a segment through duplicated descriptors, since it may be closed meanwhile. Raises OSError."""
@@ -168,9 +196,7 @@ class Writer:
             data, head, before = os.dup(segment.data_fd), os.dup(segment.head_fd), segment.synced
         try:
             settle(data)
-            if name not in self._named:
-                sync_folder(self._catalog.folder)
-                self._named.add(name)
+            self._make_named(name)
             with self._catalog.lock:
                 if name in self._catalog.segments:
                     segment.mark_synced(end)
@@ -199,6 +225,8 @@ class Writer:
         """Seal a segment that is full, once all of it is written and synced."""
         with self._catalog.lock:
             if segment.awaited or segment.name in self._unsynced or segment.name not in self._catalog.segments:
+                return
+            if segment.life is not Life.FULL:  # sealed meanwhile
                 return
             segment.seal()
             self._catalog.sizes.drop(segment.name)

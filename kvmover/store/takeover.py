@@ -14,7 +14,7 @@ from kvmover.store.fetch import look_again, suspects
 from kvmover.store.files import is_shared
 from kvmover.store.guard_lock import GuardLock, off_lock
 from kvmover.store.objects import Verdict
-from kvmover.store.segment import DATA, HEAD, Life, Segment, segments_in
+from kvmover.store.segment import DATA, HEAD, Life, Segment, segments_in, sync_names
 from kvmover.store.segment_catalog import SLICE, Catalog
 from kvmover.store.stored import StoredObject
 
@@ -115,13 +115,11 @@ class SegmentTakeover:
             with self.lock:
                 waiting = list(segment.waiting)
             judged = self._judge(segment, waiting)
-            if not segment.is_sealed:
-                with suppress(OSError):  # unsynced objects are checked again after the next crash
-                    segment.settle()
+            is_synced = not segment.is_sealed and self._settled(segment)
             with self.lock:
                 catalog.index.add(judged.well)
             refused = self._delete(segment, judged.bad)
-            self._finish(segment, refused)
+            self._finish(segment, refused, is_synced)
             catalog.sweep()
         finally:
             with self.lock:
@@ -149,6 +147,20 @@ class SegmentTakeover:
                 judged.bad.append((each, reason))
         return judged
 
+    def _settled(self, segment: Segment) -> bool:
+        """Returns True if a dead writer's segment and its name are durable.
+
+        Where a sync failed, what it lost stays readable until the machine's next crash: without a mark no flush counts
+        on it, and another boot checks it.
+        """
+        try:
+            segment.settle()
+            sync_names(segment.folder)
+        except OSError as error:
+            self._catalog.lag(error)
+            return False
+        return True
+
     def _delete(self, segment: Segment, bad: Sequence[tuple[StoredObject, str]]) -> list[StoredObject]:
         """Kill bad objects as the door permits. Returns the refused ones, which wait on. Raises OSError.
 
@@ -168,8 +180,9 @@ class SegmentTakeover:
         return refused
 
     @off_lock
-    def _finish(self, segment: Segment, refused: list[StoredObject]) -> None:
-        """Seal a judged segment and free the blocks between its objects: payloads that never got headers.
+    def _finish(self, segment: Segment, refused: list[StoredObject], is_synced: bool) -> None:
+        """Seal a judged segment, marked if it is synced, and free the blocks between its objects: payloads without a
+        header.
 
         Leaves it unchanged if a newly opened head disagrees, or a deletion was refused. Raises OSError.
         """
@@ -187,7 +200,8 @@ class SegmentTakeover:
                     return
                 segment.cut_head(permit)
                 with suppress(OSError):
-                    segment.mark_synced(size)
+                    if is_synced:
+                        segment.mark_synced(size)
                     segment.seal()
             held = head.living + [place[1:] for place in catalog.index.placed_in(segment.name).ranges()]
             looks = TwoLooks(Look(Seen.READ, _HEADLESS), Look(Seen.ANEW, _HEADLESS), 0)

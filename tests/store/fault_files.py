@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import io
 import os
 import random
 import signal
@@ -25,23 +24,13 @@ from store_rank import GQA, PAGE, SPACE, Rank, pages_of
 
 from kvmover.errors import StoreError
 from kvmover.store import HostBoot, PagePart, PageStore, Policy, clear_unused, shared_index, snapshot_file
-from kvmover.store import segment as segment_module
+from tests.store.faulty_disk import PLACES
 from tests.store.segments import segments_of
 
 WHOLE = PagePart.whole(GQA, PAGE)
 POLICY = Policy(segment_bytes=4 * WHOLE.nbytes)
 HERE, THERE, JUDGE = HostBoot(b"this machine...."), HostBoot(b"another machine."), HostBoot(b"who sees after..")
 PAGES = pages_of(24)
-
-#: Where each call lives that can fail. `fallocate` is the C library's, which gives blocks back.
-PLACES: dict[str, Any] = {
-    **dict.fromkeys(("open", "close", "dup", "stat", "lstat", "fstat", "scandir", "mkdir", "unlink", "replace"), os),
-    **dict.fromkeys(("pread", "preadv", "pwrite", "pwritev", "write", "ftruncate", "utime", "posix_fadvise"), os),
-    **dict.fromkeys(("fsync", "fdatasync", "fstatvfs"), os),
-    "flock": fcntl,
-    "io.open": io,
-    "fallocate": segment_module._libc,
-}
 
 CODES = [
     errno.EIO,

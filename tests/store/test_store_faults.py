@@ -277,7 +277,7 @@ def test_names_are_made_safe_before_pages_are_called_so(tmp_path: Path, monkeypa
         steps.clear()
         Rank(store, WHOLE).put(pages_of(2))
         store.flush()
-        assert [Path(step).suffix or step for step in steps] == [DATA, SPACE.folder, HEAD]
+        assert [Path(step).suffix or step for step in steps] == [DATA, SPACE.folder, tmp_path.name, HEAD]
 
 
 def test_a_flush_marks_no_other_file_where_its_segment_goes_meanwhile(
