@@ -1,8 +1,8 @@
 """Try every fault of a disk below a store, and every two on different pages: is all there that a flush has promised?
 
 `python -m perf.storage_faults [STORY ...]`, ten minutes on two cores, and the end of `make night`. The stories are
-those of tests/store/flush_stories.py; each is told once for every trouble of every call, and once for every two of
-them. Writes storage_faults.csv, and ends with 1 if a promise was broken.
+those of tests/store/flush_stories.py; each is told once for every trouble of every call, and once for every two of the
+seven kinds that the store tells apart. Writes storage_faults.csv, and ends with 1 if a promise was broken.
 """
 
 from __future__ import annotations
