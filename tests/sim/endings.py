@@ -8,9 +8,27 @@ from kvmover.transfer.protocol.chunks import plans_between, related
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import Cause, Result
 from kvmover.transfer.tombstones import SERVED
+from tests.sim.flights import Flights
 from tests.sim.scenario import OTHER
 from tests.sim.scene import Broken, Scene
 from tests.sim.seats import Order
+
+
+def given_back(scene: Scene, flights: Flights, order: Order, result: Result) -> bool:
+    """Whether the engine has the pages of an ended transfer back."""
+    if not order.closed:
+        order.closed = True
+        check_result(scene, order, result)
+    if order.transfer.quarantined:
+        if not result.quarantined:
+            raise Broken(f"{order.name} is quarantined, though its result says that it is not")
+        return False
+    if result.quarantined:
+        scene.seen[f"{order.verb} quarantined and given back"] += 1
+    flights.untouched(order)
+    if order.verb == "receive" and result.landed:
+        check_landed(order, result)
+    return True
 
 
 def check_result(scene: Scene, order: Order, result: Result) -> None:
@@ -25,7 +43,7 @@ def check_result(scene: Scene, order: Order, result: Result) -> None:
     if result.landed == (result.cause is not None):
         raise Broken(f"{order.name} ended with reason {result.reason} and cause {result.cause}")
     if not result.landed and not scene.twice_spoilt(order.request.name):
-        if scene.calm and not _came_late(scene, order, result):
+        if scene.calm and not came_late(scene, order, result):
             raise Broken(f"{order.name} failed though nothing went wrong: {result.reason}")
         # A source that gives up reuses what is being read, so a pull may find the wrong bytes without a wrong bit.
         if result.cause is Cause.INTEGRITY and scene.scenario.config.verb is Verb.PUSH:
@@ -38,7 +56,7 @@ def check_result(scene: Scene, order: Order, result: Result) -> None:
         _check_whole(scene, order)
 
 
-def _came_late(scene: Scene, order: Order, result: Result) -> bool:
+def came_late(scene: Scene, order: Order, result: Result) -> bool:
     """Of two decode engines one may ask when the other was served, and the request is over: at some rank of the source,
     an engine that had asked all of them before they sent it is served as the other is. A rank that came late ends the
     request of its engine's other ranks too.

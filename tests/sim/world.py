@@ -10,7 +10,6 @@ import numpy as np
 
 from kvmover.errors import KvmoverError, PeerReplaced
 from kvmover.transfer.meter import Count
-from kvmover.transfer.result import Result
 from tests.sim import endings, planned, steps
 from tests.sim.copies import Touched
 from tests.sim.engines import Engines
@@ -19,7 +18,7 @@ from tests.sim.left import left
 from tests.sim.network import Posted, SimNetwork
 from tests.sim.scenario import CALM_S, LOSSY, Asked, Crash, Cut, Fault, Replace, Scenario, Stop, linked, profile_of
 from tests.sim.scene import Broken, Scene
-from tests.sim.seats import Order, Request, Seat, seated
+from tests.sim.seats import Request, Seat, seated
 
 __all__ = ["Broken", "World", "simulate"]
 
@@ -263,24 +262,8 @@ class World:
         for order in list(seat.orders):
             if order.transfer.result is None:
                 steps.check_deadline(self.scene, order)
-            elif self._given_back(order, order.transfer.result):
+            elif endings.given_back(self.scene, self.flights, order, order.transfer.result):
                 self.engines.closed(order)
-
-    def _given_back(self, order: Order, result: Result) -> bool:
-        """Whether the engine has the pages of an ended transfer back."""
-        if not order.closed:
-            order.closed = True
-            endings.check_result(self.scene, order, result)
-        if order.transfer.quarantined:
-            if not result.quarantined:
-                raise Broken(f"{order.name} is quarantined, though its result says that it is not")
-            return False
-        if result.quarantined:
-            self.seen[f"{order.verb} quarantined and given back"] += 1
-        self.flights.untouched(order)
-        if order.verb == "receive" and result.landed:
-            endings.check_landed(order, result)
-        return True
 
     def _quiet(self) -> bool:
         """Nothing is under way but heartbeats, every order has ended, and nothing is left that will pass."""
