@@ -14,6 +14,7 @@ from multiprocessing import get_context
 
 from perf.command_line import options
 from perf.record import write
+from tests.states.play import Play
 from tests.states.search import Counterexample, search, stuck
 from tests.states.sequence_chart import charted
 from tests.states.stages import (
@@ -49,11 +50,11 @@ def stages() -> list[Stage]:
 def row(stage: Stage, seconds: float) -> tuple[dict[str, object], str]:
     """Returns the row of a stage, and the chart of its counterexample or an empty text."""
     logging.disable(logging.CRITICAL)
-    chart = ""
+    begin, chart = partial(Play, stage), ""
     try:
-        found = search(stage, seconds)
+        found = search(begin, seconds)
     except Counterexample as broken:
-        chart, found = charted(broken), broken.found
+        chart, found = charted(str(stage), begin, broken), broken.found
     faults = " ".join(f"{kind}:{most}" for kind, most in stage.faults)
     return {
         "stage": stage.name,

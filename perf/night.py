@@ -1,8 +1,8 @@
 """The whole of what the tests can try, for hours: every proof, 20,000 schedules, and the long form of each attack.
 
 `make night`, or `python -m perf.night [PATH ...]`, which gives pytest these paths or options. It keeps the number of
-tests and of failures, and their time, of each folder below tests/ in night.csv, then runs perf.storage_faults, and ends
-as the first of them that fails does. Two workers.
+tests and of failures, and their time, of each folder below tests/ in night.csv, then runs perf.storage_faults and
+perf.all_states, and ends as the first of them that fails does. Two workers.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from perf.record import write
 #: The long form of tests that have one of their own: 500 requests under faults, 200 on 16 processes, every variant of a
 #: fault, forty times the histories of a prefix tree.
 LONG = {"KVMOVER_STORM": "500", "KVMOVER_FLEETS": "200", "KVMOVER_FAULTS": "1", "KVMOVER_HISTORIES": "40"}
+#: Searches that keep files of their own.
+SEARCHES = ("perf.storage_faults", "perf.all_states")
 COMMAND = ("-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "-m", "proof or searched or night")
 
 
@@ -75,8 +77,8 @@ def main() -> None:
         done = subprocess.run(command, env={**LONG, **os.environ}, check=False)
         if report.exists():
             print(f"wrote {write('night', rows(report))}")
-    faults = None if chosen else subprocess.run([sys.executable, "-m", "perf.storage_faults"], check=False)
-    sys.exit(done.returncode or (faults.returncode if faults else 0))
+    ended = [done, *(subprocess.run([sys.executable, "-m", each], check=False) for each in SEARCHES if not chosen)]
+    sys.exit(next((each.returncode for each in ended if each.returncode), 0))
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
+
 from kvmover.transfer.protocol.wire import Verb
+from kvmover.transfer.result import Result
 from kvmover.transfer.tombstones import SERVED
 from tests.sim import endings
-from tests.sim.scene import Broken
+from tests.sim.scene import Broken, Scene
 from tests.sim.seats import Order
-from tests.states.play import Play
 from tests.states.stages import MENDED
 
 #: Reasons of a side that was left alone: by a destination that never asked, or a peer that did not answer.
@@ -15,22 +17,23 @@ ALONE = ("deadline passed", "has answered nothing", "is lost", "restarted as")
 LEFT = "the user left"
 
 
-def check_outcome(play: Play) -> None:
-    """Raise Broken unless the ends of a request agree, for the faults of the play."""
-    spent = {kind for kind, count in play.spent.items() if count}
-    ended = [order for order in play.scene.orders if order.seat.alive]
+def check_outcome(scene: Scene, spent: AbstractSet[str]) -> None:
+    """Raise Broken unless the ends of a request agree, for the faults that came."""
+    ended = [order for order in scene.orders if order.seat.alive]
     for order in ended:
-        reason = order.transfer.landed().reason if order.transfer.result is None else order.transfer.result.reason
-        if reason is not None and not _may_fail(play, order, reason, spent):
-            raise Broken(f"{order.name} failed after {sorted(spent) or 'no fault'}: {reason}")
-    if play.stage.verb is Verb.PUSH and not spent & {"crash", "kill"}:
+        result = order.transfer.result
+        if result is None:
+            raise Broken(f"{order.name} has not ended")
+        if result.reason is not None and not _may_fail(scene, order, result, spent):
+            raise Broken(f"{order.name} failed after {sorted(spent) or 'no fault'}: {result.reason}")
+    if scene.scenario.config.verb is Verb.PUSH and not spent & {"crash", "kill"}:
         _check_told(ended)
 
 
-def _may_fail(play: Play, order: Order, reason: str, spent: set[str]) -> bool:
-    """Whether the faults of a play explain a reason."""
-    result = order.transfer.result
-    if result is not None and reason == SERVED and endings.came_late(play.scene, order, result):
+def _may_fail(scene: Scene, order: Order, result: Result, spent: AbstractSet[str]) -> bool:
+    """Whether the faults that came explain a reason."""
+    reason = str(result.reason)
+    if reason == SERVED and endings.came_late(scene, order, result):
         return True
     if "abort" in spent and (LEFT in reason or "before every destination" in reason):
         return True

@@ -24,6 +24,7 @@ from tests.sim.scenario import Profile, linked
 from tests.sim.scene import Broken, Scene
 from tests.sim.seats import Request, Seat, seated
 from tests.states.chosen_network import Channel, ChosenNetwork, Ticket
+from tests.states.outcome import check_outcome
 from tests.states.picture import Painter, state
 from tests.states.stages import FAULTS, Choice, Stage
 
@@ -100,6 +101,11 @@ class Play:
                     continue
         self.woken[made.name] = None
 
+    @property
+    def names(self) -> list[str]:
+        """The processes, by name."""
+        return list(self.scene.seats)
+
     # Choices.
 
     def choices(self) -> list[Choice]:
@@ -171,6 +177,8 @@ class Play:
         getattr(self, f"_{kind}")(*rest)
         for seat in self.scene.alive:
             in_one_order(seat.mover._core.timers)
+        if self.scene.orders and self.is_over:
+            check_outcome(self.scene, self.spent.keys())
 
     def _poll(self, name: str) -> None:
         seat = self.scene.seats[name]

@@ -1,4 +1,4 @@
-"""The search visits every state of a stage, breadth first: each is reached again by the choices that led to it.
+"""The search visits every state of a play, breadth first: each is reached again by the choices that led to it.
 
 Two choices that concern different processes commute, so of their two orders one is run: the other leads to the same
 state.
@@ -9,21 +9,53 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Protocol
 
 from tests.sim.copies import Touched
 from tests.sim.scene import Broken
-from tests.states.outcome import check_outcome
-from tests.states.play import Play
-from tests.states.stages import FAULTS, Choice, Stage
+from tests.states.chosen_network import ChosenNetwork
+from tests.states.stages import FAULTS, Choice
 
 #: States whose play is kept, so that it can go on: it saves the last of their choices the way there.
 KEPT = 1000
 
 #: Choices that act at one process, and touch nothing of others but the end of a channel to them.
 LOCAL = {"poll", "call", "hear", "told", "name"}
+
+
+class Playable(Protocol):
+    """A system of which each next event is chosen. `act` raises Broken when a property does not hold after it."""
+
+    network: ChosenNetwork
+
+    @property
+    def names(self) -> list[str]:
+        """The processes, by name."""
+        ...
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more can happen that matters."""
+        ...
+
+    def choices(self) -> list[Choice]:
+        """Returns all that may happen next."""
+        ...
+
+    def act(self, choice: Choice) -> None:
+        """Let a choice happen."""
+        ...
+
+    def picture(self) -> str:
+        """Returns all that decides, in words: equal for systems that go on alike."""
+        ...
+
+
+#: Begins a play.
+Begin = Callable[[], Playable]
 
 
 @dataclass(slots=True, eq=False)
@@ -72,41 +104,39 @@ class Found:
 class Counterexample(AssertionError):
     """A property that does not hold, with the choices that show it."""
 
-    def __init__(self, stage: Stage, path: list[Choice], why: str) -> None:
-        super().__init__(f"{stage}: {why}")
-        self.stage, self.path, self.why, self.found = stage, path, why, Found()
+    def __init__(self, path: list[Choice], why: str) -> None:
+        super().__init__(f"{why}, after {path}")
+        self.path, self.why, self.found = path, why, Found()
 
 
-def replayed(stage: Stage, path: list[Choice]) -> Play:
+def replayed(begin: Begin, path: list[Choice]) -> Playable:
     """Returns a play after the choices of a path. Raises Counterexample at the first that breaks a property."""
-    play = Play(stage)
+    play = begin()
     for number, choice in enumerate(path):
         step(play, choice, path[: number + 1])
     return play
 
 
-def step(play: Play, choice: Choice, path: list[Choice]) -> None:
+def step(play: Playable, choice: Choice, path: list[Choice]) -> None:
     """Let a choice happen, the last of a path. Raises Counterexample when a property does not hold after it."""
     try:
         play.act(choice)
-        if play.is_over:
-            check_outcome(play)
     except (Broken, Touched) as error:
-        raise Counterexample(play.stage, path, str(error)) from error
+        raise Counterexample(path, str(error)) from error
 
 
 @dataclass(slots=True, eq=False)
 class Search:
     """A search under way. `choices` of states that were not gone on from yet, and the plays that some of them kept."""
 
-    stage: Stage
+    begin: Begin
     found: Found = field(default_factory=Found)
     choices: dict[State, list[Choice]] = field(default_factory=dict["State", "list[Choice]"])
-    kept: dict[State, Play] = field(default_factory=dict[State, Play])
+    kept: dict[State, Playable] = field(default_factory=dict[State, Playable])
 
     def run(self, seconds: float, most: int) -> Found:
         """Visit states, level by level."""
-        began, level = time.monotonic(), [self._met(Play(self.stage), None, None)]
+        began, level = time.monotonic(), [self._met(self.begin(), None, None)]
         try:
             while level:
                 after = list[State]()
@@ -133,7 +163,7 @@ class Search:
             path = [*state.path(), choice]
             play = self.kept.pop(state, None)
             if play is None:
-                play = replayed(self.stage, path[:-1])
+                play = replayed(self.begin, path[:-1])
                 found.runs, found.steps = found.runs + 1, found.steps + len(path)
             step(play, choice, path)
             known = found.visited.get(_key(play))
@@ -145,24 +175,24 @@ class Search:
         state.then[choice] = known
         return [known] if is_new else []
 
-    def _met(self, play: Play, parent: State | None, choice: Choice | None) -> State:
+    def _met(self, play: Playable, parent: State | None, choice: Choice | None) -> State:
         """Add a new state."""
         state = State(parent, choice, play.is_over)
         self.found.visited[_key(play)] = state
         self.choices[state] = [] if state.over else play.choices()
         if not state.over and not self.choices[state]:
-            raise Counterexample(self.stage, state.path(), "nothing can happen any more, and it is not over")
+            raise Counterexample(state.path(), "nothing can happen any more, and it is not over")
         if not state.over and len(self.kept) < KEPT:
             self.kept[state] = play
         return state
 
 
-def search(stage: Stage, seconds: float = math.inf, most: int = sys.maxsize) -> Found:
-    """Visit all states of a stage, or as many as `seconds` and `most` allow. Raises Counterexample."""
-    return Search(stage).run(seconds, most)
+def search(begin: Begin, seconds: float = math.inf, most: int = sys.maxsize) -> Found:
+    """Visit all states of a play, or as many as `seconds` and `most` allow. Raises Counterexample."""
+    return Search(begin).run(seconds, most)
 
 
-def _key(play: Play) -> bytes:
+def _key(play: Playable) -> bytes:
     return blake2b(play.picture().encode(), digest_size=16).digest()
 
 

@@ -7,26 +7,25 @@ from collections.abc import Iterator
 
 from tests.sim.copies import Touched
 from tests.sim.scene import Broken
-from tests.states.play import Play
-from tests.states.search import Counterexample
+from tests.states.search import Begin, Counterexample
 
 #: Characters from one process to the next.
 WIDTH = 34
 
 
-def charted(broken: Counterexample) -> str:
+def charted(title: str, begin: Begin, broken: Counterexample) -> str:
     """Returns the chart of a counterexample, and the choices that lead to it: a test of its own, for `replayed`."""
-    play = Play(broken.stage)
+    play = begin()
     play.network.trace = trace = list[str]()
     try:
         for choice in broken.path:
             play.act(choice)
     except (Broken, Touched):
         pass
-    names = list(play.scene.seats)
+    names = play.names
     head = "".join(name.ljust(WIDTH) for name in names).rstrip()
     lines = (line for text in trace for line in drawn(names, re.sub(r"^\s*[\d.]+  ", "", text)))
-    return "\n".join([str(broken.stage), head, *lines, broken.why, f"{broken.stage!r}", f"{broken.path}"])
+    return "\n".join([title, head, *lines, broken.why, f"{begin}", f"{broken.path}"])
 
 
 def drawn(names: list[str], text: str) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -15,6 +16,7 @@ from tests.proofs import family, tries
 from tests.sim import mutations
 from tests.sim.mutations import Mutation
 from tests.states import search as searching
+from tests.states.play import Play
 from tests.states.search import Counterexample, Found, State, replayed, search, stuck
 from tests.states.sequence_chart import charted
 from tests.states.stages import LOST_AND_REPEATED, WAITED_FOR, Stage, growing, one_to_one, one_to_two
@@ -30,10 +32,11 @@ def silent() -> Iterator[None]:
 
 def visited(stage: Stage, most: int = 1 << 62) -> Found:
     """Returns what a search of a stage has found. A counterexample is shown as a chart."""
+    begin = partial(Play, stage)
     try:
-        return search(stage, most=most)
+        return search(begin, most=most)
     except Counterexample as broken:
-        raise AssertionError(charted(broken)) from None
+        raise AssertionError(charted(str(stage), begin, broken)) from None
 
 
 CALM = one_to_one()
@@ -56,13 +59,13 @@ def test_every_state_of_a_stage_is_visited_and_its_end_is_reached(stage: Stage):
 @pytest.mark.parametrize("stage", [one_to_one(*LOST_AND_REPEATED)[1], one_to_one(("crash", 1))[3]], ids=str)
 def test_movers_of_equal_state_answer_every_choice_alike(stage: Stage):
     """The second way to a state is gone again, and each choice there leads both movers to equal states."""
-    found = visited(stage, tries(plain=150, prove=600, night=5000))
+    found, begin = visited(stage, tries(plain=150, prove=600, night=5000)), partial(Play, stage)
     assert found.other_ways
     for state, choice in found.other_ways[:: tries(plain=10, prove=4, night=1)]:
         first, second = state.then[choice].path(), [*state.path(), choice]
         assert first != second
-        for more in replayed(stage, first).choices():
-            one, other = replayed(stage, [*first, more]), replayed(stage, [*second, more])
+        for more in replayed(begin, first).choices():
+            one, other = replayed(begin, [*first, more]), replayed(begin, [*second, more])
             assert one.picture() == other.picture(), (first, second, more)
             assert sorted(one.choices()) == sorted(other.choices())
 
@@ -95,14 +98,15 @@ def test_a_rule_that_is_broken_is_found_and_drawn_as_a_chart(
     mutation: Mutation, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ):
     mutation(monkeypatch)
+    begin = partial(Play, stage)
     with pytest.raises(Counterexample) as broken:
-        search(stage)
-    chart = charted(broken.value).splitlines()
+        search(begin)
+    chart = charted(str(stage), begin, broken.value).splitlines()
     assert chart[1].split()[0] == "p0.1"
     assert any(line.strip().startswith(("|", "<")) and "Want" in line for line in chart[2:]) or stage.opening
     assert chart[-3] == broken.value.why
     with pytest.raises(Counterexample) as again:
-        replayed(stage, broken.value.path)
+        replayed(begin, broken.value.path)
     assert again.value.why == broken.value.why
 
 
@@ -112,6 +116,6 @@ def test_a_state_without_a_way_to_an_end_is_told():
     over = next(state for state in found.visited.values() if state.over)
     over.over = False
     assert any(state is over for state in stuck(found))
-    lonely = State(None, None, 0)
+    lonely = State(None, None, over=False)
     found.visited[b"another"] = lonely
     assert any(state is lonely for state in stuck(found))
