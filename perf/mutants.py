@@ -11,9 +11,8 @@ import os
 import random
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -119,16 +118,18 @@ def main() -> None:
     os.environ.update(ONE_THREAD)
     wrong = list[str]()
     with ProcessPoolExecutor(WORKERS, get_context("spawn"), max_tasks_per_child=1) as pool:
-        named = list(pool.map(try_named, parts))
-        for each, found in zip(
-            named, pool.map(partial(try_some, drawn=None if asked.whole else DRAWN), parts), strict=True
-        ):
-            wrong += [*each.wrong, *found.wrong]
-            print(f"{each.part}: {each.named - len(each.survived)} of {each.named} named mutants die;", end=" ")
-            row = found.row() | {"named": each.named}
+        named = {found.part: found for found in pool.map(try_named, parts)}
+        tried = [pool.submit(try_some, part, None if asked.whole else DRAWN) for part in parts]
+        for each in as_completed(tried):
+            found = each.result()
+            mine = named[found.part]
+            wrong += [*mine.wrong, *found.wrong]
+            row = found.row() | {"named": mine.named}
+            print(f"{found.part}: {mine.named - len(mine.survived)} of {mine.named} named mutants die;", end=" ")
             print(f"{row['killed']} of {found.tried} others, {found.equivalent} change nothing, {found.seconds:.0f} s")
             for line in found.survived:
-                print(f"  lives: {line}", flush=True)
+                print(f"  lives: {line}")
+            sys.stdout.flush()
             if asked.whole:
                 replace("mutants", [row], ["part"])
     print(*wrong, sep="\n")

@@ -81,7 +81,7 @@ GUARDED: dict[str, Guarded] = {
         },
         (
             *in_folder("transfer", "quarantine", "conditions", "claims", "mapped", "mover_endings", "mover_pull"),
-            *in_folder("transfer", "destination_failures", "registrations", "deadlines"),
+            *in_folder("transfer", "quarantined_pages", "destination_failures", "registrations", "deadlines"),
             *schedules("frail", "revoked"),
         ),
     ),

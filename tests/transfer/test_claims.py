@@ -126,6 +126,20 @@ def test_a_transfer_whose_pages_are_held_is_kept_once_however_often_they_are_loo
     assert [len(claims), int(claims._taken[0].sum())] == [1, 1]
 
 
+def test_a_receive_may_name_its_own_page_again_and_no_other_may():
+    pair = Pair.of()
+    claims = PageClaims([pool.spec for pool in pair.dst.pools[0]])
+    mine, other = Transfer("mine", 0.0), Transfer("other", 0.0)
+    claims.take(mine, (np.array([3]),))
+    claims.take(mine, (np.array([3, 4]),))
+    for page in (3, 4):
+        with pytest.raises(PlanError, match=f"page id {page} of attention is one of mine, which is being received"):
+            claims.take(other, (np.array([5, page]),))
+    claims.take(other, (np.array([5]),))
+    claims.give(mine)
+    assert [len(claims), int(claims._taken[0].sum())] == [1, 1]
+
+
 def test_windows_states_and_parts_claim_what_lands_and_no_more():
     """The last page of a window may be its first, and a rank of three claims its own part of a request."""
     components = (

@@ -291,3 +291,27 @@ def test_a_lost_peer_is_told_nothing_more():
     farewells.lost("prefill3.1")
     assert len(farewells) == 1
     assert farewells.again(OTHER, 10.0, RESEND_S) == b"prefill4.1"
+
+
+def test_a_want_is_not_said_any_more_at_its_deadline():
+    farewells = Retransmissions()
+    farewells.said(KEY, b"want", due=1.0, until=3.0)
+    assert farewells.again(KEY, 2.0, 10.0) == b"want"
+    assert farewells.due(KEY) == 3.0
+    assert farewells.again(KEY, 3.0, 10.0) is None
+    assert len(farewells) == 0
+
+
+@pytest.mark.parametrize("kind", ["heard", "leased", "leased for longer before"])
+def test_a_source_is_forgotten_when_nothing_that_it_was_leased_can_land_and_no_sooner(kind: str):
+    for now, is_known in ((120.0, True), (145.04, True), (145.06, False), (1000.0, False)):
+        leases = WriteLeases(5.0, 40.0)
+        leases.heard(A, 7, 100.0)
+        if kind != "heard":
+            leases.renewed(A)
+        if kind == "leased for longer before":
+            leases.lease_s = 1.0
+        before = leases.term
+        leases.expire(now)
+        assert len(leases) == is_known
+        assert leases.term == before + (not is_known), "if it returns it gets a later term"

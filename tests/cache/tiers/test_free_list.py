@@ -18,3 +18,16 @@ def test_ids_of_which_one_cannot_be_free_change_nothing(ids: tuple[int, ...]) ->
     free.give((3, 1))
     free.check([0, 2])
     assert free.take(2) == [1, 3]
+
+
+def test_all_free_ids_may_be_taken_and_not_one_more() -> None:
+    free = FreeList("kv", 8)
+    with pytest.raises(TierError, match="9 pages of kv, of which 8 are free"):
+        free.take(9)
+    free.check([])
+    assert free.take(8) == list(range(8))
+    assert len(free) == 0
+    with pytest.raises(TierError, match="1 pages of kv, of which 0 are free"):
+        free.take(1)
+    free.give((0,))
+    assert free.take(1) == [0]
