@@ -8,10 +8,91 @@ from __future__ import annotations
 ACCOUNT, LEDGER = "kvmover.cache.ledger.account", "kvmover.cache.ledger.ledger"
 ARENA, CLAIMS = "kvmover.transfer.memory.arena", "kvmover.transfer.destination.claims"
 AUTH, CONTENT = "kvmover.transfer.protocol.auth", "kvmover.transfer.protocol.content"
+CHECKS, CREDITS = "kvmover.transport.checks", "kvmover.transfer.destination.credits"
+REGISTRATIONS, WRITES = "kvmover.transfer.memory.registrations", "kvmover.transfer.source.writes"
 SOURCE, TOMBSTONES = "kvmover.transfer.source.source_driver", "kvmover.transfer.tombstones"
 
 #: By part, then by module and change.
 EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
+    "leases": {
+        (
+            WRITES,
+            "Writes.renew: (lease.term, lease.until_us) > (known.term, known.until_us) ->"
+            " (((lease.term, lease.until_us)) >= ((known.term, known.until_us)))",
+        ): "Of two leases with one term and one end either may be kept: nothing else of a lease is looked at.",
+        (WRITES, "Writes.renew: newer or known is None -> newer"): "A lease beside no other is newer.",
+        (WRITES, "Writes.drop: other is job -> True"): "`unstage` looks for the chunk under the ended job, and ignores"
+        " one that is not there.",
+        (CREDITS, "EagerGrants.freed: size -> True"): 'A region of another kind is of the source "" with 0 bytes: its'
+        " count is made, is 0, and is deleted.",
+    },
+    "registrations": {
+        (
+            REGISTRATIONS,
+            "Renewals.renew: core.revocation is Revocation.UNPROVEN -> True",
+        ): "`shut` is set before every end: to `_broken` if nothing is quarantined, else by what `renewal` finds, which"
+        " does not look at it.",
+        (
+            REGISTRATIONS,
+            "Renewals.renew: core.revocation is Revocation.UNPROVEN or not (arena.shut or arena.quarantined_bytes) ->"
+            " (core.revocation is Revocation.UNPROVEN)",
+        ): "If no slab is shut and nothing is quarantined, no slab is renewed, none waits, and none is broken, as"
+        " broken slabs are shut: the condition saves the search.",
+        (
+            CHECKS,
+            "Ranges.check: len(table) == 1 and self._holds(descriptors.kind, *table[0].tolist()) -> False",
+        ): "A row that `_holds` passes is passed by `_check_rows` too, which takes longer.",
+        (
+            CHECKS,
+            "Ranges.check: (devices == devices[0]).all() -> False",
+        ): "The loop below looks at one device if there is one.",
+        (
+            CHECKS,
+            "Ranges.check: devices == devices[0] -> (devices != devices[0])",
+        ): "The first device is itself: the condition is False, and the loop below looks at each device.",
+        (
+            CHECKS,
+            "Ranges._holds: int(found.ends[at]) - address if at > 0 else -1 -> (-1)",
+        ): "A row that `_holds` does not pass is looked at by `_check_rows`.",
+        (
+            CHECKS,
+            "Ranges._holds: at > 0 -> (at >= 0)",
+        ): "The sentinel ends where it begins, at or before the address: it has room for no byte.",
+        (CHECKS, "Ranges._holds: 0 -> 1"): "A row of the first range is then looked at by `_check_rows`.",
+        (
+            CHECKS,
+            "Ranges._holds: nbytes <= room -> (nbytes < room)",
+        ): "A row to the last byte is then looked at by `_check_rows`.",
+        (
+            CHECKS,
+            "Ranges._holds: count == 1 or nbytes <= stride <= (room - nbytes) // (count - 1) -> (count == 1)",
+        ): "A row of several runs is then looked at by `_check_rows`.",
+        (
+            CHECKS,
+            "Ranges._holds: count - 1 -> (count + 1)",
+        ): "Fewer rows pass; the others are looked at by `_check_rows`.",
+        (
+            CHECKS,
+            "Ranges._check_rows: at >= 0 -> (at > 0)",
+        ): "The sentinel ends where it begins, at or before the address: with or without it there is room for no byte.",
+        (
+            CHECKS,
+            "check_runs: len(local.table) == len(remote.table) == 1 -> False",
+        ): "Two equal rows are equal tables, too.",
+        (
+            CHECKS,
+            "check_runs: (here[NBYTES], here[COUNT]) == (there[NBYTES], there[COUNT]) -> False",
+        ): "Two equal rows are equal tables, too.",
+        (
+            CHECKS,
+            "check_runs: np.array_equal(ours, theirs) -> False",
+        ): "Equal tables expand to equal runs: the condition saves the expansion.",
+        (
+            CHECKS,
+            "Operation.check: NATIVE is not None and"
+            " NATIVE.runs_fit(*ours.beside(self.local), *theirs.beside(self.remote)) -> False",
+        ): "C passes the operations that Python passes, in less time.",
+    },
     "quarantine": {
         (
             CLAIMS,

@@ -58,7 +58,8 @@ GUARDED: dict[str, Guarded] = {
             *in_folder(
                 "transfer", "source_leases", "conditions", "quarantine", "credits", "mover_pull", "mover_endings"
             ),
-            *in_folder("transfer", "source_machine", "mapped", "lost_messages", "registrations", "staging"),
+            *in_folder("transfer", "source_machine", "source_writes", "mapped", "lost_messages", "registrations"),
+            *in_folder("transfer", "staging"),
             *in_folder("transport", "checks"),
             *schedules("drowsy", "frail"),
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from hashlib import sha256
 
 import pytest
 
@@ -32,6 +33,8 @@ def test_every_field_of_a_namespace_and_of_a_component_counts() -> None:
         replace(GQA, kv=1),
         replace(GQA, dtype="float16"),
         replace(GQA, states=1),
+        replace(GQA, row_tokens=2),
+        replace(GQA, row_tokens=4),
     ]
     assert len({space.digest for space in spaces}) == len({space.folder for space in spaces}) == len(spaces)
     digests = {space.digest_for(component) for space in spaces for component in components}
@@ -52,6 +55,22 @@ def test_a_digest_is_known_for_ever() -> None:
 KNOWN = "ec41f606af7f7a3f909d356046a24d3831e122775d52268050422f72ab6c3d7a"
 
 
+def test_the_digest_of_a_component_names_its_rows_only_where_they_are_of_several_tokens() -> None:
+    """Objects of a store that was written before rows had sizes keep their names."""
+
+    def named(**fields: object) -> str:
+        whole = sha256(b"kvmover-store-v1")
+        of_space = {"model": "m", "weights": "w", "page_tokens": 64, "salt": "", "order": SPACE.order}
+        for text in (str(each) for pair in (of_space | fields).items() for each in pair):
+            whole.update(len(text).to_bytes(8, "little") + text.encode())
+        return whole.hexdigest()
+
+    fields = {"name": "kv", "layers": 2, "kv": 1, "heads": 1, "dim": 8, "dtype": "uint8", "states": 0}
+    for row_tokens, rows in ((1, {}), (2, {"row_tokens": 2}), (4, {"row_tokens": 4})):
+        digest = Namespace("m", "w", 64).digest_for(Component("kv", 2, 1, 1, 8, "uint8", row_tokens=row_tokens))
+        assert digest.hex() == named(**fields, **rows)
+
+
 def test_what_people_call_weights_is_written_down_and_is_no_part_of_the_namespace() -> None:
     here, there = (Namespace("", "7" * 64, 64, hint=path) for path in ("/models/here", "/models/there"))
     assert here == there
@@ -66,6 +85,7 @@ def test_only_the_packed_order_is_written() -> None:
         replace(SPACE, order="NHD")
     with pytest.raises(StoreError, match="page of 0 tokens"):
         replace(SPACE, page_tokens=0)
+    assert replace(SPACE, page_tokens=1).page_tokens == 1
 
 
 def test_a_part_has_the_bytes_that_its_box_says() -> None:

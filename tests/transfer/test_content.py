@@ -11,9 +11,12 @@ from test_repeated_service import Growing, Passed
 from kvmover.errors import PlanError, RefusedFor
 from kvmover.layout import Component, Fleet
 from kvmover.plan.cost import Route
+from kvmover.plan.legs import Replicas
+from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.content import MAX_UNKNOWN_CHARACTERS, Content, IdentityCheck, disagreement
 from kvmover.transfer.protocol.wire import Verb
-from kvmover.transfer.result import Cause, Gate, Transfer
+from kvmover.transfer.result import Cause, Gate, Result, Service, Transfer
+from kvmover.transfer.source.source_attempts import MAX_CONTENTS, Request
 
 A, B = Content(60, b"a" * 16), Content(60, b"b" * 16)
 LONGER = Content(80, b"c" * 16)
@@ -254,3 +257,33 @@ def test_who_asks_for_whole_pages_of_rows_of_several_tokens_is_not_refused_for_t
     assert beyond.result.reason == f"the KV is of {held}, and tokens below 80 were asked for"
     bench.ended([*asked(pair, held, stop=64), *sent])
     pair.assert_landed()
+
+
+def repeated(*contents: Content) -> Request:
+    """A request that may grow, by its prefixes."""
+    request = Request(Transfer("request", 0.0), [], None, 1.0, service=Service.REPEATED)
+    request.name_contents(contents)
+    return request
+
+
+def test_of_many_prefixes_the_longest_are_remembered() -> None:
+    request = repeated(*(Content(tokens, b"a" * 16) for tokens in range(MAX_CONTENTS + 3)))
+    assert sorted(request.contents) == list(range(3, MAX_CONTENTS + 3))
+
+
+def test_a_want_of_no_prompt_is_held_to_the_longest_prefix() -> None:
+    want = wire.Want("request", 1, 0, 75, Route.PACKED, Replicas.STRIPE, 4096)
+    assert repeated(A, LONGER).disagrees(want, IdentityCheck.TRUST, 0) is None
+    assert repeated(A).disagrees(want, IdentityCheck.TRUST, 0) == (
+        f"the KV is of {A}, and tokens below 75 were asked for"
+    )
+
+
+def test_a_request_waits_to_grow_to_a_prompt_unless_it_fails_or_has_ended() -> None:
+    assert repeated(A).is_behind(LONGER)
+    assert not repeated(A).is_behind(None)
+    failing, ended = repeated(A), repeated(A)
+    failing.reason = "the user left"
+    ended.transfer.end(Result(None, 0.0))
+    assert not failing.is_behind(LONGER)
+    assert not ended.is_behind(LONGER)

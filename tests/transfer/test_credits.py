@@ -313,3 +313,22 @@ def test_no_region_of_a_slab_that_was_registered_anew_goes_out_with_a_want():
     assert arena.renew(0) == [0]
     assert eager.reserve(arena, "one", SLOT) is None
     assert (arena.reserved_bytes, eager.nbytes) == (0, 0)
+
+
+def test_a_source_that_has_its_share_of_the_arena_or_finds_it_full_gets_no_region_eagerly():
+    eager, arena = EagerGrants(), Arena(64 * SLOT)
+    for _ in range(32):
+        assert arena.reserve(SLOT, "one") is not None
+    assert eager.reserve(arena, "one", SLOT) is None
+    assert arena.reserve(32 * SLOT, "others") is not None
+    assert eager.reserve(arena, "new", SLOT) is None
+    assert eager.nbytes == 0
+
+
+def test_a_source_whose_regions_are_all_free_is_forgotten():
+    eager, arena = EagerGrants(), Arena(64 * SLOT)
+    offsets = [eager.reserve(arena, "one", SLOT) for _ in range(2)]
+    for offset, left in zip(offsets, (1, 0), strict=True):
+        assert offset is not None
+        eager.freed(offset)
+        assert len(eager._reserved) == left

@@ -77,6 +77,44 @@ def test_a_source_that_was_forgotten_gets_a_later_term():
     assert lent.renewed(A).term > before.term
 
 
+def test_a_stamp_that_is_heard_twice_leases_nothing_longer():
+    lent = leases()
+    lent.heard(A, 0, 100.0)
+    assert lent.renewed(A) == WriteLease(1, 0, 5_000_000)
+    lent.heard(A, 7, 101.0)
+    lent.heard(A, 7, 103.0)
+    lent.renewed(A)
+    assert lent.retire(A) == 101.0 + LEASE_S * CLOCK_DRIFT + LINGER_S
+    assert lent.term == 2
+
+
+def test_a_source_is_forgotten_once_neither_its_lease_nor_its_last_stamp_counts_any_more():
+    lent = leases()
+    lent.heard(A, 1, 100.0)
+    lent.renewed(A)
+    lent.heard(A, 2, 103.0)  # which may be leased on
+    over = 103.0 + LEASE_S * CLOCK_DRIFT + LINGER_S
+    lent.expire(over - 2.0)
+    assert len(lent) == 1
+    lent.expire(over - 2.0 + LEASE_S)
+    assert len(lent) == 0
+    exact = leases()
+    exact.heard(A, 1, 100.0)
+    exact.expire(100.0 + LEASE_S * CLOCK_DRIFT + LINGER_S)
+    assert len(exact) == 0
+
+
+def test_sources_to_forget_are_looked_for_once_in_the_time_of_a_lease():
+    lent = leases()
+    lent.heard(A, 1, 100.0)
+    over = 100.0 + LEASE_S * CLOCK_DRIFT + LINGER_S
+    lent.expire(over - 1.0)
+    lent.expire(over)
+    assert len(lent) == 1, "they were looked for a second ago"
+    lent.expire(over - 1.0 + LEASE_S)
+    assert len(lent) == 0
+
+
 def test_a_lease_that_was_shortened_meanwhile_is_waited_for_as_it_was_given():
     lent = leases()
     lent.heard(A, 1, 100.0)

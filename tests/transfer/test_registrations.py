@@ -253,6 +253,81 @@ def test_registrations_that_are_of_somebody_else_or_nonsense_are_dropped():
     trouble.pair.assert_landed()
 
 
+def test_of_two_registrations_the_newer_is_loaded_in_whichever_order_they_are_heard(monkeypatch: pytest.MonkeyPatch):
+    trouble = Trouble()
+    registrations, target = trouble.source._writes.registrations, trouble.target._transport.name
+    metadata, wire_, loaded = trouble.target._transport.metadata(), trouble.source._transport, list[bytes]()
+    honest = wire_.connect
+
+    def connect(given: bytes) -> str:
+        loaded.append(given)
+        return honest(given)
+
+    monkeypatch.setattr(wire_, "connect", connect)
+    for heard, known, loads in ((2, 2, 1), (1, 2, 1), (2, 2, 1), (3, 3, 2)):
+        registrations.heard(target, wire.Registered(metadata, heard))
+        assert (registrations.known(target), len(loaded)) == (known, loads)
+    trouble.source._writes.lost(target)
+    assert (registrations.known(target), registrations.known("nobody")) == (0, 0)
+
+
+def test_of_registrations_that_wait_for_operations_under_way_the_newest_is_loaded(monkeypatch: pytest.MonkeyPatch):
+    trouble = Trouble()
+    registrations, target = trouble.source._writes.registrations, trouble.target._transport.name
+    metadata, wire_ = trouble.target._transport.metadata(), trouble.source._transport
+    honest = wire_.connect
+
+    def connect(_: bytes) -> str:
+        raise TransportUnavailable("operations under way use the old keys")
+
+    monkeypatch.setattr(wire_, "connect", connect)
+    for number in (4, 6, 5):
+        registrations.heard(target, wire.Registered(metadata, number))
+    registrations.poll()
+    assert (registrations.known(target), registrations.waits(target)) == (0, True)
+    monkeypatch.setattr(wire_, "connect", honest)
+    registrations.poll()
+    assert (registrations.known(target), registrations.waits(target)) == (6, False)
+    monkeypatch.setattr(wire_, "connect", connect)
+    registrations.heard(target, wire.Registered(metadata, 7))
+    registrations.lost(target)
+    assert (registrations.known(target), registrations.waits(target)) == (0, False)
+
+
+def test_a_peer_that_connects_by_a_card_from_afterwards_knows_its_registration():
+    trouble = Trouble()
+    trouble.cut()
+    trouble.pass_time(1.0)
+    late = trouble.bench.engine("late", Fleet(page_tokens=4)).movers[0]
+    late.connect(trouble.target.card)
+    known = late._writes.registrations.known(trouble.target._transport.name)
+    assert known == trouble.arena.registration > 0
+
+
+def test_a_slab_that_was_shut_is_open_once_no_memory_is_quarantined():
+    trouble = Trouble()
+    trouble.arena.shut = frozenset({3})
+    card = trouble.target._core.card
+    assert trouble.target._destination.renewals.renew() == []
+    assert not trouble.arena.shut
+    assert trouble.target._core.card is card, "nothing was registered anew"
+
+
+def test_a_grant_without_a_region_needs_no_keys():
+    renewals = Trouble().target._destination.renewals
+    assert renewals.granted("a stranger", wire.Granted("request", 1, ())).registration == 0
+    assert "a stranger" not in renewals._known
+
+
+def test_what_a_lost_source_knew_is_forgotten():
+    trouble = Trouble()
+    known, source = trouble.target._destination.renewals._known, trouble.source._transport.name
+    trouble.cut()
+    assert source in known
+    trouble.pass_time(1.0)
+    assert source not in known
+
+
 def test_a_slab_that_cannot_be_registered_again_is_used_no_more_and_the_others_are(monkeypatch: pytest.MonkeyPatch):
     trouble = Trouble()
     trouble.cut()
@@ -300,6 +375,7 @@ def test_an_arena_has_eight_slabs_or_as_many_as_hold_a_chunk():
     assert slab_bytes(64 * mib, 64 * mib, PROVEN) == slab_bytes(64 * mib, 65 * mib, PROVEN) == 64 * mib
     assert slab_bytes(1024 * mib, 8 * mib, PROVEN) == 128 * mib
     assert slab_bytes(64 * mib, 8 * mib, UNPROVEN) == 64 * mib
+    assert slab_bytes(1001, 600, PROVEN) == 1001, "one slab is the arena, to its last byte"
     assert slab_bytes(1001, 100, PROVEN) == 1001 // 3 // ALIGN_BYTES * ALIGN_BYTES
 
 

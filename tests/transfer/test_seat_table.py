@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from kvmover.errors import PeerRefused, PeerReplaced
 from kvmover.layout import Fleet
+from kvmover.transfer.peers import peer_table
 from kvmover.transfer.peers.peer_table import Peer, Peers
 from kvmover.transfer.protocol.handshake import Place, Rank
 
@@ -101,6 +102,34 @@ def test_an_older_process_has_a_seat_once_its_holder_was_lost_for_long_and_not_h
     peers.is_back("b")
     with pytest.raises(PeerReplaced):
         enter(peers, peer(card, "old", 4), 300.0 + LINGER_S)
+
+
+def test_a_process_that_was_replaced_and_is_heard_again_gives_its_successor_no_more_time(card: Rank):
+    peers = Peers()
+    enter(peers, peer(card, "a", 5))
+    enter(peers, peer(card, "b", 6))
+    peers.remove("b", 100.0)
+    peers.is_back("a")
+    with pytest.raises(PeerReplaced, match="its seat is free in 1 s"):
+        enter(peers, peer(card, "old", 4), 99.0 + LINGER_S)
+    assert enter(peers, peer(card, "old", 4), 100.0 + LINGER_S) == ()
+    peers.vacate("prefill", (0,))
+    peers.is_back("old")
+    assert peers.seen("prefill") == frozenset(), "a vacated seat stays vacant"
+
+
+def test_of_engines_without_a_rank_here_the_one_seen_longest_ago_is_forgotten(
+    card: Rank, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(peer_table, "MAX_ENGINES", 2)
+    peers = Peers()
+    for number, engine in enumerate(("here", "one", "two", "three")):
+        given = peer(card, engine, 5)
+        enter(peers, Peer(engine, replace(given.card, place=replace(given.card.place, engine=engine)), b""))
+        if number:
+            peers.remove(engine, float(number))
+    seen = [engine for engine in ("here", "one", "two", "three") if peers.seen(engine)]
+    assert seen == ["here", "three"]
 
 
 def test_a_process_that_was_replaced_takes_nothing_along_when_it_is_lost(card: Rank):

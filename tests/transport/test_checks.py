@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmover.c_core import NATIVE
-from kvmover.errors import DescriptorError, PeerRefused, ProtocolError
+from kvmover.errors import DescriptorError, LeaseOver, PeerRefused, ProtocolError
 from kvmover.transport import MAX_NOTE_BYTES, Descriptors, Memory, MemoryKind, checks, memory_of, whole
 from kvmover.transport.base import run_count_in_python, short_strides_in_python, union
 from kvmover.transport.checks import Operation, Ranges, check_note, check_runs, touches
@@ -71,6 +71,27 @@ def test_runs_to_the_last_byte_pass() -> None:
     ranges.remove(Memory(HOST, BASE, 4096))
     with pytest.raises(DescriptorError):
         ranges.check(rows((BASE, 16, 0, 16, 1)), "local")
+
+
+def test_runs_on_several_devices_are_each_looked_for_on_their_own() -> None:
+    ranges = Ranges()
+    for device in (0, 1):
+        ranges.add(Memory(DEVICE, BASE + 8192 * device, 4096, device))
+    good = [(BASE, 16, 0, 16, 1), (BASE + 8192, 16, 1, 16, 1)]
+    ranges.check(rows(*good, kind=DEVICE), "local")
+    for bad in ((BASE, 16, 1, 16, 1), (BASE + 8192, 16, 0, 16, 1)):
+        with pytest.raises(DescriptorError, match=f"outside the registered .* memory of device {bad[2]}"):
+            ranges.check(rows(*good, bad, kind=DEVICE), "local")
+
+
+def test_bytes_side_by_side_are_runs_too_and_memory_that_came_later_counts() -> None:
+    ranges = two_ranges()
+    ranges.check(rows((BASE, 1, 0, 1, 4096), (BASE + 4096, 1, 0, 1, 4096)), "local")
+    later = rows((BASE + 8192, 16, 0, 16, 1))
+    with pytest.raises(DescriptorError, match="outside"):
+        ranges.check(later, "local")
+    ranges.add(Memory(HOST, BASE + 8192, 16))
+    ranges.check(later, "local")
 
 
 @given(
@@ -181,6 +202,15 @@ def test_memory_that_cannot_be_is_not_registered(bad: Memory) -> None:
         Ranges().add(bad)
 
 
+def test_the_lowest_and_the_highest_byte_that_there_can_be_are_registered() -> None:
+    ranges, top = Ranges(), 1 << 63
+    with pytest.raises(DescriptorError, match="not memory that can be registered"):
+        ranges.add(Memory(HOST, top - 64, 64))
+    for memory in (Memory(HOST, 1 << 16, 1), Memory(HOST, top - 65, 64)):
+        ranges.add(memory)
+        assert memory in ranges
+
+
 def test_views_are_registered_as_what_they_are_views_of_and_neighbours_apart() -> None:
     ranges = [(0, 8), (4, 12), (5, 6), (12, 16), (0, 8), (20, 24)]
     views = [Memory(HOST, BASE + start, stop - start) for start, stop in ranges]
@@ -218,10 +248,17 @@ def test_sides_pair_when_they_expand_to_equal_runs(local: Descriptors, remote: D
             check_runs(local, remote)
 
 
+def test_sides_that_differ_after_an_equal_first_row_are_refused_by_the_number_of_the_run() -> None:
+    local = rows((0, 8, 0, 8, 1), (0, 8, 0, 8, 1))
+    with pytest.raises(DescriptorError, match="run 1 is 8 bytes here and 4 bytes at the peer"):
+        check_runs(local, rows((0, 8, 0, 8, 1), (0, 4, 0, 4, 1)))
+
+
 def test_rows_touch_only_the_memory_they_lie_in() -> None:
     descriptors = rows((BASE, 16, 0, 16, 2), (BASE + 9000, 16, 2, 16, 2))
     assert touches(descriptors, Memory(HOST, BASE, 64))
     assert not touches(descriptors, Memory(HOST, BASE + 64, 64))
+    assert not touches(descriptors, Memory(HOST, BASE - 64, 64)), "which ends where they begin"
     assert not touches(descriptors, Memory(DEVICE, BASE, 64))
     assert not touches(descriptors, Memory(HOST, BASE + 9000, 64, device=0))
 
@@ -248,6 +285,13 @@ def test_an_operation_needs_a_finite_deadline(deadline_s: float) -> None:
     with pytest.raises(DescriptorError, match="deadline"):
         post.check(two_ranges(), two_ranges())
     msgspec.structs.replace(post, deadline_s=1.0).check(two_ranges(), two_ranges())
+
+
+def test_no_operation_is_posted_from_the_end_of_its_permission_on() -> None:
+    post = Operation("WRITE", "peer", rows((BASE, 16, 0, 16, 1)), rows((BASE, 16, 0, 16, 1)), b"", 1.0, until=5.0)
+    post.check_until(4.999)
+    with pytest.raises(LeaseOver, match="the permission to write to peer is over"):
+        post.check_until(5.0)
 
 
 def test_a_note_longer_than_the_limit_is_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from types import MappingProxyType
 from typing import Protocol
 
@@ -60,9 +60,8 @@ class FreeList:
 
     def __init__(self, name: str, pages: int) -> None:
         self._name, self.pages = name, pages
-        self._heap = list(range(pages))
+        self._heap = list(range(pages))  # ascending, which is a heap
         self._ids = set(self._heap)
-        heapify(self._heap)
 
     def __len__(self) -> int:
         return len(self._ids)

@@ -13,7 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmover.cache.prefix import packed_rows
-from kvmover.cache.prefix.hashes import PrefixNamespace, as_int64, as_int64s, chain, chain_bigrams
+from kvmover.cache.prefix.hashes import (
+    PrefixNamespace,
+    _words,
+    as_int64,
+    as_int64s,
+    chain,
+    chain_bigrams,
+    chain_bytes,
+    chain_in_python,
+)
 from kvmover.errors import KvmoverError
 
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 4294967295]
@@ -161,3 +170,13 @@ def test_long_rows_are_joined_without_being_read(count: int) -> None:
         [*range(count), 7, *range(count)]
     )
     assert packed_rows.pack_words(array("I", range(count)).tobytes(), 1) == bytes(memoryview(some))
+
+
+def test_words_of_32_bits_are_not_copied() -> None:
+    for dtype in (np.int32, np.uint32):
+        tokens = np.arange(8, dtype=dtype)
+        assert np.shares_memory(_words(tokens), tokens)
+
+
+def test_a_page_without_its_last_byte_has_no_hash_in_python_either() -> None:
+    assert len(chain_in_python(b"", bytes(15), 8)) == len(chain_bytes(b"", bytes(15), 8)) == 32
