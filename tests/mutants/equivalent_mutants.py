@@ -9,11 +9,26 @@ ACCOUNT, LEDGER = "kvmover.cache.ledger.account", "kvmover.cache.ledger.ledger"
 ARENA, CLAIMS = "kvmover.transfer.memory.arena", "kvmover.transfer.destination.claims"
 AUTH, CONTENT = "kvmover.transfer.protocol.auth", "kvmover.transfer.protocol.content"
 CHECKS, CREDITS = "kvmover.transport.checks", "kvmover.transfer.destination.credits"
+EVICT, LOCKS = "kvmover.cache.prefix.evict", "kvmover.cache.prefix.locks"
 REGISTRATIONS, WRITES = "kvmover.transfer.memory.registrations", "kvmover.transfer.source.writes"
 SOURCE, TOMBSTONES = "kvmover.transfer.source.source_driver", "kvmover.transfer.tombstones"
 
 #: By part, then by module and change.
 EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
+    "locks": {
+        (
+            LOCKS,
+            "segments: not components or node.parent is None -> (node.parent is None)",
+        ): "Of no components there are no segments: the condition saves an empty tuple.",
+        (
+            EVICT,
+            "Eviction._drop_below: each.locks or each.host_locks -> each.host_locks",
+        ): "A condition that stays on looks at it, and nothing else does.",
+        (
+            EVICT,
+            "Eviction._drop_below: each.locks or each.host_locks -> each.locks",
+        ): "A condition that stays on looks at it, and nothing else does.",
+    },
     "leases": {
         (
             WRITES,

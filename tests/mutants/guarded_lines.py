@@ -196,7 +196,7 @@ GUARDED: dict[str, Guarded] = {
         },
         (
             *in_folder("cache/prefix", "locks", "tiers", "components", "eviction_steps", "check"),
-            *in_folder("cache/tiers", "gated_loads", "one_rank"),
+            *in_folder("cache/tiers", "asked_moves", "gated_loads", "one_rank", "write_back"),
             "tests/store/test_store_lock.py",
         ),
     ),

@@ -38,8 +38,10 @@ FSTAT = os.fstat
 def test_a_lock_knows_who_has_it() -> None:
     lock = GuardLock()
     seen: list[bool] = []
-    with lock, lock:
-        assert lock.held
+    with lock:
+        with lock:
+            assert lock.held
+        assert lock.held, "it was taken twice, and given back once"
         thread = threading.Thread(target=lambda: seen.append(lock.held))
         thread.start()
         thread.join()

@@ -16,6 +16,7 @@ from kvmover.cache.prefix import (
     StaleHandle,
     State,
     Tier,
+    WriteBack,
     WriteThrough,
 )
 
@@ -48,6 +49,8 @@ def test_a_receipt_is_good_once() -> None:
         mine.tree.unlock(handle)
     with pytest.raises(StaleHandle):
         mine.tree.unlock(type(other)(other.number, other.node + 1, other.tier))
+    with pytest.raises(StaleHandle):
+        mine.tree.unlock(type(other)(other.number, other.node, Tier.HOST))
     mine.tree.unlock(other)
     mine.conserved()
 
@@ -142,6 +145,43 @@ def test_a_window_is_locked_as_far_as_it_reaches() -> None:
     mine.conserved()
     mine.tree.unlock(handle)
     assert mine.tree.sizes().protected == 0
+    mine.conserved()
+
+
+def test_of_two_components_the_one_that_is_unlocked_may_go_and_the_other_stays() -> None:
+    mine = engine(components=(SlidingWindow(2), State()))
+    mine.insert([1, 2, 3], {"swa": 3, "state": 1})
+    handle = mine.tree.lock(mine.tree.match([1, 2, 3]).best_node)
+    mine.tree.unlock_component(handle, "swa")
+    assert [mine.tree.sizes(name).protected for name in ("swa", "state")] == [0, 1]
+    mine.tree.unlock(handle)
+    assert [mine.tree.sizes(name).protected for name in ("full", "swa", "state")] == [0, 0, 0]
+    mine.conserved()
+
+
+def test_a_copy_of_pages_that_are_on_the_device_too_stays_while_it_is_locked() -> None:
+    mine = engine(tiers=WriteBack())
+    node = mine.insert([1, 2]).node
+    mine.apply(mine.tree.evict(2, room=[0, 1]))
+    mine.end(mine.load(node).op)
+    handle = mine.tree.lock_host(node)
+    assert mine.evict_host(2) == []
+    mine.conserved()
+    mine.tree.unlock(handle)
+    assert len(mine.evict_host(2)) == 2
+    mine.conserved()
+
+
+def test_a_copy_that_was_locked_counts_as_used_when_it_is_unlocked() -> None:
+    mine = engine(tiers=WriteThrough(), grain=EvictionGranularity.NODE)
+    old, new = (mine.insert([token]).node for token in (1, 2))
+    for node in (old, new):
+        mine.backed(node)
+    mine.evict(2)
+    pages = {node: mine.tree.match([token]).loads[0].host_page_ids.tolist() for token, node in ((1, old), (2, new))}
+    mine.tree.match([2])
+    mine.tree.unlock(mine.tree.lock_host(old))
+    assert mine.evict_host(1) == pages[new]
     mine.conserved()
 
 

@@ -538,6 +538,18 @@ def test_a_leaf_that_a_read_from_storage_stands_on_is_spared(granularity: Evicti
     mine.conserved()
 
 
+def test_a_victim_that_finds_no_room_takes_along_all_that_hangs_below_it() -> None:
+    mine = write_back()
+    for end in (2, 4, 6):
+        mine.insert(range(end), first_page=end - 2)
+    evict(mine, 4, room=4)
+    assert hits(mine.tree, range(6)) == (2, 4)
+    assert evict(mine, 2, room=0)
+    assert hits(mine.tree, range(6)) == (0, 0)
+    assert mine.tree.sizes("full", Tier.HOST).evictable == 0
+    mine.conserved()
+
+
 def test_what_hangs_below_and_is_in_use_spares_a_victim() -> None:
     mine = write_back()
     mine.insert([1, 2])

@@ -6,7 +6,7 @@ import pytest
 from rig import EAGER, HYBRID, LATENT, PLAIN, SINGLE, Rank, idle
 
 from kvmover.cache.prefix import FULL, PrefixError, Tier
-from kvmover.cache.tiers import ControllerConfig, TierCount
+from kvmover.cache.tiers import ControllerConfig, TierCount, TierStage
 from kvmover.layout import Fleet
 
 PROMPT = list(range(33))
@@ -48,7 +48,10 @@ def test_the_tree_has_a_load_at_once_and_a_reader_its_first_layer_before_the_las
     rank.controller.check({})
     assert not loads.closed
     assert not loads.open
-    assert rank.controller.meter.counts[TierCount.LOADED_PAGES] == 8
+    meter, (pool,) = rank.controller.meter, rank.allocator.tiered_pools
+    assert meter.counts[TierCount.LOADED_PAGES] == 8
+    assert meter.counts[TierCount.LOADED_BYTES] == 8 * pool.part.nbytes
+    assert meter.stages[TierStage.LOAD].count == 1
     rank.conserved()
 
 
@@ -65,6 +68,7 @@ def test_a_load_that_finds_no_room_changes_nothing(rank):
     node, taken = on_the_host(rank), rank.taken(10)
     assert rank.controller.load(node) is None
     assert rank.controller.idle
+    assert rank.tree.sizes(FULL, Tier.HOST).evictable == 8, "nothing stays locked"
     assert rank.tree.match(PROMPT).tokens == 0
     rank.controller.give(taken)
     rank.conserved()
