@@ -1,7 +1,7 @@
-"""Visit every state of whole movers on small stages, and of larger ones as many as fit the time.
+"""Visit every state of whole movers in small plays, and of larger ones as many as fit the time.
 
-`python -m perf.all_states [SECONDS]`, part of `make night`: so many seconds for each stage, 1,200 by default. Two
-workers. Prints each stage, its states and their depth, writes all_states.csv, and ends with 1 at a counterexample,
+`python -m perf.all_states [SECONDS]`, part of `make night`: so many seconds for each play, 1,200 by default. Two
+workers. Prints each play, its states and their depth, writes all_states.csv, and ends with 1 at a counterexample,
 which is printed as a sequence chart.
 """
 
@@ -9,32 +9,48 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 
+from kvmover.plan.cost import Route
+from kvmover.transfer.protocol.wire import Verb
 from perf.command_line import options
 from perf.record import write
+from tests.states.migration_play import MigrationPlay
 from tests.states.play import Play
-from tests.states.search import Counterexample, search, stuck
+from tests.states.search import Begin, Counterexample, search, stuck
 from tests.states.sequence_chart import charted
 from tests.states.stages import (
     LOST_AND_REPEATED,
     WAITED_FOR,
-    Stage,
     growing,
     one_to_one,
     one_to_two,
 )
 
 WORKERS = 2
-#: Single faults, and the pairs in which one has undone what mends the other.
+#: Single faults, and pairs of which one undoes the mend of the other.
 FAULTS = ("abort", "stop", "crash", "kill", "late", "gather", "delay")
 PAIRS = ((("overtake", 1), ("abort", 1)), (("late", 1), ("abort", 1)))
+#: Faults of a migration between two engines of one rank.
+MIGRATIONS = ((), (("lose", 1),), (("abort", 1),))
 
 
-def stages() -> list[Stage]:
-    """Returns all stages, those that end soon first."""
-    return [
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """A play to search. `faults`: how many of each kind may come."""
+
+    stage: str
+    verb: Verb
+    route: Route
+    faults: tuple[tuple[str, int], ...]
+    begin: Begin
+
+
+def plays() -> list[Searched]:
+    """Returns all plays, shorter ones first."""
+    stages = [
         *one_to_one(),
         *one_to_one(*LOST_AND_REPEATED),
         *(stage for fault in FAULTS for stage in one_to_one((fault, 1))),
@@ -45,22 +61,27 @@ def stages() -> list[Stage]:
         *one_to_two(*LOST_AND_REPEATED),
         *growing(*LOST_AND_REPEATED),
     ]
+    migrations = [
+        Searched("migration", Verb.PUSH, Route.PACKED, faults, partial(MigrationPlay, faults)) for faults in MIGRATIONS
+    ]
+    return [
+        Searched(each.name, each.verb, each.route, each.faults, partial(Play, each)) for each in stages
+    ] + migrations
 
 
-def row(stage: Stage, seconds: float) -> tuple[dict[str, object], str]:
-    """Returns the row of a stage, and the chart of its counterexample or an empty text."""
+def row(play: Searched, seconds: float) -> tuple[dict[str, object], str]:
+    """Returns the row of a play, and the chart of its counterexample or an empty text."""
     logging.disable(logging.CRITICAL)
-    begin, chart = partial(Play, stage), ""
+    chart = ""
     try:
-        found = search(begin, seconds)
+        found = search(play.begin, seconds)
     except Counterexample as broken:
-        chart, found = charted(str(stage), begin, broken), broken.found
-    faults = " ".join(f"{kind}:{most}" for kind, most in stage.faults)
+        chart, found = charted(play.stage, play.begin, broken), broken.found
     return {
-        "stage": stage.name,
-        "verb": stage.verb.value,
-        "route": stage.route.value,
-        "faults": faults,
+        "stage": play.stage,
+        "verb": play.verb.value,
+        "route": play.route.value,
+        "faults": " ".join(f"{kind}:{most}" for kind, most in play.faults),
         "states": found.states,
         "choices": found.choices,
         "depth": found.depth,
@@ -73,13 +94,13 @@ def row(stage: Stage, seconds: float) -> tuple[dict[str, object], str]:
 
 
 def main() -> None:
-    """Search, and print a line for each stage."""
+    """Search, and print a line for each play."""
     parser = options(__doc__)
     parser.add_argument("seconds", nargs="?", type=float, default=1200.0)
     seconds = parser.parse_args().seconds
     rows = list[dict[str, object]]()
     with get_context("spawn").Pool(WORKERS) as pool:
-        for found, chart in pool.imap(partial(row, seconds=seconds), stages()):
+        for found, chart in pool.imap(partial(row, seconds=seconds), plays()):
             rows.append(found)
             print(*found.values(), chart and f"\n{chart}", flush=True)
     print(f"wrote {write('all_states', rows)}")

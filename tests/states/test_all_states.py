@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -16,8 +17,9 @@ from tests.proofs import family, tries
 from tests.sim import mutations
 from tests.sim.mutations import Mutation
 from tests.states import search as searching
+from tests.states.migration_play import MigrationPlay
 from tests.states.play import Play
-from tests.states.search import Counterexample, Found, State, replayed, search, stuck
+from tests.states.search import Begin, Counterexample, Found, State, replayed, search, stuck
 from tests.states.sequence_chart import charted
 from tests.states.stages import LOST_AND_REPEATED, WAITED_FOR, Stage, growing, one_to_one, one_to_two
 
@@ -30,13 +32,16 @@ def silent() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def visited(stage: Stage, most: int = 1 << 62) -> Found:
+def visited(stage: Stage, most: int = sys.maxsize) -> Found:
     """Returns what a search of a stage has found. A counterexample is shown as a chart."""
-    begin = partial(Play, stage)
+    return searched(str(stage), partial(Play, stage), most)
+
+
+def searched(title: str, begin: Begin, most: int) -> Found:
     try:
         return search(begin, most=most)
     except Counterexample as broken:
-        raise AssertionError(charted(str(stage), begin, broken)) from None
+        raise AssertionError(charted(title, begin, broken)) from None
 
 
 CALM = one_to_one()
@@ -54,6 +59,12 @@ def test_every_state_of_a_stage_is_visited_and_its_end_is_reached(stage: Stage):
     assert found.whole
     assert found.ends
     assert not list(stuck(found))
+
+
+@pytest.mark.parametrize("faults", [(), (("lose", 1),), (("abort", 1),)])
+def test_a_request_that_migrates_is_at_one_engine_in_every_state(faults: tuple[tuple[str, int], ...]):
+    """The states nearest the beginning: the whole of them is for the night."""
+    searched("migration", partial(MigrationPlay, faults), tries(plain=100, prove=300, night=20_000))
 
 
 @pytest.mark.parametrize("stage", [one_to_one(*LOST_AND_REPEATED)[1], one_to_one(("crash", 1))[3]], ids=str)
