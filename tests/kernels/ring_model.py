@@ -23,7 +23,7 @@ import numpy as np
 from bulk_cases import AT, Piece, locate
 from cuda_text import UnknownText, loaded
 
-from kvmover.kernels.experimental import KERNEL, MAP_WORDS, THREADS, Ring, words
+from kvmover.kernels.experimental import KERNEL, MAP_WORDS, RING, THREADS, Ring, words
 
 PIECE_BYTES = 128
 WARP = 32
@@ -396,3 +396,19 @@ def _divided(steps: list[Step]) -> tuple[list[Step], list[Step]]:
         raise RingFault("the block does not meet once before the ring")
     at = steps.index(("block",))
     return steps[:at], steps[at + 1 :]
+
+
+def launches(stages: int, lag: int) -> list[RingLaunch]:
+    """Fewer items than stages, as many, and so many that each parity comes up again; by runs, boxes and both; with a
+    stage that is half full; and blocks that have every other item, or none.
+    """
+    ring = Ring(stages, 256, lag)
+    counts = [1, stages - 1, stages, stages + 1, 2 * stages + 1, 4 * stages + 2]
+    alone = [RingLaunch(ring, items, odd=bool(items % 2)) for items in counts]
+    both = [RingLaunch(ring, items // 2, boxes=items - items // 2, odd=bool(items % 3)) for items in counts]
+    return [*alone, *both, RingLaunch(ring, 4 * stages + 2, 2), RingLaunch(ring, 1, 2), RingLaunch(ring, 0, boxes=2)]
+
+
+#: Rings of every lag, and the one that ships.
+RINGS = [(stages, lag) for stages in range(2, 6) for lag in range(1, stages)] + [(RING.stages, RING.lag)]
+LAUNCHES = [launch for shape in RINGS for launch in launches(*shape)]

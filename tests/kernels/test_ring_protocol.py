@@ -6,7 +6,7 @@ import re
 
 import pytest
 from cuda_text import UnknownText, loaded
-from ring_model import RingBlock, RingFault, RingLaunch
+from ring_model import LAUNCHES, RingBlock, RingFault, RingLaunch
 
 from kvmover.kernels.experimental import RING, SOURCE, Ring
 from tests.proofs import family
@@ -14,27 +14,9 @@ from tests.proofs import family
 TEXT = SOURCE.read_text()
 
 
-def launches(stages: int, lag: int) -> list[RingLaunch]:
-    """Fewer items than stages, as many, and so many that each parity comes up again; by runs, boxes and both; with a
-    stage that is half full; and blocks that have every other item, or none.
-    """
-    ring = Ring(stages, 256, lag)
-    counts = [1, stages - 1, stages, stages + 1, 2 * stages + 1, 4 * stages + 2]
-    alone = [RingLaunch(ring, items, odd=bool(items % 2)) for items in counts]
-    both = [RingLaunch(ring, items // 2, boxes=items - items // 2, odd=bool(items % 3)) for items in counts]
-    return [*alone, *both, RingLaunch(ring, 4 * stages + 2, 2), RingLaunch(ring, 1, 2), RingLaunch(ring, 0, boxes=2)]
-
-
-RINGS = [(stages, lag) for stages in range(2, 6) for lag in range(1, stages)] + [(RING.stages, RING.lag)]
-LAUNCHES = [launch for shape in RINGS for launch in launches(*shape)]
 FEW = [launch for launch in LAUNCHES if launch.ring.stages < 4]
 PROVED = [each for each in LAUNCHES if (each.ring.stages, each.ring.lag) == (4, 2)]
 PROVED.append(RingLaunch(Ring(RING.stages, 256, RING.lag), 2 * RING.stages + 1, odd=True))
-
-
-def states(cases: list[RingLaunch] = LAUNCHES) -> int:
-    """Returns how many states the blocks of these launches have, all of which are in order."""
-    return sum(RingBlock(TEXT, launch).explore() for launch in cases)
 
 
 @pytest.mark.parametrize("launch", family(LAUNCHES, few=FEW, proved=[*FEW, *PROVED]), ids=str)
