@@ -1,8 +1,8 @@
 """The whole of what the tests can try, for hours: every proof, 20,000 schedules, and the long form of each attack.
 
 `make night`, or `python -m perf.night [PATH ...]`, which gives pytest these paths or options. It keeps the number of
-tests and of failures, and their time, of each folder below tests/ in night.csv, then runs perf.storage_faults and
-perf.all_states, and ends as the first of them that fails does. Two workers.
+tests and of failures, and their time, of each folder below tests/ in night.csv. Without paths it runs the searches that
+keep files of their own, too. It ends as the first of them that fails does. Two workers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from perf.record import write
 #: fault, forty times the histories of a prefix tree.
 LONG = {"KVMOVER_STORM": "500", "KVMOVER_FLEETS": "200", "KVMOVER_FAULTS": "1", "KVMOVER_HISTORIES": "40"}
 #: Searches that keep files of their own.
-SEARCHES = ("perf.storage_faults", "perf.all_states")
+SEARCHES = ("perf.storage_faults", "perf.ring_states", "perf.all_states")
 COMMAND = ("-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "-m", "proof or searched or night")
 
 

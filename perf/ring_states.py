@@ -1,14 +1,15 @@
 """Visit every order in which the two warps of the bulk kernel's ring can take their steps, which are read from bulk.cu.
 
-`python -m perf.ring_states`, seven minutes on one core, part of `make night`. A row for each ring, by stages and by lag:
-launches of few and of many items, by runs, boxes and both. Writes ring.csv, and ends with 1 if an order loses or mixes
-a byte, or stops.
+`python -m perf.ring_states`, seven minutes on one core, part of `make night`. A row for each ring, by its stages and
+lag: launches of few and of many items, by runs, boxes and both. Writes ring.csv, and ends with 1 if an order loses or
+mixes a byte, or stops.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 from kvmover.kernels.experimental import SOURCE
@@ -23,15 +24,14 @@ def main() -> None:
     """Search, and print a line for each ring."""
     options(__doc__).parse_args()
     sys.path.insert(0, str(MODEL))
-    from ring_model import RINGS, RingBlock, RingFault, launches
-
+    model = import_module("ring_model")
     text, rows = SOURCE.read_text(), list[dict[str, object]]()
-    for stages, lag in RINGS:
+    for stages, lag in model.RINGS:
         began, fault, states = time.process_time(), "", 0
-        of_ring = launches(stages, lag)
+        of_ring = model.launches(stages, lag)
         try:
-            states = sum(RingBlock(text, launch).explore() for launch in of_ring)
-        except RingFault as error:
+            states = sum(model.RingBlock(text, launch).explore() for launch in of_ring)
+        except model.RingFault as error:
             fault = str(error)
         cpu_s = f"{time.process_time() - began:.1f}"
         rows.append(

@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 
 from kvmover.errors import PeerUnknown, PlanError
-from kvmover.transfer.result import Gate
+from kvmover.transfer.result import Gate, Service
 from tests.sim.geometry import PAGES, Index
 from tests.sim.scenario import Step
 from tests.sim.scene import Broken, Scene
@@ -99,7 +99,12 @@ class Engines:
         order.waited = {place.engine for place, *_ in seat.mover.waiting(request.name)}
         first, *shares = asked.named or (1.0,) * (len(gates) + 1)
         order.transfer = seat.mover.send(
-            request.name, order.part(first), said if gates else None, now, asked.deadline_s
+            request.name,
+            order.part(first),
+            said if gates else None,
+            now,
+            asked.deadline_s,
+            self.scene.scenario.service,
         )
         for gate, step, share in zip(gates, asked.steps, shares, strict=True):
             self.scene.network.after(
@@ -156,10 +161,20 @@ class Engines:
         else:
             self._recycle(order)
         if request.retries > 0 and (request.asked.again or not landed):
-            request.retries -= 1
-            delay = self.random.choice([0.0, self.random.uniform(0, 0.3)]) + 0.2 * landed
-            for engine in request.asked.begins:
-                self.order_all(request, engine, delay)
+            self._ask_again(request, seat.place.engine, landed)
+
+    def _ask_again(self, request: Request, engine: str, landed: bool) -> None:
+        """All begin anew; where a prefill gives repeatedly, an engine asks alone, when all its ranks have ended."""
+        scenario = self.scene.scenario
+        once = scenario.service is Service.ONCE
+        theirs = [o for o in self.scene.orders if o.request is request and o.seat.place.engine == engine]
+        whole = len(theirs) % scenario.fleets[engine].size == 0
+        if not once and not (whole and all(order.closed for order in theirs)):
+            return
+        request.retries -= 1
+        delay = self.random.choice([0.0, self.random.uniform(0, 0.3)]) + 0.2 * landed
+        for each in request.asked.begins if once else (engine,):
+            self.order_all(request, each, delay)
 
     def _recycle(self, order: Order) -> None:
         """Other bytes in the same pages: a late write shows, and so does a late read."""

@@ -13,7 +13,7 @@ from kvmover.plan.cost import Costs, Route
 from kvmover.plan.legs import Replicas
 from kvmover.transfer.config import Backoff, Integrity, MoverConfig
 from kvmover.transfer.protocol.wire import Verb
-from kvmover.transfer.result import ALL
+from kvmover.transfer.result import ALL, Service
 from kvmover.transport import Revocation
 
 MODELS = (
@@ -53,7 +53,8 @@ class Profile:
     """What the wire does to what it carries, and how much else goes wrong. Probabilities are for each note, each write
     and read, and `calm` for a whole schedule in which nothing does, `others` for one with a second decode engine.
     `grids` of the prefill; `tokens` of a request, at least and at most; how much decodes ask `ahead_s` of its prefill;
-    how often their pages are `allocated` part by part; `mixed`: how often its processes are of two releases.
+    how often their pages are `allocated` part by part; `mixed`: how often its processes are of two releases, and
+    `repeated`: how often a prefill gives to all who ask, as often as they do.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Profile:
     ahead_s: float = 0.0
     allocated: float = 0.3
     mixed: float = 0.0
+    repeated: float = 0.0
 
 
 #: What NIXL does: notes of one peer stay in order and none is lost while the peer lives; a write may take for ever.
@@ -147,6 +149,8 @@ STAGGERED = replace(
     ahead_s=0.3,
     allocated=0.9,
 )
+#: Decode engines that ask again and again, of a prefill that gives until its deadline, long after all is copied.
+REPEATED = replace(LOSSY, name="repeated", loss=0.05, others=0.6, copies_s=((0.0, 0.0), (0.001, 0.03)), repeated=1.0)
 PROFILES = {
     profile.name: profile
     for profile in (
@@ -164,6 +168,7 @@ PROFILES = {
         SEVERAL,
         STAGGERED,
         MIXED,
+        REPEATED,
     )
 }
 
@@ -307,6 +312,7 @@ class Scenario:
     faults: tuple[Fault, ...] = field(default=())
     clocks: Literal[1, -1] = 1
     mixed: bool = False
+    service: Service = Service.ONCE
 
     @classmethod
     def draw(cls, seed: int, profile: Profile) -> Scenario:
@@ -339,7 +345,19 @@ class Scenario:
         drawn = drawn._on_one_host() if drawn.shared else drawn
         behind = any(isinstance(each, Crash) for each in drawn.faults) and Random(f"clocks {seed}").random() < 0.25
         mixed = Random(f"mixed {seed}").random() < profile.mixed
+        if Random(f"repeated {seed}").random() < profile.repeated:
+            drawn = drawn._repeated()
         return replace(drawn, clocks=-1 if behind else 1, mixed=mixed)
+
+    def _repeated(self) -> Scenario:
+        """The same scenario, whose decodes ask for each request three times, of a prefill that gives repeatedly. No
+        engine asks for nothing: that would end the request.
+        """
+        requests = tuple(
+            replace(asked, start=min(asked.start, asked.tokens - 1), retries=2, again=True, deadline_s=2 * CALM_S)
+            for asked in self.requests
+        )
+        return replace(self, requests=requests, service=Service.REPEATED)
 
     def generation(self, births: int) -> int:
         """Of the process that is so manieth at its place."""

@@ -35,6 +35,7 @@ SHARES = {
     "several": 1,
     "staggered": 1,
     "mixed": 1,
+    "repeated": 1,
     "swarm": 2,
 }
 
@@ -119,6 +120,7 @@ REACHED: dict[str, dict[str, int]] = {
     "several": {"landed at a second engine": 30, "landed where another failed": 8},
     "staggered": {"landed at a second engine": 50},
     "mixed": {"receive landed": 44, "send landed": 35, "noted between newer releases": 24},
+    "repeated": {"receive landed": 90, "landed again of what is given repeatedly": 45},
     "replaced": {"replaced and heard of again": 90, "receive landed": 20},
     "frail": {
         "landed behind its predecessor's clock": 2,

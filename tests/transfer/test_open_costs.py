@@ -17,11 +17,12 @@ from kvmover.transfer.destination.quarantine import ASK_S
 from kvmover.transfer.mover import MAX_TIMERS, Mover
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import Gate, Transfer
+from tests.proofs import family
 from tests.steps_of import steps_of
 from tests.transfer.mover_fleets import CONFIG, Bench, HandClock
 
 KV, FLEET = Component.attention(2, 2, 16, "bfloat16"), Fleet(page_tokens=16)
-FEW, MANY = 8, 400
+FEW, MANY, MOST = 8, 400, 10_000
 
 #: A call with many requests open may take this much more than with few.
 AT_MOST = 1.2
@@ -55,15 +56,19 @@ def idle(mover: Mover) -> Callable[[], object]:
     return mover.poll
 
 
+@pytest.mark.parametrize("count", family([MANY, MOST], few=[MANY], proved=[MANY]))
 @pytest.mark.parametrize("call", [receive, allocated, abort, idle], ids=lambda call: call.__name__)
-def test_a_call_costs_the_same_beside_many_open_receives(call: Callable[[Mover], Callable[[], object]]) -> None:
-    few, many = (steps_of(call(open_receives(count)[1])) for count in (FEW, MANY))
+def test_a_call_costs_the_same_beside_many_open_receives(
+    call: Callable[[Mover], Callable[[], object]], count: int
+) -> None:
+    few, many = (steps_of(call(open_receives(each)[1])) for each in (FEW, count))
     assert many <= AT_MOST * few
 
 
-def test_a_message_costs_the_same_beside_many_open_receives() -> None:
+@pytest.mark.parametrize("many", family([MANY, MOST], few=[MANY], proved=[MANY]))
+def test_a_message_costs_the_same_beside_many_open_receives(many: int) -> None:
     taken = list[int]()
-    for count in (FEW, MANY):
+    for count in (FEW, many):
         bench, target, source = open_receives(count)
         landing = target.receive("one", "prefill", range(64), [[0, 1, 2, 3]])
         source.send("one", [[4, 5, 6, 7]])
