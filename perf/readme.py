@@ -10,6 +10,7 @@ from pathlib import Path
 from perf.command_line import options
 from perf.headline import best_clone, headline, of_code, places
 from perf.hybrid_connectors import hybrid_connectors
+from perf.proved_table import proved
 from perf.record import RESULTS, passed, read
 from perf.replaced_operators import replaced_operators
 from perf.shared_table import shared
@@ -614,7 +615,7 @@ def _about(row: dict[str, str]) -> str:
 
 #: The pages with numbers, and the block that goes between the markers of each.
 PAGES = {
-    README: headline,
+    README: lambda: "\n".join((headline(), "What machines have proved, or searched whole:", "", proved())),
     MEASUREMENTS: lambda: "\n".join((places(), shared(), numbers())),
     LIVE: scenarios,
     ORCHESTRATORS: orchestrated,
