@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from kvmover.errors import PeerLost
 from kvmover.transport.loopback import LoopbackTransport, _Flight
-from tests.sim.network import Posted, SimNetwork, SimTransport
+from tests.sim.network import Posted, SimNetwork, SimTransport, messages_of
 
 #: Calls that an engine puts off for so long wait for their choice; others happen at once.
 BY_CHOICE_S = 100.0
 
+#: A choice: its kind, and the processes, ranks or tickets that it concerns.
+Choice = tuple[str | int, ...]
 #: (sender, peer) of a channel, or (sender, ticket) of an operation.
 Channel = tuple[str, str]
 Ticket = tuple[str, int]
@@ -56,6 +58,23 @@ class ChosenNetwork(SimNetwork):
 
     def _say(self, sender: str, peer: str, note: bytes) -> None:
         self.channels.setdefault((sender, peer), deque()).append(note)
+
+    def prompt(self) -> Iterator[Choice]:
+        """Returns all that may happen on the wire: a note is heard, an operation lands, and its sender is told."""
+        yield from (("hear", *channel) for channel in self.channels)
+        yield from (("land", *ticket) for ticket in self.flying)
+        yield from (("told", *ticket) for ticket in self.settling)
+
+    def lose(self, channel: Channel) -> None:
+        """Let the next note of a channel be heard by nobody."""
+        note = self.take(channel, 0)
+        kinds = ", ".join(type(message).__name__ for message in messages_of(note))
+        self.log(lambda: f"{channel[0]} -> {channel[1]} LOST {kinds}")
+
+    def repeat(self, channel: Channel) -> None:
+        """Let the next note of a channel come again, after all others."""
+        notes = self.channels[channel]
+        notes.append(notes[0])
 
     def take(self, channel: Channel, number: int) -> bytes:
         """Remove a note from its channel."""

@@ -19,10 +19,10 @@ from kvmover.transport import Transport
 from tests.migrate.migrating import Move
 from tests.sim.network import SimTransport, messages_of
 from tests.sim.scene import Broken
-from tests.states.chosen_network import ChosenNetwork
-from tests.states.picture import Painter
+from tests.states.chosen_network import Choice, ChosenNetwork
+from tests.states.picture import Painter, contents_of, places_of
 from tests.states.play import IDLE_TIMERS, in_one_order
-from tests.states.stages import CONFIG, Choice
+from tests.states.stages import CONFIG
 from tests.transfer.mover_fleets import Bench, truth_of
 
 #: Tokens that the request has at first, and that it computes while it moves.
@@ -98,10 +98,7 @@ class MigrationPlay:
     def choices(self) -> list[Choice]:
         """Returns all that may happen next. No time passes while a note or an operation is under way."""
         network = self.network
-        prompt: list[Choice] = [("poll", name) for name in self.woken]
-        prompt += [("hear", *channel) for channel in network.channels]
-        prompt += [("land", *ticket) for ticket in network.flying]
-        prompt += [("told", *ticket) for ticket in network.settling]
+        prompt: list[Choice] = [*(("poll", name) for name in self.woken), *network.prompt()]
         found = [*prompt, *self._faults(prompt)]
         if self.left and self.departing.may_write:
             found.append(("compute",))
@@ -172,13 +169,10 @@ class MigrationPlay:
             self._poll(peer)
 
     def _lose(self, sender: str, peer: str) -> None:
-        note = self.network.take((sender, peer), 0)
-        kinds = ", ".join(type(message).__name__ for message in messages_of(note))
-        self.network.log(lambda: f"{sender} -> {peer} LOST {kinds}")
+        self.network.lose((sender, peer))
 
     def _repeat(self, sender: str, peer: str) -> None:
-        channel = self.network.channels[sender, peer]
-        channel.append(channel[0])
+        self.network.repeat((sender, peer))
         self._hear(sender, peer)
 
     def _land(self, sender: str, ticket: int) -> None:
@@ -234,14 +228,8 @@ class MigrationPlay:
 
     def picture(self) -> str:
         """Returns the picture of both movers, both sides of the migration, and the wire."""
-        network, places = self.network, list[tuple[int, int, str]]()
-        for mover in self.move.bench.movers:
-            core = mover._core
-            tensors = [tensor for pool in core.pools for tensor in pool.tensors]
-            for number, tensor in enumerate([*tensors, core.incoming.tensor, core.outgoing.tensor]):
-                first = tensor.data_ptr()
-                places.append((first, first + tensor.nbytes, f"{mover._transport.name}.{number}"))
-        painter = Painter(network.now, tuple(places))
+        network = self.network
+        painter = Painter(network.now, places_of(self.move.bench.movers))
         for pair in sorted(network.channels):
             painter.paint((pair, [messages_of(note) for note in network.channels[pair]]))
         painter.paint(
@@ -249,16 +237,8 @@ class MigrationPlay:
         )
         painter.paint((self.left, self.move.tokens, [machine for _, machine in self._sides()]))
         for mover in self.move.bench.movers:
-            painter.paint((mover, mover._transport, [self._bytes(mover)]))
+            painter.paint((mover, contents_of(mover)))
         return painter.text()
-
-    @staticmethod
-    def _bytes(mover: Mover) -> list[bytes]:
-        found = [tensor.numpy().tobytes() for pool in mover._core.pools for tensor in pool.tensors]
-        for staging in (mover._core.outgoing, mover._core.incoming):
-            memory = staging.tensor.numpy()
-            found += [memory[at : at + nbytes].tobytes() for at, nbytes in sorted(staging.arena._reserved.items())]
-        return found
 
 
 def _times(machine: DepartingRank | ArrivingRank) -> Iterator[float]:

@@ -27,6 +27,7 @@ from kvmover.transfer.core import Timers
 from kvmover.transfer.memory.chunk_tables import ChunkTables
 from kvmover.transfer.memory.programs import Compiler
 from kvmover.transfer.meter import Meter
+from kvmover.transfer.mover import Mover
 from kvmover.transfer.peers.links import Links
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.chunks import Lane
@@ -84,12 +85,16 @@ FIRST_S = 900.0
 LONG_AGO_S, FAR_S = -10.0, 100.0
 
 
+#: (first address, end, name) of each memory.
+Places = tuple[tuple[int, int, str], ...]
+
+
 @dataclass(slots=True)
 class Painter:
-    """Writes the picture of objects at a time. `places`: (first address, end, name) of each memory."""
+    """Writes the picture of objects at a time."""
 
     now: float
-    places: tuple[tuple[int, int, str], ...]
+    places: Places
     _words: list[str] = field(default_factory=list[str])
     _known: dict[int, int] = field(default_factory=dict[int, int])
 
@@ -267,11 +272,33 @@ def _left_out(kind: type) -> set[str]:
     return LEFT_OUT.get(kind.__name__, set())
 
 
-def state(mover: Any, now: float, places: tuple[tuple[int, int, str], ...]) -> str:
+def state(mover: Mover, now: float, places: Places) -> str:
     """Returns the picture of a mover at a time: with an equal one it answers every event alike.
 
-    Times are relative to `now`, and addresses to their memory, of `places`: (first address, end, name).
+    Times are relative to `now`, and addresses to their memory, of `places`.
     """
     painter = Painter(now, places)
     painter.paint(mover)
     return painter.text()
+
+
+def places_of(movers: Iterable[Mover]) -> Places:
+    """Returns where the pools and arenas of movers lie."""
+    found = list[tuple[int, int, str]]()
+    for mover in movers:
+        core = mover._core
+        tensors = [*(tensor for pool in core.pools for tensor in pool.tensors)]
+        for number, tensor in enumerate([*tensors, core.incoming.tensor, core.outgoing.tensor]):
+            first = tensor.data_ptr()
+            found.append((first, first + tensor.nbytes, f"{core.transport.name}.{number}"))
+    return tuple(found)
+
+
+def contents_of(mover: Mover) -> list[bytes]:
+    """Returns the bytes that may decide something: of pools, and of regions of an arena that are in use."""
+    core = mover._core
+    found = [tensor.numpy().tobytes() for pool in core.pools for tensor in pool.tensors]
+    for staging in (core.outgoing, core.incoming):
+        memory = staging.tensor.numpy()
+        found += [memory[at : at + nbytes].tobytes() for at, nbytes in sorted(staging.arena._reserved.items())]
+    return found

@@ -23,10 +23,10 @@ from tests.sim.network import messages_of
 from tests.sim.scenario import Profile, linked
 from tests.sim.scene import Broken, Scene
 from tests.sim.seats import Request, Seat, seated
-from tests.states.chosen_network import Channel, ChosenNetwork, Ticket
+from tests.states.chosen_network import Channel, Choice, ChosenNetwork, Ticket
 from tests.states.outcome import check_outcome
-from tests.states.picture import Painter, state
-from tests.states.stages import FAULTS, Choice, Stage
+from tests.states.picture import Painter, contents_of, places_of, state
+from tests.states.stages import FAULTS, Stage
 
 #: Timers that end nothing: a play does not wait for them alone.
 IDLE_TIMERS = (TimerKind.TOMBSTONES,)
@@ -121,9 +121,7 @@ class Play:
         yield from (("poll", name) for name in self.woken if name not in self.stopped)
         yield from (("call", *each) for each in self.to_call)
         yield from (("name", *each) for each in network.put_off)
-        yield from (("hear", *channel) for channel in network.channels if channel not in self.slow)
-        yield from (("land", *ticket) for ticket in network.flying if ticket not in self.slow)
-        yield from (("told", *ticket) for ticket in network.settling)
+        yield from (choice for choice in network.prompt() if choice[0] == "told" or choice[1:] not in self.slow)
 
     def _slow_ones(self) -> Iterator[Choice]:
         for each in sorted(self.slow, key=str):
@@ -222,13 +220,10 @@ class Play:
         self.network.deliver((sender, peer), 0)
 
     def _lose(self, sender: str, peer: str) -> None:
-        note = self.network.take((sender, peer), 0)
-        kinds = ", ".join(type(message).__name__ for message in messages_of(note))
-        self.network.log(lambda: f"{sender} -> {peer} LOST {kinds}")
+        self.network.lose((sender, peer))
 
     def _repeat(self, sender: str, peer: str) -> None:
-        channel = self.network.channels[sender, peer]
-        channel.append(channel[0])
+        self.network.repeat((sender, peer))
         self._hear(sender, peer)
 
     def _overtake(self, sender: str, peer: str) -> None:
@@ -330,7 +325,7 @@ class Play:
 
     def picture(self) -> str:
         """Returns the picture of all movers, of the wire, and of what the properties look at."""
-        network, places = self.network, self._places()
+        network, places = self.network, places_of(seat.mover for seat in self.scene.seats.values())
         painter = Painter(network.now, places)
         for pair in sorted(network.channels):
             painter.paint((pair, pair in self.slow, [messages_of(note) for note in network.channels[pair]]))
@@ -345,27 +340,8 @@ class Play:
             ended = None if result is None else (result.reason, result.cause, result.quarantined)
             painter.paint((order.name, order.closed, order.named, order.waited, order.transfer.quarantined, ended))
         for seat in self.scene.alive:
-            painter.paint((sorted(seat.open_to), seat.free, seat.transport.inbox, self._memory(seat)))
+            painter.paint((sorted(seat.open_to), seat.free, seat.transport.inbox, contents_of(seat.mover)))
         return "\n".join([painter.text(), *(state(seat.mover, network.now, places) for seat in self.scene.alive)])
-
-    def _places(self) -> tuple[tuple[int, int, str], ...]:
-        found = list[tuple[int, int, str]]()
-        for seat in self.scene.seats.values():
-            core = seat.mover._core
-            found.append((seat.base, seat.base + len(seat.memory), f"{seat.name}.pools"))
-            for name, staging in (("incoming", core.incoming), ("outgoing", core.outgoing)):
-                first = staging.tensor.data_ptr()
-                found.append((first, first + staging.tensor.nbytes, f"{seat.name}.{name}"))
-        return tuple(found)
-
-    @staticmethod
-    def _memory(seat: Seat) -> list[bytes]:
-        """The bytes that may decide something: of pools, and of regions of an arena that are in use."""
-        found = [seat.memory.tobytes()]
-        for staging in (seat.mover._core.outgoing, seat.mover._core.incoming):
-            memory = staging.tensor.numpy()
-            found += [memory[at : at + nbytes].tobytes() for at, nbytes in sorted(staging.arena._reserved.items())]
-        return found
 
 
 def in_one_order(timers: Timers[Timer]) -> None:

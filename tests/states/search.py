@@ -16,8 +16,8 @@ from typing import Protocol
 
 from tests.sim.copies import Touched
 from tests.sim.scene import Broken
-from tests.states.chosen_network import ChosenNetwork
-from tests.states.stages import FAULTS, Choice
+from tests.states.chosen_network import Choice, ChosenNetwork
+from tests.states.stages import FAULTS
 
 #: States whose play is kept, so that it can go on: it saves the last of their choices the way there.
 KEPT = 1000

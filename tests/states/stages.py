@@ -10,7 +10,7 @@ from kvmover.plan.cost import Costs, Route
 from kvmover.transfer.config import Backoff, MoverConfig
 from kvmover.transfer.protocol.wire import Verb
 from tests.sim.scenario import Asked, Scenario, Step
-from tests.states.chosen_network import BY_CHOICE_S
+from tests.states.chosen_network import BY_CHOICE_S, Choice
 
 #: Times in seconds, so that a resend, a ping, the end of a lease and a deadline come one after another, and few differ.
 CONFIG = MoverConfig(
@@ -26,9 +26,6 @@ CONFIG = MoverConfig(
     backoff=Backoff(1.0, 1.0, 0.0, 2),
     costs=Costs(1.0, 1e3, 1e3, 1e3, 10.0, chunk_bytes=1024),
 )
-
-#: A choice: its kind, and the processes, ranks or tickets that it concerns.
-Choice = tuple[str | int, ...]
 
 MODEL = (Component("mla", 1, 1, 1, 16, "uint8"),)
 RANK = Fleet(1, 1, 1, page_tokens=2)
