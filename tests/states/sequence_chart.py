@@ -46,6 +46,7 @@ def drawn(names: list[str], text: str) -> Iterator[str]:
 def shortened(told: str) -> str:
     """Returns messages by their names, and an operation by its chunk."""
     chunk = re.search(r"chunk=(\d+)", told)
-    inner = r"\((?:[^()]|\([^()]*\))*\)"
-    text = re.sub(inner, "", told.replace("write of Chunk", f"write of chunk {chunk[1]}" if chunk else ""))
-    return text if "write of" in told else re.sub(inner, "", told)
+    text = told.replace("write of Chunk", f"write of chunk {chunk[1]}" if chunk else "")
+    while (inner := re.sub(r"\([^()]*\)", "", text)) != text:
+        text = inner
+    return text
