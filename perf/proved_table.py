@@ -52,8 +52,8 @@ def _states(rows: list[Row]) -> Iterator[tuple[str, ...]]:
         ("the same of page tables that grow at both ends", lambda row: row["stage"] == "growing tables"),
         ("a migrating request is at one engine, whole", lambda row: row["stage"] == "migration"),
     ]
-    for name, belongs in plays:
-        some = [row for row in rows if belongs(row)]
+    searched = ((name, [row for row in rows if belongs(row)]) for name, belongs in plays)
+    for name, some in ((name, some) for name, some in searched if some):
         open_ = [row for row in some if row["whole"] != "True"]
         broken = sum(row["broken"] == "True" or row["stuck"] not in ("", "0") for row in some)
         left = f"{len(open_)} of {len(some)} plays, to depth {_range(open_)}" if open_ else "nothing"
