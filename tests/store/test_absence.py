@@ -15,7 +15,11 @@ from store_rank import GQA, PAGE, SPACE, Rank, pages_of
 
 from kvmover.errors import StoreError
 from kvmover.store import Got, HostBoot, PagePart, PageStore, Policy, Put, clear_unused
-from kvmover.store.segment import DATA, HEAD
+from kvmover.store.absence import gaps, is_data_missing, remove_stillborn, why_empty, why_orphan
+from kvmover.store.boot import NO_BOOT
+from kvmover.store.deletion import DeletionDoor
+from kvmover.store.record import PREAMBLE_BYTES
+from kvmover.store.segment import DATA, HEAD, Life, Segment
 from tests.store.segments import segments_of
 
 WHOLE = PagePart.whole(GQA, PAGE)
@@ -261,3 +265,56 @@ def test_a_long_head_of_zeros_is_read_in_pieces(filled: Path, monkeypatch: pytes
         assert not head.exists()
     assert longest[0] <= 16 << 20
     assert left(filled) == 24
+
+
+def test_the_blocks_that_no_object_holds_are_gaps() -> None:
+    block = 4096
+    assert gaps(block, []) == [(0, block)]
+    assert gaps(block, [(0, 1)]) == gaps(0, []) == []
+    assert gaps(4 * block, [(0, block), (block, block)]) == [(2 * block, 2 * block)]
+    assert gaps(4 * block, [(2 * block, block + 1), (block, 1)]) == [(0, block)]
+    assert gaps(5 * block, [(3 * block, 1), (block, 1)]) == [(0, block), (2 * block, block), (4 * block, block)]
+
+
+def test_a_segment_with_an_object_that_lives_is_not_empty(filled: Path) -> None:
+    with PageStore.open(filled, SPACE, SMALL, machine=THERE) as store:
+        assert [why_empty(each) for each in segments_of(store).catalog.segments.values()] == [None] * 6
+
+
+def test_data_is_missing_only_beside_its_head(tmp_path: Path) -> None:
+    segment = Segment(tmp_path, "a", NO_BOOT, Life.SEALED)
+    assert not is_data_missing(segment)
+    (tmp_path / f"a{HEAD}").touch()
+    assert is_data_missing(segment)
+    (tmp_path / f"a{DATA}").touch()
+    assert not is_data_missing(segment)
+
+
+def test_data_is_an_orphan_if_the_system_says_that_there_is_no_head_and_not_if_it_says_nothing(tmp_path: Path) -> None:
+    (tmp_path / f"a{DATA}").write_bytes(bytes(3 * 4096))
+    looks = why_orphan(tmp_path, "a")
+    assert looks is not None
+    assert looks.promised == 3
+    with failing("lstat", errno.EIO, HEAD), pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        why_orphan(tmp_path, "a")
+    (tmp_path / f"a{HEAD}").touch()
+    assert why_orphan(tmp_path, "a") is None
+
+
+def test_a_head_without_its_preamble_goes_unless_its_writer_is_at_it(tmp_path: Path) -> None:
+    door = DeletionDoor(0.0)
+    head, data = tmp_path / f"a{HEAD}", tmp_path / f"a{DATA}"
+    data.touch()
+    head.write_bytes(bytes(PREAMBLE_BYTES))
+    remove_stillborn(tmp_path, "a", door, 0.0)
+    assert head.exists(), "its preamble is whole"
+    head.write_bytes(bytes(PREAMBLE_BYTES - 1))
+    before = len(os.listdir("/proc/self/fd"))
+    with head.open("rb") as writer:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        remove_stillborn(tmp_path, "a", door, 0.0)
+        assert head.exists()
+    remove_stillborn(tmp_path, "a", door, 0.0)
+    assert not head.exists()
+    assert door.deleted.total() == 1
+    assert len(os.listdir("/proc/self/fd")) == before
