@@ -31,6 +31,9 @@ from tests.mutants.code_exchange import Mutant, codes_in, function_at
 #: Seconds that each test of a child may take beyond five times those of the slowest one.
 PATIENCE_S = 6.0
 
+#: Seconds that a test may take without a mutant: it is traced, which is slow, and other work may have the processors.
+HONEST_S = 600.0
+
 #: Written by a child before each of its tests, and by no pickle first.
 GOES_ON = b"\0"
 
@@ -101,7 +104,7 @@ class ForkedRuns:
         traced = {each.mutant for each in self.trials if not each.tests}
         functions = {(each.module, each.function): each.source.path for each in traced}
         wanted = {code: path for at, path in functions.items() for code in codes_in(function_at(*at).__code__)}
-        runs = self._in_child(lambda: [self._honest(item, wanted) for item in session.items], limit_s=120)
+        runs = self._in_child(lambda: [self._honest(item, wanted) for item in session.items], HONEST_S)
         assert isinstance(runs, list), f"the tests without a mutant: {runs}"
         sound = {number: runs[number] for number in range(len(runs)) if not runs[number].failure}
         self.failed = [session.items[number].nodeid for number in range(len(runs)) if number not in sound]
