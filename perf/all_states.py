@@ -46,6 +46,11 @@ class Searched:
     faults: tuple[tuple[str, int], ...]
     begin: Begin
 
+    def row(self) -> dict[str, str]:
+        """Returns the columns that name it."""
+        faults = " ".join(f"{kind}:{most}" for kind, most in self.faults)
+        return {"stage": self.stage, "verb": self.verb.value, "route": self.route.value, "faults": faults}
+
 
 def plays() -> list[Searched]:
     """Returns all plays, shorter ones first."""
@@ -79,10 +84,7 @@ def row(play: Searched, seconds: float) -> tuple[dict[str, object], str]:
     except Counterexample as broken:
         chart, found = charted(play.stage, play.begin, broken), broken.found
     return {
-        "stage": play.stage,
-        "verb": play.verb.value,
-        "route": play.route.value,
-        "faults": " ".join(f"{kind}:{most}" for kind, most in play.faults),
+        **play.row(),
         "states": found.states,
         "choices": found.choices,
         "depth": found.depth,
@@ -102,7 +104,7 @@ def main() -> None:
     with get_context("spawn").Pool(WORKERS) as pool:
         for found, chart in pool.imap_unordered(partial(row, seconds=seconds), plays()):
             print(*found.values(), chart and f"\n{chart}", flush=True)
-            replace("all_states", [found], ["stage", "verb", "route", "faults"])
+            replace("all_states", [found], [*found][:4])
             wrong |= bool(found["broken"] or found["stuck"])
     sys.exit(wrong)
 

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from perf.record import RESULTS, read
 
 Row = dict[str, str]
-#: Kinds of faults, as all_states.csv has them, in words.
+#: A loss and a repetition, as all_states.csv has them.
 LOST = "lose:1 repeat:1"
+#: The columns that name a play.
+OF_A_PLAY = ("stage", "verb", "route", "faults")
 
 
 def proved() -> str:
@@ -52,14 +54,20 @@ def _states(rows: list[Row]) -> Iterator[tuple[str, ...]]:
         ("the same of page tables that grow at both ends", lambda row: row["stage"] == "growing tables"),
         ("a migrating request is at one engine, whole", lambda row: row["stage"] == "migration"),
     ]
-    searched = ((name, [row for row in rows if belongs(row)]) for name, belongs in plays)
-    for name, some in ((name, some) for name, some in searched if some):
+    from perf.all_states import plays as all_plays
+
+    keys = {tuple(row[key] for key in OF_A_PLAY) for row in rows}
+    missing = [row for play in all_plays() if tuple((row := play.row())[key] for key in OF_A_PLAY) not in keys]
+    searched = ((name, [row for row in rows if belongs(row)], belongs) for name, belongs in plays)
+    for name, some, belongs in (each for each in searched if each[1]):
         open_ = [row for row in some if row["whole"] != "True"]
         broken = sum(row["broken"] == "True" or row["stuck"] not in ("", "0") for row in some)
-        left = f"{len(open_)} of {len(some)} plays, to depth {_range(open_)}" if open_ else "nothing"
+        later = sum(map(belongs, missing))
+        left = [f"{len(open_)} of {len(some)} plays, visited to depth {_range(open_)}"] if open_ else []
+        left += [f"{later} plays more, not searched yet"] if later else []
         states, deepest = sum(int(row["states"]) for row in some), max(int(row["depth"]) for row in some)
         many = f"{states:,} states of {len(some)} plays, depth to {deepest}" + f", {broken} broken" * bool(broken)
-        yield name, how, many, _seconds(some, "search_s"), left
+        yield name, how, many, _seconds(some, "search_s"), "; ".join(left) or "nothing"
         how = "likewise"
 
 
