@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import subprocess
@@ -50,7 +51,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(ROOT),
     ]
     without_kernels = {**os.environ, "KVMOVER_ARCHITECTURES": ""}
-    subprocess.run(made, check=True, capture_output=True, timeout=300, env=without_kernels)
+    with (ROOT / "setup.py").open() as lock:  # two workers would build in one folder
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        subprocess.run(made, check=True, capture_output=True, timeout=300, env=without_kernels)
     (found,) = folder.glob("*.whl")
     assert not [name for name in zipfile.ZipFile(found).namelist() if "kernels/shipped/" in name]
     return found
