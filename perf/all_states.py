@@ -16,6 +16,7 @@ from multiprocessing import get_context
 from kvmover.plan.cost import Route
 from kvmover.transfer.protocol.wire import Verb
 from perf.command_line import options
+from perf.proved_table import OF_A_PLAY
 from perf.record import replace
 from tests.states.migration_play import MigrationPlay
 from tests.states.play import Play
@@ -104,7 +105,7 @@ def main() -> None:
     with get_context("spawn").Pool(WORKERS) as pool:
         for found, chart in pool.imap_unordered(partial(row, seconds=seconds), plays()):
             print(*found.values(), chart and f"\n{chart}", flush=True)
-            replace("all_states", [found], [*found][:4])
+            replace("all_states", [found], OF_A_PLAY)
             wrong |= bool(found["broken"] or found["stuck"])
     sys.exit(wrong)
 

@@ -196,15 +196,10 @@ class SimNetwork(LoopbackNetwork):
     # What is carried.
 
     def carry(self, sender: LoopbackTransport, flight: _Flight) -> None:
-        assert isinstance(sender, SimTransport)
-        gone = self._unreachable(sender.name, flight.peer)
-        if gone is not None and gone[1]:
-            flight.landed, flight.error = True, PeerLost(f"{flight.peer} is lost")
-            self.wake(sender.name)
+        posted = self._taken(sender, flight)
+        if posted is None:
             return
         stream, profile = self._stream(sender.name, flight.peer), self.profile
-        posted = Posted(sender, flight)
-        self.in_flight[posted] = None
         late = stream.random() < (profile.late if posted.writes else profile.late_reads)
         lands = stream.uniform(*(profile.late_s if late else profile.delay_s))
         told, survives = stream.uniform(*profile.delay_s), stream.random() < 0.5
@@ -212,6 +207,18 @@ class SimNetwork(LoopbackNetwork):
         self.log(lambda: f"{posted} posted{', will be late' if late else ''}")
         self.on_post(posted)
         self.after(lands, lambda: self._arrive(posted, told, survives, spoilt))
+
+    def _taken(self, sender: LoopbackTransport, flight: _Flight) -> Posted | None:
+        """An operation that is under way from now on; None if its sender is told at once that the peer is lost."""
+        assert isinstance(sender, SimTransport)
+        gone = self._unreachable(sender.name, flight.peer)
+        if gone is not None and gone[1]:
+            flight.landed, flight.error = True, PeerLost(f"{flight.peer} is lost")
+            self.wake(sender.name)
+            return None
+        posted = Posted(sender, flight)
+        self.in_flight[posted] = None
+        return posted
 
     def tell(self, sender: str, peer: str, note: bytes) -> None:
         self.on_say(sender, peer, note)

@@ -13,6 +13,7 @@ from kvmover.transfer.destination.quarantine import ASK_S
 from kvmover.transfer.meter import Count
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.source.source_attempts import SendAttempt
+from tests.sim.copies import Touched
 from tests.sim.network import text_of
 from tests.sim.scenario import OTHER
 from tests.sim.scene import Broken, Scene
@@ -20,6 +21,27 @@ from tests.sim.seats import Order, Seat
 
 #: A mover acts when it is polled: some heartbeats for what must happen one after the other.
 SLACK_S = 0.5
+
+
+def check_mover(scene: Scene, seat: Seat) -> None:
+    """What holds at any time, however late a mover is polled."""
+    check_states(seat)
+    check_ready(seat)
+    check_memory(seat)
+    check_arena(seat)
+    check_early(scene, seat)
+    check_seats(scene, seat)
+    check_apart(scene, seat)
+
+
+def polled(seat: Seat) -> bool:
+    """Poll a mover. Returns what it returns. Raises Broken for any exception that is not a check's."""
+    try:
+        return seat.mover.poll()
+    except (Broken, Touched):
+        raise
+    except Exception as error:
+        raise Broken(f"{seat.name}: poll raised {error!r}") from error
 
 
 def check_states(seat: Seat) -> None:

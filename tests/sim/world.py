@@ -234,12 +234,7 @@ class World:
             self._poll_in(seat, max(BUSY_S if seat.orders else IDLE_S, seat.pace_s))
         else:
             seat.waking = False
-        try:
-            busy = seat.mover.poll()
-        except (Broken, Touched):
-            raise
-        except Exception as error:
-            raise Broken(f"{seat.name}: poll raised {error!r}") from error
+        busy = steps.polled(seat)
         if busy and seat.mover._writes._queue:  # there is more to do than one poll does
             self._wake(seat.name)
         self._look(seat)
@@ -250,15 +245,9 @@ class World:
         """After every step of a mover."""
         for posted in self.flights.into.get(seat.name, ()):
             self.flights.still_its_own(posted)
-        steps.check_states(seat)
-        steps.check_ready(seat)
-        steps.check_memory(seat)
-        steps.check_arena(seat)
+        steps.check_mover(self.scene, seat)
         steps.check_silence(self.scene, seat)
         steps.check_quarantine(self.scene, seat)
-        steps.check_early(self.scene, seat)
-        steps.check_seats(self.scene, seat)
-        steps.check_apart(self.scene, seat)
         for order in list(seat.orders):
             if order.transfer.result is None:
                 steps.check_deadline(self.scene, order)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from kvmover.errors import PeerLost
 from kvmover.transport.loopback import LoopbackTransport, _Flight
-from tests.sim.network import Posted, SimNetwork, SimTransport, messages_of
+from tests.sim.network import Posted, SimNetwork, messages_of
 
 #: Calls that an engine puts off for so long wait for their choice; others happen at once.
 BY_CHOICE_S = 100.0
@@ -44,14 +43,9 @@ class ChosenNetwork(SimNetwork):
             call()
 
     def carry(self, sender: LoopbackTransport, flight: _Flight) -> None:
-        assert isinstance(sender, SimTransport)
-        gone = self._unreachable(sender.name, flight.peer)
-        if gone is not None and gone[1]:
-            flight.landed, flight.error = True, PeerLost(f"{flight.peer} is lost")
-            self.wake(sender.name)
+        posted, ticket = self._taken(sender, flight), (sender.name, flight.ticket)
+        if posted is None:
             return
-        posted, ticket = Posted(sender, flight), (sender.name, flight.ticket)
-        self.in_flight[posted] = None
         self.flying[ticket], self.posted_s[ticket] = posted, self.now
         self.log(lambda: f"{posted} posted")
         self.on_post(posted)

@@ -15,13 +15,12 @@ import numpy as np
 from kvmover.errors import PeerReplaced
 from kvmover.transfer.core import Timer, TimerKind, Timers
 from tests.sim import endings, planned, steps
-from tests.sim.copies import Touched
 from tests.sim.engines import Engines
 from tests.sim.flights import Flights
 from tests.sim.left import left
 from tests.sim.network import messages_of
 from tests.sim.scenario import Profile, linked
-from tests.sim.scene import Broken, Scene
+from tests.sim.scene import Scene
 from tests.sim.seats import Request, Seat, seated
 from tests.states.chosen_network import Channel, Choice, ChosenNetwork, Ticket
 from tests.states.outcome import check_outcome
@@ -181,13 +180,7 @@ class Play:
     def _poll(self, name: str) -> None:
         seat = self.scene.seats[name]
         self.woken.pop(name, None)
-        try:
-            busy = seat.mover.poll()
-        except (Broken, Touched):
-            raise
-        except Exception as error:
-            raise Broken(f"{name}: poll raised {error!r}") from error
-        mover = seat.mover
+        busy, mover = steps.polled(seat), seat.mover
         if busy and (mover._writes._queue or mover._events or mover._core.losses or mover._core.later):
             self.woken[name] = None
         self._look(seat)
@@ -300,13 +293,7 @@ class Play:
         """Check what holds after every act of a mover."""
         for posted in self.flights.into.get(seat.name, ()):
             self.flights.still_its_own(posted)
-        steps.check_states(seat)
-        steps.check_ready(seat)
-        steps.check_memory(seat)
-        steps.check_arena(seat)
-        steps.check_early(self.scene, seat)
-        steps.check_seats(self.scene, seat)
-        steps.check_apart(self.scene, seat)
+        steps.check_mover(self.scene, seat)
         for order in list(seat.orders):
             result = order.transfer.result
             if result is not None and endings.given_back(self.scene, self.flights, order, result):
