@@ -1,8 +1,9 @@
 """Visit every state of whole movers in small plays, and of larger ones as many as fit the time.
 
-`python -m perf.all_states [SECONDS]`, part of `make night`: so many seconds for each play, 1,200 by default. Two
-workers. Prints each play, its states and their depth, keeps its row of all_states.csv, and ends with 1 at a
-counterexample, which is printed as a sequence chart.
+`python -m perf.all_states [SECONDS] [--only TEXT]`, part of `make night`: so many seconds for each play, 1,200 by
+default, or for those alone that have a text in their name, as "1 x 2 x 1 pull". Two workers. Prints each play, its
+states and their depth, keeps its row of all_states.csv, and ends with 1 at a counterexample, which is printed as a
+sequence chart.
 """
 
 from __future__ import annotations
@@ -101,9 +102,11 @@ def main() -> None:
     """Search, print a line for each play, and keep its row."""
     parser = options(__doc__)
     parser.add_argument("seconds", nargs="?", type=float, default=1200.0)
-    seconds, wrong = parser.parse_args().seconds, False
+    parser.add_argument("--only", default="", metavar="TEXT")
+    asked, wrong = parser.parse_args(), False
+    chosen = [play for play in plays() if asked.only in " ".join(play.row().values())]
     with get_context("spawn").Pool(WORKERS) as pool:
-        for found, chart in pool.imap_unordered(partial(row, seconds=seconds), plays()):
+        for found, chart in pool.imap_unordered(partial(row, seconds=asked.seconds), chosen):
             print(*found.values(), chart and f"\n{chart}", flush=True)
             replace("all_states", [found], OF_A_PLAY)
             wrong |= bool(found["broken"] or found["stuck"])

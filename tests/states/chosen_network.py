@@ -13,9 +13,9 @@ BY_CHOICE_S = 100.0
 
 #: A choice: its kind, and the processes, ranks or tickets that it concerns.
 Choice = tuple[str | int, ...]
-#: (sender, peer) of a channel, or (sender, ticket) of an operation.
+#: (sender, peer) of a channel, or (sender, ticket, peer) of an operation.
 Channel = tuple[str, str]
-Ticket = tuple[str, int]
+Ticket = tuple[str, int, str]
 
 
 class ChosenNetwork(SimNetwork):
@@ -43,7 +43,7 @@ class ChosenNetwork(SimNetwork):
             call()
 
     def carry(self, sender: LoopbackTransport, flight: _Flight) -> None:
-        posted, ticket = self._taken(sender, flight), (sender.name, flight.ticket)
+        posted, ticket = self._taken(sender, flight), (sender.name, flight.ticket, flight.peer)
         if posted is None:
             return
         self.flying[ticket], self.posted_s[ticket] = posted, self.now

@@ -19,7 +19,7 @@ from kvmover.transport import Transport
 from tests.migrate.migrating import Move
 from tests.sim.network import SimTransport, messages_of
 from tests.sim.scene import Broken
-from tests.states.chosen_network import Choice, ChosenNetwork
+from tests.states.chosen_network import Choice, ChosenNetwork, Ticket
 from tests.states.picture import Painter, contents_of, places_of
 from tests.states.play import IDLE_TIMERS, in_one_order
 from tests.states.stages import CONFIG
@@ -175,13 +175,13 @@ class MigrationPlay:
         self.network.repeat((sender, peer))
         self._hear(sender, peer)
 
-    def _land(self, sender: str, ticket: int) -> None:
-        self.network.land((sender, ticket))
+    def _land(self, *ticket: *Ticket) -> None:
+        self.network.land(ticket)
 
-    def _told(self, sender: str, ticket: int) -> None:
-        self.network.tell_end((sender, ticket))
-        if sender in self.woken:
-            self._poll(sender)
+    def _told(self, *ticket: *Ticket) -> None:
+        self.network.tell_end(ticket)
+        if ticket[0] in self.woken:
+            self._poll(ticket[0])
 
     def _compute(self) -> None:
         """Let the request compute a token at the source."""

@@ -226,19 +226,19 @@ class Play:
     def _delay(self, sender: str, peer: str) -> None:
         self.slow.add((sender, peer))
 
-    def _late(self, sender: str, ticket: int) -> None:
-        self.slow.add((sender, ticket))
+    def _late(self, *ticket: *Ticket) -> None:
+        self.slow.add(ticket)
 
-    def _land(self, sender: str, ticket: int) -> None:
-        self.slow.discard((sender, ticket))
-        target = self.flights.targets[self.network.flying[sender, ticket]].seat
-        self.network.land((sender, ticket))
+    def _land(self, *ticket: *Ticket) -> None:
+        self.slow.discard(ticket)
+        target = self.flights.targets[self.network.flying[ticket]].seat
+        self.network.land(ticket)
         if target.alive:
             self._look(target)
 
-    def _told(self, sender: str, ticket: int) -> None:
-        self.network.tell_end((sender, ticket))
-        self._poll_woken(sender)
+    def _told(self, *ticket: *Ticket) -> None:
+        self.network.tell_end(ticket)
+        self._poll_woken(ticket[0])
 
     def _stop(self, name: str) -> None:
         self.network.log(lambda: f"{name}: STOPPED")

@@ -1,6 +1,6 @@
 """The search visits every state of a play, breadth first: each is reached again by the choices that led to it.
 
-Two choices that concern different processes commute, so of their two orders one is run: the other leads to the same
+Two choices that touch different processes commute, so of their two orders one is run: the other leads to the same
 state.
 """
 
@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from hashlib import blake2b
 from typing import Protocol
 
@@ -20,10 +21,7 @@ from tests.states.chosen_network import Choice, ChosenNetwork
 from tests.states.stages import FAULTS
 
 #: States whose play is kept, so that it can go on: it saves the last of their choices the way there.
-KEPT = 1000
-
-#: Choices that act at one process, and touch nothing of others but the end of a channel to them.
-LOCAL = {"poll", "call", "hear", "told", "name"}
+KEPT = 10_000
 
 
 class Playable(Protocol):
@@ -60,27 +58,27 @@ Begin = Callable[[], Playable]
 
 @dataclass(slots=True, eq=False)
 class State:
-    """A state, by the first choices that led to it. `then`: its successors, by choice."""
+    """A state that `depth` choices lead to. `ways`: states before it and the choice made at each, first that of its
+    path; `then`: its successors, by choice.
+    """
 
-    parent: State | None
-    choice: Choice | None
+    depth: int
     over: bool
+    ways: list[tuple[State, Choice]] = field(default_factory=list["tuple[State, Choice]"])
     then: dict[Choice, State] = field(default_factory=dict["Choice", "State"])
 
     def path(self) -> list[Choice]:
-        """Returns the choices from the beginning."""
+        """Returns the choices from the beginning, by the first way that was found."""
         state, found = self, list[Choice]()
-        while state.parent is not None and state.choice is not None:
-            found.append(state.choice)
-            state = state.parent
+        while state.depth:
+            state, choice = state.ways[0]
+            found.append(choice)
         return found[::-1]
 
 
 @dataclass(slots=True)
 class Found:
-    """What a search has visited. `depth`: to which all states are visited. `other_ways`: choices that led to a state by
-    another way than the first. `runs`: plays; `steps`: choices of all plays.
-    """
+    """What a search has visited, all of it to a `depth`. `runs`: plays, and `steps`: their choices."""
 
     choices: int = 0
     depth: int = 0
@@ -88,7 +86,6 @@ class Found:
     runs: int = 0
     steps: int = 0
     seconds: float = 0.0
-    other_ways: list[tuple[State, Choice]] = field(default_factory=list["tuple[State, Choice]"])
     visited: dict[bytes, State] = field(default_factory=dict[bytes, State])
 
     @property
@@ -136,7 +133,7 @@ class Search:
 
     def run(self, seconds: float, most: int) -> Found:
         """Visit states, level by level."""
-        began, level = time.monotonic(), [self._met(self.begin(), None, None)]
+        began, level = time.monotonic(), [self._met(self.begin(), [])]
         try:
             while level:
                 after = list[State]()
@@ -156,34 +153,34 @@ class Search:
 
     def _go_on(self, state: State, choice: Choice) -> list[State]:
         """Make a choice at a state. Returns the state that it leads to, if that is new."""
-        found = self.found
-        found.choices += 1
-        known, is_new = _by_the_other_order(state, choice), False
-        if known is None:
-            path = [*state.path(), choice]
-            play = self.kept.pop(state, None)
-            if play is None:
-                play = replayed(self.begin, path[:-1])
-                found.runs, found.steps = found.runs + 1, found.steps + len(path)
-            step(play, choice, path)
-            known = found.visited.get(_key(play))
-            is_new = known is None
-            if known is None:
-                known = self._met(play, state, choice)
-            else:
-                found.other_ways.append((state, choice))
-        state.then[choice] = known
-        return [known] if is_new else []
+        self.found.choices += 1
+        known = _by_the_other_order(state, choice)
+        after = known or self._run(state, choice)
+        is_new = after.depth > 0 and not after.ways
+        after.ways.append((state, choice))
+        state.then[choice] = after
+        return [after] if is_new else []
 
-    def _met(self, play: Playable, parent: State | None, choice: Choice | None) -> State:
-        """Add a new state."""
-        state = State(parent, choice, play.is_over)
-        self.found.visited[_key(play)] = state
-        self.choices[state] = [] if state.over else play.choices()
-        if not state.over and not self.choices[state]:
-            raise Counterexample(state.path(), "nothing can happen any more, and it is not over")
-        if not state.over and len(self.kept) < KEPT:
-            self.kept[state] = play
+    def _run(self, state: State, choice: Choice) -> State:
+        """Returns the state that a play comes to by a choice."""
+        path, play = [*state.path(), choice], self.kept.pop(state, None)
+        if play is None:
+            play = replayed(self.begin, path[:-1])
+            self.found.runs, self.found.steps = self.found.runs + 1, self.found.steps + len(path)
+        step(play, choice, path)
+        return self._met(play, path)
+
+    def _met(self, play: Playable, path: list[Choice]) -> State:
+        """Returns the state of a play, which is added if it is new."""
+        key = _key(play)
+        state = self.found.visited.get(key)
+        if state is None:
+            state = self.found.visited[key] = State(len(path), play.is_over)
+            self.choices[state] = [] if state.over else play.choices()
+            if not state.over and not self.choices[state]:
+                raise Counterexample(path, "nothing can happen any more, and it is not over")
+            if not state.over and len(self.kept) < KEPT:
+                self.kept[state] = play
         return state
 
 
@@ -197,29 +194,40 @@ def _key(play: Playable) -> bytes:
 
 
 def _by_the_other_order(state: State, choice: Choice) -> State | None:
-    """Returns the successor of a state, if the state's last choice and this one commute and the other order was run."""
-    if state.parent is None or state.choice is None or not _commute(state.choice, choice):
-        return None
-    other = state.parent.then.get(choice)
-    return None if other is None else other.then.get(state.choice)
+    """Returns the successor of a state, if a last choice before it and this one commute and the other order was run."""
+    for before, last in state.ways:
+        other = before.then.get(choice)
+        found = other and other.then.get(last)
+        if found is not None and _commute(last, choice):
+            return found
+    return None
 
 
 def _commute(one: Choice, other: Choice) -> bool:
-    return one[0] in LOCAL and other[0] in LOCAL and _process(one) != _process(other)
+    here, there = _touched(one), _touched(other)
+    return here is not None and there is not None and here.isdisjoint(there)
 
 
-def _process(choice: Choice) -> str:
-    """The place of the process at which a choice acts."""
+@cache
+def _touched(choice: Choice) -> frozenset[str] | None:
+    """Returns the places of the processes that a choice touches, or None where it may touch any.
+
+    A process that hears takes a note from the head of a channel; at its tail the sender goes on as it would have.
+    """
     match choice:
-        case ("poll", str(name)):
-            return name.partition(".")[0]
-        case ("call" | "name", engine, rank):
-            return f"{engine}{rank}"
-        case ("hear", _, str(peer)):
-            return peer.partition(".")[0]
-        case ("told", str(sender), _):
-            return sender.partition(".")[0]
-    raise ValueError(f"{choice} acts at several processes")
+        case ("poll" | "stop" | "go", str(name)):
+            touched = [name]
+        case ("call" | "name" | "abort", str(engine), int(rank)):
+            touched = [f"{engine}{rank}"]
+        case ("hear" | "gather" | "overtake" | "lose" | "delay", _, str(peer)):
+            touched = [peer]
+        case ("told", str(sender), _, _):
+            touched = [sender]
+        case ("repeat", str(sender), str(peer)) | ("land" | "late", str(sender), _, str(peer)):
+            touched = [sender, peer]
+        case _:
+            return None
+    return frozenset(name.partition(".")[0] for name in touched)
 
 
 def stuck(found: Found) -> Iterator[State]:

@@ -21,7 +21,7 @@ from tests.states.migration_play import MigrationPlay
 from tests.states.play import Play
 from tests.states.search import Begin, Counterexample, Found, State, replayed, search, stuck
 from tests.states.sequence_chart import charted
-from tests.states.stages import LOST_AND_REPEATED, WAITED_FOR, Stage, growing, one_to_one, one_to_two
+from tests.states.stages import FAULTS, LOST_AND_REPEATED, WAITED_FOR, Stage, growing, one_to_one, one_to_two
 
 
 @pytest.fixture(autouse=True)
@@ -71,9 +71,10 @@ def test_a_request_that_migrates_is_at_one_engine_in_every_state(faults: tuple[t
 def test_movers_of_equal_state_answer_every_choice_alike(stage: Stage):
     """The second way to a state is gone again, and each choice there leads both movers to equal states."""
     found, begin = visited(stage, tries(plain=150, prove=600, night=5000)), partial(Play, stage)
-    assert found.other_ways
-    for state, choice in found.other_ways[:: tries(plain=10, prove=4, night=1)]:
-        first, second = state.then[choice].path(), [*state.path(), choice]
+    others = [(state.path(), before, choice) for state in found.visited.values() for before, choice in state.ways[1:]]
+    assert others
+    for first, before, choice in others[:: tries(plain=10, prove=4, night=1)]:
+        second = [*before.path(), choice]
         assert first != second
         for more in replayed(begin, first).choices():
             one, other = replayed(begin, [*first, more]), replayed(begin, [*second, more])
@@ -81,9 +82,16 @@ def test_movers_of_equal_state_answer_every_choice_alike(stage: Stage):
             assert sorted(one.choices()) == sorted(other.choices())
 
 
-def test_a_choice_that_is_not_run_twice_leads_where_it_would(monkeypatch: pytest.MonkeyPatch):
+#: A stage of two processes and one of three, and each kind of fault in one of them.
+COMMUTING = [CALM[1], one_to_two()[2], one_to_one(*LOST_AND_REPEATED)[1]]
+COMMUTING += [replace(one_to_two()[2], faults=(("abort", 1),))]
+COMMUTING += [one_to_one((fault, 1))[2] for fault in FAULTS if fault != "delay"]
+
+
+@pytest.mark.parametrize("stage", family(COMMUTING, few=COMMUTING[:1], proved=COMMUTING[1:3]), ids=str)
+@pytest.mark.timeout(600)
+def test_a_choice_that_is_not_run_twice_leads_where_it_would(stage: Stage, monkeypatch: pytest.MonkeyPatch):
     """Without the rule that choices of two processes commute, the same states are found."""
-    stage = CALM[1]
     fewer = visited(stage)
     monkeypatch.setattr(searching, "_commute", lambda one, other: False)
     more = visited(stage)
@@ -99,7 +107,7 @@ BEFORE_A_MEND: list[tuple[Mutation, Stage]] = [
     (mutations.a_lease_is_not_looked_at, one_to_one(("stop", 1))[0]),
     (
         mutations.what_one_engine_said_is_heard_before_another_asked,
-        replace(WAITED_FOR, opening=(*WAITED_FOR.opening, ("call", "p", 0), ("land", "p0.1", 1))),
+        replace(WAITED_FOR, opening=(*WAITED_FOR.opening, ("call", "p", 0), ("land", "p0.1", 1, "d0.1"))),
     ),
 ]
 
@@ -127,6 +135,6 @@ def test_a_state_without_a_way_to_an_end_is_told():
     over = next(state for state in found.visited.values() if state.over)
     over.over = False
     assert any(state is over for state in stuck(found))
-    lonely = State(None, None, over=False)
+    lonely = State(depth=1, over=False)
     found.visited[b"another"] = lonely
     assert any(state is lonely for state in stuck(found))
