@@ -1,7 +1,7 @@
 """Visit every state of whole movers in small plays, and of larger ones as many as fit the time.
 
-`python -m perf.all_states [SECONDS] [--only TEXT]`, part of `make night`: so many seconds for each play, 1,200 by
-default, or for those alone that have a text in their name, as "1 x 2 x 1 pull". Two workers. Prints each play, its
+`python -m perf.all_states [SECONDS] [--only TEXT ...]`, part of `make night`: so many seconds for each play, 1,200 by
+default, or for those alone whose rows have these texts, as "1 x 2 x 1" and "lose". Two workers. Prints each play, its
 states and their depth, keeps its row of all_states.csv, and ends with 1 at a counterexample, which is printed as a
 sequence chart.
 """
@@ -102,9 +102,9 @@ def main() -> None:
     """Search, print a line for each play, and keep its row."""
     parser = options(__doc__)
     parser.add_argument("seconds", nargs="?", type=float, default=1200.0)
-    parser.add_argument("--only", default="", metavar="TEXT")
+    parser.add_argument("--only", nargs="*", default=[], metavar="TEXT")
     asked, wrong = parser.parse_args(), False
-    chosen = [play for play in plays() if asked.only in " ".join(play.row().values())]
+    chosen = [play for play in plays() if all(text in " ".join(play.row().values()) for text in asked.only)]
     with get_context("spawn").Pool(WORKERS) as pool:
         for found, chart in pool.imap_unordered(partial(row, seconds=asked.seconds), chosen):
             print(*found.values(), chart and f"\n{chart}", flush=True)

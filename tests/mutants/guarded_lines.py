@@ -164,7 +164,12 @@ GUARDED: dict[str, Guarded] = {
             ),
             f"{STORE}.takeover": methods("SegmentTakeover", "_is_silent", "_take_over", "_judge", "_delete"),
         },
-        in_folder("store", "absence", "deletion_door", "judgement", "recovery", "store_hazard", "unused", "upkeep"),
+        (
+            *in_folder(
+                "store", "absence", "deletion_door", "judgement", "recovery", "store_hazard", "unused", "upkeep"
+            ),
+            *in_folder("store", "flush_stories", "store", "store_conformance", "store_faults"),
+        ),
     ),
     "ledger": Guarded(
         {
@@ -195,8 +200,8 @@ GUARDED: dict[str, Guarded] = {
             f"{STORE}.guard_lock": methods("GuardLock", "__enter__", "__exit__"),
         },
         (
-            *in_folder("cache/prefix", "locks", "tiers", "components", "eviction_steps", "check"),
-            *in_folder("cache/tiers", "asked_moves", "gated_loads", "one_rank", "write_back"),
+            *in_folder("cache/prefix", "locks", "tiers", "components", "eviction_steps", "check", "machine"),
+            *in_folder("cache/tiers", "asked_moves", "gated_loads", "one_rank", "write_back", "tier_machine"),
             "tests/store/test_store_lock.py",
         ),
     ),
