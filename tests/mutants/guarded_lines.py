@@ -218,7 +218,8 @@ GUARDED: dict[str, Guarded] = {
             *in_folder(
                 "store", "records", "bucket_conformance", "pool_conformance", "store_conformance", "cell_digests"
             ),
-            *in_folder("store", "bucket_store", "pool_store", "judgement"),
+            *in_folder("store", "bucket_store", "pool_store", "judgement", "recovery", "store_faults", "absence"),
+            *in_folder("store", "store", "journal_fuzz", "bucket_faults", "crashes"),
             *in_folder("transfer", "mover_integrity", "destination_machine", "copier_engines"),
         ),
     ),
