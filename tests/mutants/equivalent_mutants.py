@@ -36,6 +36,7 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
             " (((lease.term, lease.until_us)) >= ((known.term, known.until_us)))",
         ): "Of two leases with one term and one end either may be kept: nothing else of a lease is looked at.",
         (WRITES, "Writes.renew: newer or known is None -> newer"): "A lease beside no other is newer.",
+        (WRITES, "Writes._gathered: ends[0] -> ends[1]"): "A write is refused whose ends have unlike counts of runs.",
         (WRITES, "Writes.drop: other is job -> True"): "`unstage` looks for the chunk under the ended job, and ignores"
         " one that is not there.",
         (CREDITS, "EagerGrants.freed: size -> True"): 'A region of another kind is of the source "" with 0 bytes: its'
@@ -73,7 +74,10 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
             CHECKS,
             "Ranges._holds: at > 0 -> (at >= 0)",
         ): "The sentinel ends where it begins, at or before the address: it has room for no byte.",
-        (CHECKS, "Ranges._holds: 0 -> 1"): "A row of the first range is then looked at by `_check_rows`.",
+        (CHECKS, "Ranges._holds: -1 -> (-2)"): "No row is that short, and `_check_rows` looks at it.",
+        (CHECKS, "Ranges._check_rows: -1 -> (-2)"): "No row is that short.",
+        (CHECKS, "Ranges._check_rows: at >= 0 -> (at >= 1)"): "The sentinel has room for no byte either.",
+        (CHECKS, "Ranges._holds: at > 0 -> (at > 1)"): "A row of the first range is then looked at by `_check_rows`.",
         (
             CHECKS,
             "Ranges._holds: nbytes <= room -> (nbytes < room)",
@@ -123,7 +127,7 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
     "tombstones": {
         (
             TOMBSTONES,
-            "Budget.give: 0 -> 1",
+            "Budget.give: self._kept[peer] <= 0 -> (self._kept[peer] <= 1)",
         ): "What is kept is a sum of entries of ENTRY_BYTES or more: 0, or above 1,023.",
         (
             SOURCE,
@@ -141,7 +145,10 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
             "Content.__post_init__: len(self.unknown) > MAX_UNKNOWN_CHARACTERS ->"
             " (len(self.unknown) >= MAX_UNKNOWN_CHARACTERS)",
         ): "A text of just as many characters is not changed by being cut there.",
-        (AUTH, "MessageAuth.sign: 0 -> 1"): "A window takes any first number, and each later one is one more.",
+        (
+            AUTH,
+            "MessageAuth.sign: self._next.get(peer, 0) -> self._next.get(peer, 1)",
+        ): "A window takes any first number, and each later one is one more.",
         (
             AUTH,
             "Window.mark: ahead > 0 -> (ahead >= 0)",
@@ -150,6 +157,11 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
             AUTH,
             "Window.mark: ahead < WINDOW -> (ahead <= WINDOW)",
         ): "A shift by WINDOW moves all bits above the mask, which leaves the 0 of the other branch.",
+        (
+            AUTH,
+            "Window.mark: self.seen << ahead if ahead < WINDOW else 0 -> (self.seen << ahead if ahead < WINDOW else 1)",
+        ): "Bit 0 is set in either case.",
+        (AUTH, "Window.mark: (1 << WINDOW) - 1 -> ((1 << WINDOW) - 2)"): "Bit 0 is set in either case.",
     },
     "arena": {
         (ARENA, "Arena.release: 0 -> 1"): "No free region begins at `offset`, which was reserved: (offset, 0) and"
@@ -166,7 +178,10 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
         ): "The sum over no losses is 0: the condition saves a call.",
         (ACCOUNT, "OpenAccount.ended: concurrent_tokens < 0 -> (concurrent_tokens <= 0)"): "The line is reached for"
         " numbers other than 0 alone.",
-        (ACCOUNT, "OpenAccount.ended: 0 -> 1"): "Whole numbers other than 0 are below 0 exactly if they are below 1.",
+        (
+            ACCOUNT,
+            "OpenAccount.ended: concurrent_tokens < 0 -> (concurrent_tokens < 1)",
+        ): "Whole numbers other than 0 are below 0 exactly if they are below 1.",
         (LEDGER, "Totals.add: account.lost -> True"): "A loop over no losses has no turn: the condition saves a call.",
     },
 }

@@ -40,6 +40,8 @@ ARITHMETIC: dict[type[ast.operator], str] = {
 CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 NEGATED = (ast.Eq, ast.NotEq, ast.In, ast.NotIn, ast.Is, ast.IsNot)  # codespell:ignore
 SAYING = {"log", "warnings"}
+#: Expressions that need no brackets, or may have none.
+BARE = (ast.Name, ast.Attribute, ast.Constant, ast.Call, ast.Subscript, ast.Slice)
 
 #: A place in a function's source, by its node, and the text that takes it.
 Edit = tuple[ast.stmt | ast.expr, str]
@@ -130,17 +132,17 @@ def _of_expression(node: ast.expr, *, is_decided: bool) -> Iterator[Edit]:
         yield node, _text(node.operand)
     elif isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
         yield node, f"({_text(node.left)} {ARITHMETIC[type(node.op)]} {_text(node.right)})"
-    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
-        yield node, str(not node.value)
     elif isinstance(node, ast.Constant) and isinstance(node.value, int):
-        yield node, str(node.value + 1)
+        yield node, repr(_other(node.value))
     elif isinstance(node, ast.IfExp):
         yield node, _text(node.body)
         yield node, _text(node.orelse)
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CALLS:
         yield node.func, CALLS[node.func.id]
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.expr):
+        if isinstance(child, ast.Constant) and isinstance(child.value, int) and not isinstance(node, ast.Tuple):
+            yield node, _with_another_number(node, child)
+        elif isinstance(child, ast.expr):
             yield from _of_expression(child, is_decided=False)
         elif isinstance(child, ast.keyword) and child.arg != "strict":
             yield from _of_expression(child.value, is_decided=False)
@@ -151,6 +153,20 @@ def _of_expression(node: ast.expr, *, is_decided: bool) -> Iterator[Edit]:
                 yield from _of_expression(each, is_decided=False)
 
 
+def _other(number: int) -> int:
+    return not number if isinstance(number, bool) else number + 1
+
+
+def _with_another_number(node: ast.expr, number: ast.Constant) -> str:
+    """Returns the text of an expression whose child is another number: a bare number would not name its place."""
+    honest = number.value
+    assert isinstance(honest, int)
+    number.value = _other(honest)
+    text = _text(node)
+    number.value = honest
+    return text
+
+
 def _text(node: ast.expr) -> str:
     text = ast.unparse(node)
-    return text if isinstance(node, ast.Name | ast.Attribute | ast.Constant | ast.Call | ast.Subscript) else f"({text})"
+    return text if isinstance(node, BARE) else f"({text})"
