@@ -9,6 +9,7 @@ ACCOUNT, LEDGER = "kvmover.cache.ledger.account", "kvmover.cache.ledger.ledger"
 ARENA, CLAIMS = "kvmover.transfer.memory.arena", "kvmover.transfer.destination.claims"
 AUTH, CONTENT = "kvmover.transfer.protocol.auth", "kvmover.transfer.protocol.content"
 CHECKS, CREDITS = "kvmover.transport.checks", "kvmover.transfer.destination.credits"
+GATED_LOADS = "kvmover.cache.tiers.gated_loads"
 EVICT, LOCKS = "kvmover.cache.prefix.evict", "kvmover.cache.prefix.locks"
 REGISTRATIONS, WRITES = "kvmover.transfer.memory.registrations", "kvmover.transfer.source.writes"
 SOURCE, TOMBSTONES = "kvmover.transfer.source.source_driver", "kvmover.transfer.tombstones"
@@ -16,6 +17,10 @@ SOURCE, TOMBSTONES = "kvmover.transfer.source.source_driver", "kvmover.transfer.
 #: By part, then by module and change.
 EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
     "locks": {
+        (
+            GATED_LOADS,
+            "GatedLoads.begin: collective.done(1) -> collective.done(2)",
+        ): "`_ended` asks only that all ranks are done, whatever they say.",
         (
             LOCKS,
             "segments: not components or node.parent is None -> (node.parent is None)",

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmover.cache.prefix import (
+    POLICIES,
     ROOT,
     EvictionGranularity,
     PrefixError,
@@ -172,8 +173,9 @@ def test_a_copy_of_pages_that_are_on_the_device_too_stays_while_it_is_locked() -
     mine.conserved()
 
 
-def test_a_copy_that_was_locked_counts_as_used_when_it_is_unlocked() -> None:
-    mine = engine(tiers=WriteThrough(), grain=EvictionGranularity.NODE)
+@pytest.mark.parametrize("policy", ["lru", "priority"])
+def test_a_copy_that_was_locked_counts_as_used_when_it_is_unlocked(policy: str) -> None:
+    mine = engine(tiers=WriteThrough(), grain=EvictionGranularity.NODE, policy=POLICIES[policy])
     old, new = (mine.insert([token]).node for token in (1, 2))
     for node in (old, new):
         mine.backed(node)

@@ -7,6 +7,7 @@ from rig import EAGER, HYBRID, LATENT, PLAIN, SINGLE, Rank, idle
 
 from kvmover.cache.prefix import FULL, PrefixError, Tier
 from kvmover.cache.tiers import ControllerConfig, TierCount, TierStage
+from kvmover.cache.tiers.allocator import FreeList
 from kvmover.layout import Fleet
 
 PROMPT = list(range(33))
@@ -94,6 +95,23 @@ def test_a_load_brings_windows_and_states_too():
     rank.controller.wait()
     rank.controller.check({})
     rank.conserved()
+    rank.close()
+
+
+def test_further_pages_are_loaded_beside_attention_pages_and_the_load_counts_as_a_use(monkeypatch):
+    rank, told, used = Rank(None, model=HYBRID, setup=HALVES), {}, []
+    monkeypatch.setattr(FreeList, "loaded", lambda own, ids, beside: told.update({own._name: (ids, beside)}))
+    node = on_the_host(rank)
+    rank.controller.loads.reused = lambda *use: used.append(use)
+    rank.controller.load(node)
+    match = rank.tree.match(PROMPT)
+    attention, held = match.page_ids.tolist(), dict(match.held)
+    assert told == {
+        "swa on the device": (held["swa"].tolist()[-2:], attention[-2:]),
+        "state on the device": (held["state"].tolist(), attention[-1:]),
+    }
+    assert used == [(node, 0)]
+    rank.controller.wait()
     rank.close()
 
 
