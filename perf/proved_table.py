@@ -50,7 +50,14 @@ def _states(rows: list[Row]) -> Iterator[tuple[str, ...]]:
             "the same with no fault, or with a user who leaves, a rank that stops or dies, late notes or writes",
             lambda row: row["stage"] == "1 x 1 x 1" and row["faults"] != LOST,
         ),
-        ("the same of two engines that ask for one chunk", lambda row: "x 2 x" in row["stage"]),
+        (
+            "the same of two engines that ask for one chunk, with a loss and a repetition",
+            lambda row: "x 2 x" in row["stage"] and row["faults"] == LOST,
+        ),
+        (
+            "the same of two engines with no fault, also beside a rank that holds no chunk",
+            lambda row: "x 2 x" in row["stage"] and row["faults"] != LOST,
+        ),
         ("the same of page tables that grow at both ends", lambda row: row["stage"] == "growing tables"),
         ("a migrating request is at one engine, whole", lambda row: row["stage"] == "migration"),
     ]
