@@ -21,7 +21,7 @@ from tests.sim.network import SimTransport, messages_of
 from tests.sim.scene import Broken
 from tests.states.chosen_network import Choice, ChosenNetwork, Ticket
 from tests.states.picture import Painter, contents_of, places_of
-from tests.states.play import IDLE_TIMERS, in_one_order
+from tests.states.play import due_times, has_more, in_one_order
 from tests.states.stages import CONFIG
 from tests.transfer.mover_fleets import Bench, truth_of
 
@@ -121,7 +121,7 @@ class MigrationPlay:
         """When a mover or a side of the migration has something to do next."""
         times = list[float]()
         for mover in self.move.bench.movers:
-            times += [at for (kind, _), at in mover._core.timers._due.items() if kind not in IDLE_TIMERS]
+            times += due_times(mover)
         for _, machine in self._sides():
             if not machine.settled:
                 times += [at for at in _times(machine) if at > self.network.now]
@@ -147,7 +147,7 @@ class MigrationPlay:
             self._holds(self.departing.poll if number == 0 else self._poll_arriving)
             self._holds(self.move.check)
             mover.poll()
-        if busy and (mover._writes._queue or mover._events or mover._core.losses or mover._core.later):
+        if busy and has_more(mover):
             self.woken[name] = None
 
     def _poll_arriving(self) -> None:

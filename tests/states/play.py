@@ -14,6 +14,7 @@ import numpy as np
 
 from kvmover.errors import PeerReplaced
 from kvmover.transfer.core import Timer, TimerKind, Timers
+from kvmover.transfer.mover import Mover
 from tests.sim import endings, planned, steps
 from tests.sim.engines import Engines
 from tests.sim.flights import Flights
@@ -154,8 +155,7 @@ class Play:
 
     @staticmethod
     def _due_at(seat: Seat) -> float:
-        timers = seat.mover._core.timers._due.items()
-        times = [at for (kind, _), at in timers if kind not in IDLE_TIMERS]
+        times = due_times(seat.mover)
         times += [flight.deadline for flight in seat.transport._flights.values() if not flight.told]
         return min(times, default=math.inf)
 
@@ -180,8 +180,7 @@ class Play:
     def _poll(self, name: str) -> None:
         seat = self.scene.seats[name]
         self.woken.pop(name, None)
-        busy, mover = steps.polled(seat), seat.mover
-        if busy and (mover._writes._queue or mover._events or mover._core.losses or mover._core.later):
+        if steps.polled(seat) and has_more(seat.mover):
             self.woken[name] = None
         self._look(seat)
 
@@ -329,6 +328,16 @@ class Play:
         for seat in self.scene.alive:
             painter.paint((sorted(seat.open_to), seat.free, seat.transport.inbox, contents_of(seat.mover)))
         return "\n".join([painter.text(), *(state(seat.mover, network.now, places) for seat in self.scene.alive)])
+
+
+def has_more(mover: Mover) -> bool:
+    """Returns True if a mover that was busy goes on at its next poll, whatever it hears."""
+    return bool(mover._writes._queue or mover._events or mover._core.losses or mover._core.later)
+
+
+def due_times(mover: Mover) -> list[float]:
+    """Returns the times of a mover's timers that end something."""
+    return [at for (kind, _), at in mover._core.timers._due.items() if kind not in IDLE_TIMERS]
 
 
 def in_one_order(timers: Timers[Timer]) -> None:

@@ -154,8 +154,7 @@ class Search:
     def _go_on(self, state: State, choice: Choice) -> list[State]:
         """Make a choice at a state. Returns the state that it leads to, if that is new."""
         self.found.choices += 1
-        known = _by_the_other_order(state, choice)
-        after = known or self._run(state, choice)
+        after = _by_the_other_order(state, choice) or self._run(state, choice)
         is_new = after.depth > 0 and not after.ways
         after.ways.append((state, choice))
         state.then[choice] = after
