@@ -26,6 +26,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -147,7 +148,6 @@ class Record:
         return FIXED_BYTES + len(self.digests)
 
 
-_BOXES: dict[bytes, PartKey | None] = {}
 _PART = struct.Struct("<32s8I")
 
 
@@ -158,18 +158,15 @@ def encode_part(part: PartKey) -> bytes:
     return _PART.pack(part.component, *spans, *box.tokens.quad())
 
 
+@lru_cache(4096)
 def decode_part(raw: bytes) -> PartKey | None:
     """Decode the 64 bytes that name a part, or None. Cached: a store has few parts."""
-    if raw not in _BOXES:
-        if len(_BOXES) > 4096:
-            _BOXES.clear()
-        component, *numbers = _PART.unpack(raw)
-        try:
-            heads, layers = Span(*numbers[0:2]), Span(*numbers[2:4])
-            _BOXES[raw] = part_key(component, PageBox(heads, layers, Stripe(*numbers[4:8])))
-        except LayoutError:
-            _BOXES[raw] = None
-    return _BOXES[raw]
+    component, heads, head_count, layers, layer_count, *tokens = _PART.unpack(raw)
+    try:
+        box = PageBox(Span(heads, head_count), Span(layers, layer_count), Stripe(*tokens))
+    except LayoutError:
+        return None
+    return part_key(component, box)
 
 
 def encode_object(at: int, stamp: int, place: tuple[int, int], page: bytes, part: PartKey, digests: bytes) -> bytes:

@@ -16,6 +16,9 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
+#: A piece of a function's syntax that has a place in its source.
+Fragment = ast.stmt | ast.expr | ast.keyword
+
 
 @dataclass(frozen=True)
 class Source:
@@ -43,7 +46,7 @@ class Source:
             starts.append(starts[-1] + len(line))
         return starts
 
-    def span(self, node: ast.stmt | ast.expr) -> slice:
+    def span(self, node: Fragment) -> slice:
         """Returns the bytes of a node."""
         assert node.end_lineno is not None
         assert node.end_col_offset is not None

@@ -8,8 +8,9 @@ from __future__ import annotations
 ACCOUNT, LEDGER = "kvmover.cache.ledger.account", "kvmover.cache.ledger.ledger"
 ARENA, CLAIMS = "kvmover.transfer.memory.arena", "kvmover.transfer.destination.claims"
 AUTH, CONTENT = "kvmover.transfer.protocol.auth", "kvmover.transfer.protocol.content"
+BUCKET_READER, FETCH = "kvmover.store.bucket.bucket_reader", "kvmover.store.fetch"
 CHECKS, CREDITS = "kvmover.transport.checks", "kvmover.transfer.destination.credits"
-GATED_LOADS = "kvmover.cache.tiers.gated_loads"
+GATED_LOADS, GUARD_LOCK = "kvmover.cache.tiers.gated_loads", "kvmover.store.guard_lock"
 EVICT, LOCKS = "kvmover.cache.prefix.evict", "kvmover.cache.prefix.locks"
 REGISTRATIONS, WRITES = "kvmover.transfer.memory.registrations", "kvmover.transfer.source.writes"
 SOURCE, TOMBSTONES = "kvmover.transfer.source.source_driver", "kvmover.transfer.tombstones"
@@ -26,6 +27,30 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
             "segments: not components or node.parent is None -> (node.parent is None)",
         ): "Of no components there are no segments: the condition saves an empty tuple.",
         (
+            LOCKS,
+            "Locks.host: at.pages is None and at.host is not None and not at.locks ->"
+            " ((at.pages is None) and (not at.locks))",
+        ): "A node below the root has pages on the device or the host; the root's own lock ends the loop.",
+        (
+            LOCKS,
+            "Locks._release_host: at.pages is None and at.host is not None and not at.locks ->"
+            " ((at.pages is None) and (not at.locks))",
+        ): "A node below the root has pages on the device or the host; the root's own lock ends the loop.",
+        (
+            LOCKS,
+            "Locks.host: forest.writes_back -> True",
+        ): "`doubles` is empty in a tree that does not write back: the condition saves the call.",
+        (
+            LOCKS,
+            "Locks._release_host: forest.columns.clock += 1 -> forest.columns.clock += 2",
+        ): "Uses are compared with each other alone: any later time will do.",
+        (
+            EVICT,
+            "Eviction.path: at.parent is not None and at.pages is not None and not (at.locks or at.device_children) ->"
+            " ((at.pages is not None) and (not (at.locks or at.device_children)))",
+        ): "A root has no pages: the condition is for the type of the next node.",
+        (GUARD_LOCK, "GuardLock.__exit__: self._owner = 0 -> self._owner = 1"): "No thread has either number.",
+        (
             EVICT,
             "Eviction._drop_below: each.locks or each.host_locks -> each.host_locks",
         ): "A condition that stays on looks at it, and nothing else does.",
@@ -33,6 +58,18 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
             EVICT,
             "Eviction._drop_below: each.locks or each.host_locks -> each.locks",
         ): "A condition that stays on looks at it, and nothing else does.",
+    },
+    "digests": {
+        (
+            FETCH,
+            "_digests: len(set(counts)) == 1 -> False",
+        ): "A table for each view is what one call for all of them gives: the condition saves calls.",
+        (FETCH, "_look_at_payload: -1 -> (-2)"): "`close_quietly` passes over any negative descriptor.",
+        (FETCH, "suspects: default=0 -> default=1"): "Of no objects nothing is read into the buffer.",
+        (
+            BUCKET_READER,
+            "BucketReader._fetch_some: not isinstance(each, str) -> True",
+        ): "The list is made if there is no reason, which is the first text among the answers.",
     },
     "leases": {
         (

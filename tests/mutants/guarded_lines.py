@@ -219,8 +219,8 @@ GUARDED: dict[str, Guarded] = {
                 "store", "records", "bucket_conformance", "pool_conformance", "store_conformance", "cell_digests"
             ),
             *in_folder("store", "bucket_store", "pool_store", "judgement", "recovery", "store_faults", "absence"),
-            *in_folder("store", "store", "journal_fuzz", "bucket_faults", "crashes"),
-            *in_folder("transfer", "mover_integrity", "destination_machine", "copier_engines"),
+            *in_folder("store", "store", "journal_fuzz", "bucket_faults", "crashes", "fetch"),
+            *in_folder("transfer", "mover_integrity", "destination_machine", "copier_engines", "copier_late"),
         ),
     ),
     "identity": Guarded(

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from typing import TypeGuard
 
-from tests.mutants.code_exchange import Mutant, code_at, source_of
+from tests.mutants.code_exchange import Fragment, Mutant, code_at, source_of
 
 #: Each comparison and the one that differs from it least.
 COMPARISONS: dict[type[ast.cmpop], str] = {
@@ -44,7 +45,7 @@ SAYING = {"log", "warnings"}
 BARE = (ast.Name, ast.Attribute, ast.Constant, ast.Call, ast.Subscript, ast.Slice)
 
 #: A place in a function's source, by its node, and the text that takes it.
-Edit = tuple[ast.stmt | ast.expr, str]
+Edit = tuple[Fragment, str]
 
 
 def mutants_of(module: str, function: str) -> list[Mutant]:
@@ -88,6 +89,8 @@ def _of_statement(node: ast.stmt) -> Iterator[Edit]:
                 yield from _of_statement(inner)
         elif isinstance(child, ast.withitem):
             yield from _of_expression(child.context_expr, is_decided=False)
+        elif _is_number(child) and isinstance(node, ast.Assign | ast.AugAssign | ast.Return):
+            yield node, _with_another_number(node, child)
         elif isinstance(child, ast.expr) and child is not getattr(node, "annotation", None):
             yield from _of_expression(child, is_decided=child is getattr(node, "test", None))
 
@@ -140,10 +143,12 @@ def _of_expression(node: ast.expr, *, is_decided: bool) -> Iterator[Edit]:
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CALLS:
         yield node.func, CALLS[node.func.id]
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Constant) and isinstance(child.value, int) and not isinstance(node, ast.Tuple):
+        if _is_number(child) and not isinstance(node, ast.Tuple):
             yield node, _with_another_number(node, child)
         elif isinstance(child, ast.expr):
             yield from _of_expression(child, is_decided=False)
+        elif isinstance(child, ast.keyword) and _is_number(child.value) and child.arg != "strict":
+            yield child, _with_another_number(child, child.value)
         elif isinstance(child, ast.keyword) and child.arg != "strict":
             yield from _of_expression(child.value, is_decided=False)
         elif isinstance(child, ast.comprehension):
@@ -157,12 +162,16 @@ def _other(number: int) -> int:
     return not number if isinstance(number, bool) else number + 1
 
 
-def _with_another_number(node: ast.expr, number: ast.Constant) -> str:
-    """Returns the text of an expression whose child is another number: a bare number would not name its place."""
+def _is_number(node: ast.AST) -> TypeGuard[ast.Constant]:
+    return isinstance(node, ast.Constant) and isinstance(node.value, int)
+
+
+def _with_another_number(node: Fragment, number: ast.Constant) -> str:
+    """Returns the text of a fragment whose child is another number: a bare number would not name its place."""
     honest = number.value
     assert isinstance(honest, int)
     number.value = _other(honest)
-    text = _text(node)
+    text = _text(node) if isinstance(node, ast.expr) else ast.unparse(node)
     number.value = honest
     return text
 

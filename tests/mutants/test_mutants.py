@@ -65,11 +65,11 @@ def test_a_function_has_a_mutant_for_each_of_its_steps() -> None:
         "taken: count > left -> (count >= left)",
         'taken: raise ValueError(f"{count} of {left}") -> pass',
         "taken: left - count -> (left + count)",
-        "counted: 0 -> 1",
+        "counted: number = 0 -> number = 1",
         "counted: number < most -> False",
         "counted: number < most -> (number <= most)",
         "counted: number += 1 -> pass",
-        "counted: 1 -> 2",
+        "counted: number += 1 -> number += 2",
     ]
 
 

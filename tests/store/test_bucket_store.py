@@ -148,6 +148,26 @@ def test_a_read_that_was_garbled_on_its_way_deletes_nothing(service: MemoryStore
     assert names(service, ".dead") == []
 
 
+def test_a_data_object_that_was_cut_is_looked_at_twice_and_an_error_of_the_service_is_not(
+    service: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, looks = Faulty(), list[object]()
+    with open_over(service) as writer:
+        Rank(writer, WHOLE).put(PAGES)
+    with open_over(service, client) as store:
+        rank, look_again = Rank(store, WHOLE), store.objects.look_again
+        monkeypatch.setattr(store.objects, "look_again", lambda each: (looks.append(each), look_again(each))[1])
+        client.fails = lambda _number, name: "before" if name == "get_range" else ""
+        assert outcomes(rank.get(PAGES)) == [Got.FAILED] * 12
+        assert looks == []
+        client.fails = lambda _number, _name: ""
+        (data,) = names(service, ".data")
+        raw = bytes(obstore.get(service, data).bytes())
+        obstore.put(service, data, raw[: 11 * WHOLE.nbytes + 99])
+        assert outcomes(rank.get(PAGES)) == [*[Got.READ] * 11, Got.POISONED]
+        assert len(looks) == 1
+
+
 def test_what_another_evicted_is_a_miss_and_deletes_nothing(service: MemoryStore) -> None:
     with open_over(service, policy=SMALL) as writer:
         Rank(writer, WHOLE).put(PAGES)

@@ -22,7 +22,8 @@ from kvmover.store.mooncake.format import (
     header_bytes,
     object_key,
 )
-from kvmover.store.mooncake.pool_objects import MooncakeObjects
+from kvmover.store.mooncake.pool_objects import MooncakeObjects, PoolObject
+from kvmover.store.objects import Verdict
 from tests.proofs import family
 
 WHOLE = PagePart.whole(GQA, PAGE)
@@ -227,6 +228,20 @@ def test_an_object_that_is_removed_while_it_is_read_is_gone_and_nothing_worse(cl
         client.before = lambda name: client.client.objects.pop(key_of(PAGES[7]), None) if "get_into" in name else None
         assert outcomes(rank.get(PAGES)) == [Got.READ] * 7 + [Got.EVICTED] + [Got.READ] * 4
         assert (store.counters.poisoned, store.counters.failed) == ({}, {})
+
+
+def test_a_second_look_that_the_pool_cuts_off_says_nothing_against_an_object(client: FaultyClient) -> None:
+    with open_over(client) as store:
+        Rank(store, WHOLE).put(PAGES)
+        damage(client, PAGES[3], -1)
+        each = PoolObject(PAGES[3], WHOLE.key(SPACE))
+        assert store.objects.look_again(each) == (Verdict.BAD, "digest")
+        client.fails = lambda _number, name: NOT_MOVED if "get" in name and name != "get_size" else 0
+        with pytest.raises(OSError, match="does not answer"):
+            store.objects.look_again(each)
+        client.fails = lambda _number, _name: 0
+        client.before = lambda name: client.client.objects.pop(key_of(PAGES[3]), None) if name != "get_size" else None
+        assert store.objects.look_again(each)[0] is Verdict.GONE
 
 
 def test_a_page_that_is_gone_is_told_to_who_watches_when_it_is_asked_for(client: FaultyClient) -> None:

@@ -7,6 +7,7 @@ import tempfile
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
 
 from kvmover.layout import Span, Stripe
 from kvmover.store.head import next_record
@@ -14,6 +15,7 @@ from kvmover.store.part import PageBox, part_key
 from kvmover.store.record import (
     BLOCK_BYTES,
     FIXED_BYTES,
+    LIVE,
     PREAMBLE_BYTES,
     STAMP_AT,
     STATE_AT,
@@ -22,8 +24,10 @@ from kvmover.store.record import (
     Record,
     decode,
     decode_all,
+    decode_part,
     encode_mark,
     encode_object,
+    encode_part,
     holds,
     table,
 )
@@ -139,17 +143,77 @@ def test_a_preamble_is_whole_or_none(namespace: bytes, boot: bytes, flip: int) -
     assert Preamble.decode(bytes(raw)) is None
 
 
+#: Six cells of 10 bytes: the box of GOOD, a header for byte 80 of a head file.
+KEY = part_key(bytes(32), PageBox(Span(0, 2), Span(0, 3), Stripe(0, 1, 16, 16)))
+GOOD = encode_object(80, 1, (0, 60), bytes(32), KEY, bytes(48))
+#: Byte offsets of a record's length, kind and count of heads.
+LENGTH_AT, KIND_AT, HEADS_AT = 4, 24, 116
+
+
+def sealed(raw: bytes, *numbers: tuple[int, int]) -> bytes:
+    """A record for byte 80 with other numbers at some byte offsets, and the length and the check of what it is now."""
+    bad = bytearray(raw)
+    for at, number in ((LENGTH_AT, len(raw)), *numbers):
+        bad[at : at + 4] = number.to_bytes(4, "little")
+    bad[16:24] = xxh3_64_intdigest(bytes(bad[24:]), 80).to_bytes(8, "little")
+    return bytes(bad)
+
+
+MARK = encode_mark(80, Kind.SYNCED, 4096)
+
+
 def test_a_header_that_names_an_impossible_box_is_none() -> None:
-    box = PageBox(Span(0, 2), Span(0, 3), Stripe(0, 1, 16, 16))
-    key = part_key(bytes(32), box)
-    good = encode_object(80, 1, (0, 60), bytes(32), key, bytes(48))
-    assert decode(good, 80, 80)
+    assert decode(GOOD, 80, 80)
     for bad in (
-        encode_object(80, 1, (0, 61), bytes(32), key, bytes(48)),  # cells of unequal size
-        encode_object(80, 1, (0, 0), bytes(32), key, bytes(48)),
-        encode_object(80, 1, (0, 60), bytes(32), key, bytes(40)),  # a digest too few
+        encode_object(80, 1, (0, 61), bytes(32), KEY, bytes(48)),  # cells of unequal size
+        encode_object(80, 1, (0, 0), bytes(32), KEY, bytes(48)),
+        encode_object(80, 1, (0, 60), bytes(32), KEY, bytes(40)),  # a digest too few
     ):
         assert decode(bad, 80, 80) is None
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        sealed(GOOD, (0, 0)),  # another magic
+        sealed(GOOD, (LENGTH_AT, len(GOOD) + 8)),  # longer than the file
+        sealed(GOOD[: FIXED_BYTES - 8]) + bytes(8),
+        sealed(GOOD[:-8]),  # a digest too few for its cells
+        sealed(GOOD, (HEADS_AT, 0)),
+        sealed(GOOD, (HEADS_AT, 3)),
+        sealed(GOOD, (KIND_AT, 9)),
+        sealed(MARK, (KIND_AT, 0)),
+        sealed(MARK + bytes(8)),
+    ],
+)
+def test_a_header_whose_check_is_right_and_whose_numbers_are_not_is_none(bad: bytes) -> None:
+    assert sealed(GOOD) == GOOD
+    assert sealed(MARK) == MARK
+    assert decode(bad, 80, 80) is None
+
+
+def test_a_mark_has_no_page_no_part_and_no_bytes() -> None:
+    assert decode(MARK, 80, 80) == Record(Kind.SYNCED, 80, LIVE, 0, 4096, 0, b"", None, b"")
+
+
+def test_a_record_before_the_bytes_at_hand_is_none() -> None:
+    """A negative place would be counted from their end."""
+    assert decode(GOOD + bytes(8), 80, 80 + len(GOOD) + 8) is None
+
+
+def test_an_object_of_more_cells_than_a_million_is_none() -> None:
+    most = 1 << 20
+    for cells in (most, most + 1):
+        key = part_key(bytes(32), PageBox(Span(0, 1), Span(0, cells), Stripe(0, 1, 16, 16)))
+        blob = encode_object(80, 1, (0, cells), bytes(32), key, bytes(8 * cells))
+        assert (decode(blob, 80, 80) is not None) == (cells == most)
+
+
+def test_the_parts_that_are_remembered_are_bounded_and_all_are_read() -> None:
+    boxes = [PageBox(Span(0, 1), Span(0, 1 + number), Stripe(0, 1, 16, 16)) for number in range(9000)]
+    keys = [part_key(bytes(32), box) for box in boxes]
+    assert [decode_part(encode_part(key)) for key in keys] == keys
+    assert decode_part.cache_info().currsize == decode_part.cache_info().maxsize
 
 
 @pytest.mark.parametrize("cells", [1, 3, 8])

@@ -344,6 +344,16 @@ def test_a_chunk_with_its_source_s_digest_lands():
     assert run(ONE, *DIGESTED)[1] == [Free(512), *done("a"), EndReceive(None)]
 
 
+def test_a_chunk_lands_without_a_digest_of_its_source_whatever_its_own_is():
+    assert run(ONE, Reserved("a", ((0, 512),)), says_chunk("a", 0), Scattered("a", 0, 78))[1][-1] == EndReceive(None)
+
+
+@pytest.mark.parametrize("digest", [77, 78], ids=["right", "wrong"])
+def test_a_copy_that_ends_twice_counts_once(digest: int):
+    state, _ = run(TWO, *DIGESTED[:2], Scattered("a", 0, digest))
+    assert run(state, Scattered("a", 0, digest)) == (state, [])
+
+
 def test_a_direct_chunk_with_a_digest_lands_when_it_was_compared():
     state, actions = run(receiving(a=Source(1, direct=True)), says_chunk("a", 0, 0, 77))
     assert actions == [Scatter("a", 0, None)]
@@ -377,6 +387,7 @@ def test_a_chunk_that_does_not_match_twice_fails_the_attempt():
 def test_a_chunk_of_a_failed_attempt_is_not_asked_for_again():
     state, actions = run(ONE, *DIGESTED[:2], Cancel("enough"), Scattered("a", 0, 78))
     assert actions == [Free(512)]
+    assert not state.landed
     assert run(state, says_drained("a"))[1] == [EndReceive("enough")]
 
 
@@ -466,6 +477,7 @@ def test_a_pull_ends_when_every_source_has_confirmed_and_each_is_asked_once():
     state, actions = run(READ, *read("a", "b"))
     assert state.told == {"b"}
     assert actions == done("a")
+    assert run(state, Scattered("b", 1, None)) == (state, []), "a copy that ends twice sends no second Done"
     state, actions = run(state, says_kept("b"), says_kept("b"))
     assert (actions, state.finished) == ([], False)
     assert run(state, says_kept("a"))[1] == [EndReceive(None)]

@@ -117,7 +117,7 @@ class Eviction:
         aim = account.evictable - pages
         while account.evictable > aim and self._leaves and (node := account.order.first()) is not None:
             self._leaves -= 1
-            if node.host is None or node.device_children or node.locks or node.children:
+            if node.host is None or node.locks or node.children:
                 self._bury(node, index)
             else:
                 self._give_up(node)

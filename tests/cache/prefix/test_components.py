@@ -280,6 +280,63 @@ def test_several_components_are_of_use_together() -> None:
     mine.conserved()
 
 
+def of_two_turns(*components: SlidingWindow | State) -> tuple[Engine, int]:
+    """Two turns of a chat with all components at the end of each, and the node of the first."""
+    mine = Engine(PrefixTree(1, components=components))
+    counts = {each.name: 2 if each.per_page else 1 for each in components}
+    first = mine.insert(range(4), counts).node
+    mine.insert(range(8), counts, first_page=4)
+    return mine, first
+
+
+def test_a_window_that_goes_from_inside_the_tree_takes_the_state_along_and_a_state_no_window() -> None:
+    for given_up, gone in (("swa", {"swa": 2, "state": 1}), ("state", {"swa": 0, "state": 1})):
+        mine, _ = of_two_turns(SlidingWindow(2), State())
+        outcome = mine.apply(mine.tree.evict(1, given_up))
+        assert {name: len(outcome.page_ids(name)) for name in gone} == gone
+        assert len(outcome.page_ids()) == 0
+        mine.conserved()
+
+
+def test_a_window_goes_from_a_node_that_has_no_state() -> None:
+    mine = Engine(PrefixTree(1, components=(SlidingWindow(2), State())))
+    mine.insert(range(4), {"swa": 2})
+    mine.insert(range(8), {"swa": 2, "state": 1}, first_page=4)
+    outcome = mine.apply(mine.tree.evict(1, "swa"))
+    assert (len(outcome.page_ids("swa")), len(outcome.page_ids("state"))) == (2, 0)
+    mine.conserved()
+
+
+def test_a_locked_state_stays_where_its_window_goes() -> None:
+    mine, first = of_two_turns(SlidingWindow(2), State())
+    handle = mine.tree.lock(first, skip=("swa",))
+    outcome = mine.apply(mine.tree.evict(1, "swa"))
+    assert (len(outcome.page_ids("swa")), len(outcome.page_ids("state"))) == (2, 0)
+    mine.conserved()
+    mine.tree.unlock(handle)
+    mine.conserved()
+
+
+def test_a_window_goes_alone_from_among_its_like() -> None:
+    mine, _ = of_two_turns(SlidingWindow(2, name="short"), SlidingWindow(2, name="long"))
+    outcome = mine.apply(mine.tree.evict(1, "long"))
+    assert (len(outcome.page_ids("short")), len(outcome.page_ids("long"))) == (0, 2)
+    mine.conserved()
+
+
+def test_a_window_takes_a_backed_leaf_off_the_device_and_leaves_one_that_has_a_child_on_the_host() -> None:
+    mine = window(tiers=WriteThrough())
+    mine.insert(range(4), {"swa": 4})
+    mine.backed(mine.insert(range(8), {"swa": 4}, first_page=4).node)
+    mine.tree.match(range(4))
+    outcome = mine.apply(mine.tree.evict(1, "swa"))
+    assert (outcome.page_ids().tolist(), outcome.page_ids("swa").tolist()) == ([4, 5, 6, 7], [4, 5, 6, 7])
+    mine.conserved()
+    outcome = mine.apply(mine.tree.evict(1, "swa"))
+    assert (outcome.page_ids().tolist(), outcome.page_ids("swa").tolist()) == ([], [0, 1, 2, 3])
+    mine.conserved()
+
+
 def test_a_component_of_ones_own_needs_no_change_of_the_tree() -> None:
     class Compressed:
         """Wants its last page of 4 tokens and nothing else."""

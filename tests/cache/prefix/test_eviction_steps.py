@@ -52,6 +52,15 @@ def test_locked_pages_end_the_steps_and_windows_that_went_along_count() -> None:
     tree.check()
 
 
+def test_a_step_gives_up_the_windows_of_few_nodes() -> None:
+    tree = leaves(100, 1, components=(SlidingWindow(1),))
+    for leaf in range(100):
+        tree.insert([1 + leaf], [], first_page=1, held={"swa": [leaf]})
+    steps = [len(step.page_ids("swa")) for step in tree.evict_in_steps({"swa": 100})]
+    assert steps == ([32, 32, 32, 4] if tree._straight is None else [100])
+    tree.check()
+
+
 @pytest.mark.parametrize("ids", [[], [5], [5, 6, 7], [5, 6, 7, 3, 4, 9], [1, 3, 5, 7, 9], [3, 2, 1]])
 def test_runs_of_ids_are_slices_if_they_are_few(ids: list[int]) -> None:
     row = np.array(ids, np.int32)

@@ -130,6 +130,21 @@ def test_a_device_lock_on_the_host_keeps_the_copy_too() -> None:
     mine.conserved()
 
 
+def test_a_copy_under_two_kinds_of_lock_stays_until_both_are_gone() -> None:
+    for first in range(2):
+        mine = engine(tiers=WriteThrough())
+        node = mine.insert([1, 2]).node
+        mine.backed(node)
+        mine.evict(2)
+        handles = [mine.tree.lock(node), mine.tree.lock_host(node)]
+        mine.tree.unlock(handles.pop(first))
+        assert mine.evict_host(2) == []
+        mine.conserved()
+        mine.tree.unlock(handles.pop())
+        assert len(mine.evict_host(2)) == 2
+        mine.conserved()
+
+
 def test_a_window_is_locked_as_far_as_it_reaches() -> None:
     mine = engine(components=(SlidingWindow(4),))
     for end in (4, 8, 12):

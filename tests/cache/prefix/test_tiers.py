@@ -592,6 +592,45 @@ def test_locked_pages_are_not_demoted() -> None:
     mine.conserved()
 
 
+def test_a_path_is_demoted_as_far_as_there_is_room_and_once() -> None:
+    mine = write_back()
+    mine.insert([1])
+    mine.insert([1, 2], first_page=1)
+    node = mine.insert([1, 2, 3, 4], first_page=2).node
+    freed = mine.apply(mine.tree.demote(node, room=[0, 1, 2]))
+    assert freed.page_ids().tolist() == [2, 3, 1]
+    assert hits(mine.tree, [1, 2, 3, 4]) == (1, 3)
+    mine.conserved()
+    assert mine.tree.demote(node, room=[]).actions == ()
+    assert mine.tree.demote(ROOT).actions == ()
+    mine.conserved()
+
+
+def test_a_path_is_demoted_up_to_a_lock_or_a_branch_and_needs_no_room_for_what_is_backed() -> None:
+    mine = engine()
+    front = mine.insert([1]).node
+    mine.insert([1, 2], first_page=1)
+    node = mine.insert([1, 2, 3], first_page=2).node
+    mine.backed(node)
+    handle = mine.tree.lock(front)
+    assert mine.apply(mine.tree.demote(node)).page_ids().tolist() == [2, 1]
+    assert mine.tree.demote(front).actions == ()
+    mine.tree.unlock(handle)
+    mine.insert([1, 9], first_page=1)
+    assert mine.tree.demote(front).actions == (), "[1, 9] is on the device"
+    mine.conserved()
+
+
+def test_a_whole_leaf_that_finds_room_for_a_part_of_it_goes_with_what_hangs_below_it() -> None:
+    mine = write_back()
+    mine.insert([1, 2])
+    mine.insert([1, 2, 3, 4], first_page=2)
+    evict(mine, 2, room=2)
+    evict(mine, 1, room=1)
+    assert hits(mine.tree, [1, 2, 3, 4]) == (0, 0)
+    mine.conserved()
+
+
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=lambda policy: policy.name)
 def test_a_node_that_lost_its_last_child_and_went_does_not_come_back_into_the_order(policy) -> None:
     mine = Engine(PrefixTree(1, tiers=WriteBack(), policy=policy))

@@ -115,6 +115,22 @@ def test_further_pages_are_loaded_beside_attention_pages_and_the_load_counts_as_
     rank.close()
 
 
+def test_a_load_of_a_window_alone_brings_no_attention_page():
+    rank = Rank(None, model=HYBRID, setup=HALVES)
+    rank.serve(PROMPT)
+    rank.controller.wait()
+    node = rank.tree.match(PROMPT).best_node
+    handle = rank.tree.lock(node, skip=("swa",))
+    rank.evict(100, name="swa")
+    rank.tree.unlock(handle)
+    assert rank.tree.match(PROMPT).tokens == 0
+    assert rank.controller.load(node) == 0
+    assert rank.tree.match(PROMPT).tokens == 32
+    rank.controller.wait()
+    rank.conserved()
+    rank.close()
+
+
 @pytest.mark.parametrize("model", [PLAIN, LATENT], ids=["plain", "latent"])
 def test_ranks_give_up_their_locks_in_the_same_round(model):
     fleet = Fleet(tp=2, page_tokens=SINGLE.page_tokens)
