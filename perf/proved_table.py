@@ -71,7 +71,7 @@ def _states(rows: list[Row]) -> Iterator[tuple[str, ...]]:
         broken = sum(row["broken"] == "True" or row["stuck"] not in ("", "0") for row in some)
         later = sum(map(belongs, missing))
         left = [f"{len(open_)} of {len(some)} plays, visited to depth {_range(open_)}"] if open_ else []
-        left += [f"{later} plays more, not searched yet"] if later else []
+        left += [f"{later} more not searched yet"] if later else []
         states, deepest = sum(int(row["states"]) for row in some), max(int(row["depth"]) for row in some)
         many = f"{states:,} states of {len(some)} plays, depth to {deepest}" + f", {broken} broken" * bool(broken)
         yield name, how, many, _seconds(some, "search_s"), "; ".join(left) or "nothing"
