@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,8 +27,10 @@ from tests.states.play import due_times, has_more, in_one_order
 from tests.states.stages import CONFIG
 from tests.transfer.mover_fleets import Bench, truth_of
 
-#: Tokens that the request has at first, and that it computes while it moves.
+#: Tokens that the request has at first, and that it computes while it moves, beside those that the last round awaits.
 TOKENS, COMPUTED = 2, 2
+#: The longest step of the request, in seconds: half of the patience of the round that awaits its token.
+STEP_S = 2.0
 MIGRATION = MigrationConfig(tail_tokens=1, ahead_tokens=1, most_rounds=3, patience_s=8.0)
 MODEL = (Component("mla", 1, 1, 1, 16, "uint8"),)
 RANK = Fleet(1, 1, 1, page_tokens=2)
@@ -49,7 +53,10 @@ class ChosenBench(Bench):
 
 @dataclass(slots=True, eq=False)
 class MigrationPlay:
-    """One migration of `route`. `faults`: how many of each kind may come; `left`: tokens that may still be computed."""
+    """One migration of `route`. `faults`: how many of each kind may come; `left`: tokens that may still be computed.
+
+    `stopping_s`: since when the last round awaits a token.
+    """
 
     faults: tuple[tuple[str, int], ...] = ()
     route: Route = Route.PACKED
@@ -58,6 +65,7 @@ class MigrationPlay:
     woken: dict[str, None] = field(default_factory=dict[str, None])
     spent: Counter[str] = field(default_factory=Counter[str])
     left: int = COMPUTED
+    stopping_s: float = math.inf
 
     def __post_init__(self) -> None:
         network = self.network
@@ -96,15 +104,20 @@ class MigrationPlay:
         return self.move.arriving[0]
 
     def choices(self) -> list[Choice]:
-        """Returns all that may happen next. No time passes while a note or an operation is under way."""
+        """Returns all that may happen next. No time passes while a note, an operation or a token is due."""
         network = self.network
         prompt: list[Choice] = [*(("poll", name) for name in self.woken), *network.prompt()]
         found = [*prompt, *self._faults(prompt)]
-        if self.left and self.departing.may_write:
+        if self._awaits_token or (self.left and self.departing.may_write):
             found.append(("compute",))
-        if not prompt and self._due_s() < float("inf"):
+        latest_s = self.stopping_s + STEP_S if self._awaits_token else sys.float_info.max
+        if not prompt and self._due_s() <= latest_s:
             found.append(("wait",))
         return found
+
+    @property
+    def _awaits_token(self) -> bool:
+        return self.departing.phase is DeparturePhase.STOPPING
 
     def _faults(self, prompt: list[Choice]) -> Iterator[Choice]:
         may = {kind for kind, most in self.faults if self.spent[kind] < most}
@@ -125,7 +138,7 @@ class MigrationPlay:
         for _, machine in self._sides():
             if not machine.settled:
                 times += [at for at in _times(machine) if at > self.network.now]
-        return min(times, default=float("inf"))
+        return min(times, default=math.inf)
 
     def act(self, choice: Choice) -> None:
         """Let a choice happen. Raises Broken when a property does not hold after it."""
@@ -135,6 +148,7 @@ class MigrationPlay:
         getattr(self, f"_{kind}")(*rest)
         for mover in self.move.bench.movers:
             in_one_order(mover._core.timers)
+        self.stopping_s = min(self.stopping_s, self.network.now) if self._awaits_token else math.inf
         if self.is_over:
             self._check_end()
 
@@ -185,7 +199,7 @@ class MigrationPlay:
 
     def _compute(self) -> None:
         """Let the request compute a token at the source."""
-        self.left -= 1
+        self.left = max(0, self.left - 1)
         self.move.tokens += 1
         self.move.write()
         self.network.log(lambda: f"{self.names[0]}: computes token {self.move.tokens}")
@@ -235,7 +249,7 @@ class MigrationPlay:
         painter.paint(
             (sorted(network.flying), sorted(network.settling), sorted(self.woken), sorted(self.spent.items()))
         )
-        painter.paint((self.left, self.move.tokens, [machine for _, machine in self._sides()]))
+        painter.paint((self.left, self.stopping_s, self.move.tokens, [machine for _, machine in self._sides()]))
         for mover in self.move.bench.movers:
             painter.paint((mover, contents_of(mover)))
         return painter.text()
