@@ -427,9 +427,7 @@ class Catalog:
         A record is believed once its payload lies within the data file's size (or, after a crash of its host, within
         the synced part). Until then it waits.
         """
-        if self.segments.get(segment.name) is not segment or segment.is_sealed:
-            return False
-        table = segment.tail()
+        table = segment.tail() if self.segments.get(segment.name) is segment else None
         if table is None:
             return False
         size = segment.data_bytes()

@@ -8,9 +8,10 @@ from __future__ import annotations
 ACCOUNT, LEDGER = "kvmover.cache.ledger.account", "kvmover.cache.ledger.ledger"
 ARENA, CLAIMS = "kvmover.transfer.memory.arena", "kvmover.transfer.destination.claims"
 AUTH, CONTENT = "kvmover.transfer.protocol.auth", "kvmover.transfer.protocol.content"
-BUCKET_READER, FETCH = "kvmover.store.bucket.bucket_reader", "kvmover.store.fetch"
+STORE = "kvmover.store"
+BUCKET_READER, FETCH = f"{STORE}.bucket.bucket_reader", f"{STORE}.fetch"
 CHECKS, CREDITS = "kvmover.transport.checks", "kvmover.transfer.destination.credits"
-GATED_LOADS, GUARD_LOCK = "kvmover.cache.tiers.gated_loads", "kvmover.store.guard_lock"
+GATED_LOADS, GUARD_LOCK = "kvmover.cache.tiers.gated_loads", f"{STORE}.guard_lock"
 EVICT, LOCKS = "kvmover.cache.prefix.evict", "kvmover.cache.prefix.locks"
 REGISTRATIONS, WRITES = "kvmover.transfer.memory.registrations", "kvmover.transfer.source.writes"
 SOURCE, TOMBSTONES = "kvmover.transfer.source.source_driver", "kvmover.transfer.tombstones"
@@ -58,6 +59,26 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
             EVICT,
             "Eviction._drop_below: each.locks or each.host_locks -> each.locks",
         ): "A condition that stays on looks at it, and nothing else does.",
+    },
+    "catalog": {
+        (
+            f"{STORE}.segment_catalog",
+            "Catalog._tail: segment.waiting -> True",
+        ): "If no object waits, none is added, and the list is made anew of nothing.",
+        (
+            f"{STORE}.segment_catalog",
+            "Catalog.sweep: not names and not ranges -> False",
+        ): "Loops over nothing have no turn, and files of ended segments are closed by the next sweep anyway.",
+        (f"{STORE}.segment_catalog", "Catalog.sweep: -1 -> (-2)"): "No folder was written at a time below 0.",
+        (f"{STORE}.absence", "remove_stillborn: -1 -> (-2)"): "`close_quietly` passes over any negative descriptor.",
+        (
+            f"{STORE}.takeover",
+            "SegmentTakeover._take_over: not segment.is_sealed and self._settled(segment) -> self._settled(segment)",
+        ): "`_finish` marks a segment as synced only if it is not sealed: the condition saves a sync.",
+        (
+            f"{STORE}.takeover",
+            "SegmentTakeover._take_over: catalog.sweep() -> pass",
+        ): "`recover`, which alone calls it, sweeps when all segments are taken over: a sweep in between saves space.",
     },
     "digests": {
         (

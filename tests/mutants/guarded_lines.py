@@ -168,7 +168,7 @@ GUARDED: dict[str, Guarded] = {
             *in_folder(
                 "store", "absence", "deletion_door", "judgement", "recovery", "store_hazard", "unused", "upkeep"
             ),
-            *in_folder("store", "flush_stories", "store", "store_conformance", "store_faults"),
+            *in_folder("store", "flush_stories", "store", "store_conformance", "store_faults", "takeover"),
         ),
     ),
     "ledger": Guarded(

@@ -1,7 +1,8 @@
-"""A service of buckets and a pool of memory, started once a run for the tests that ask for one."""
+"""A root as a crash leaves it, and a service of buckets and a pool of memory that are started once a run."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import urllib.request
@@ -12,8 +13,27 @@ from pathlib import Path
 import pytest
 from bucket_stores import bucket_environment
 from pool_processes import PoolProcesses
+from store_rank import GQA, PAGE, SPACE, Rank, pages_of
 
+from kvmover.store import PagePart, PageStore
 from tests.mooncake_home import NEEDED
+
+
+@pytest.fixture
+def crashed(tmp_path: Path) -> Path:
+    """A root as SIGKILL leaves it after ten pages, of which the first four were flushed."""
+    live = tmp_path / "live"
+    live.mkdir()
+    store = PageStore.open(live, SPACE)
+    rank, pages = Rank(store, PagePart.whole(GQA, PAGE)), pages_of(10)
+    rank.put(pages[:4])
+    store.flush()
+    rank.put(pages[4:7])
+    rank.put(pages[7:])
+    copy = tmp_path / "crashed"
+    shutil.copytree(live, copy)
+    store.close()
+    return copy
 
 
 @pytest.fixture(scope="session")

@@ -15,10 +15,20 @@ from store_rank import GQA, PAGE, SPACE, Rank, pages_of
 
 from kvmover.errors import StoreError
 from kvmover.store import Got, HostBoot, PagePart, PageStore, Policy, Put, clear_unused
-from kvmover.store.absence import gaps, is_data_missing, remove_stillborn, why_empty, why_orphan
+from kvmover.store.absence import gaps, is_data_missing, read_head_anew, remove_stillborn, why_empty, why_orphan
 from kvmover.store.boot import NO_BOOT
-from kvmover.store.deletion import DeletionDoor
-from kvmover.store.record import PREAMBLE_BYTES
+from kvmover.store.deletion import DELETIONS, DeletionDoor, Look, Seen, TwoLooks
+from kvmover.store.record import (
+    DEAD,
+    DIGEST_BYTES,
+    LIVE,
+    PREAMBLE_BYTES,
+    STATE_AT,
+    Kind,
+    Preamble,
+    encode_mark,
+    encode_object,
+)
 from kvmover.store.segment import DATA, HEAD, Life, Segment
 from tests.store.segments import segments_of
 
@@ -281,6 +291,57 @@ def test_a_segment_with_an_object_that_lives_is_not_empty(filled: Path) -> None:
         assert [why_empty(each) for each in segments_of(store).catalog.segments.values()] == [None] * 6
 
 
+PREAMBLE = Preamble(SPACE.digest, bytes(16)).encode()
+SEAL = (Kind.SEALED, 0)
+
+
+def head_of(folder: Path, *records: int | tuple[Kind, int] | bytes, life: Life = Life.SEALED) -> Segment:
+    """A segment whose head has a preamble and such records: an object with this state, a mark, or other bytes."""
+    raw, key = PREAMBLE, WHOLE.key(SPACE)
+    for number, each in enumerate(records):
+        at = len(raw)
+        if isinstance(each, bytes):
+            raw += each
+        elif isinstance(each, tuple):
+            raw += encode_mark(at, *each)
+        else:
+            cells = key.box.cells
+            place = number * WHOLE.nbytes, WHOLE.nbytes
+            one = encode_object(at, 1, place, PAGES[number], key, bytes(DIGEST_BYTES * cells))
+            raw += one[:STATE_AT] + each.to_bytes(4, "little") + one[STATE_AT + 4 :]
+    (folder / f"a{HEAD}").write_bytes(raw)
+    return Segment(folder, "a", NO_BOOT, life)
+
+
+def test_a_head_is_read_beyond_its_damages_and_they_are_counted(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    found = read_head_anew(head_of(tmp_path, LIVE, bytes(40), SEAL, DEAD, bytes(64), LIVE, bytes(8)))
+    assert found.living == [(0, WHOLE.nbytes), (5 * WHOLE.nbytes, WHOLE.nbytes)]
+    assert (found.damages, found.sealed) == (3, True)
+    assert found.end == found.nbytes - 8
+    assert not read_head_anew(head_of(tmp_path, DEAD)).sealed
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_segment_is_empty_if_both_looks_say_so_and_it_is_finished_or_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def promised(*records: int | tuple[Kind, int] | bytes, life: Life = Life.SEALED) -> int | None:
+        looks = why_empty(head_of(tmp_path, *records, life=life))
+        return None if looks is None else looks.promised
+
+    assert promised(DEAD, SEAL) == 0
+    assert promised(DEAD, bytes(40), SEAL) == DELETIONS, "a damaged stretch may have been an object"
+    assert promised(LIVE, SEAL) is None
+    assert promised(DEAD) is None, "its writer may append"
+    assert promised(DEAD, life=Life.FULL) == 0
+    segment, real = head_of(tmp_path, DEAD, SEAL), os.lstat
+    with monkeypatch.context() as patched:
+        longer = os.stat_result([*real(segment.head)[:6], real(segment.head).st_size + 8, *real(segment.head)[7:]])
+        patched.setattr(os, "lstat", lambda _: longer)
+        assert why_empty(segment) is None, "the name leads to another length than the file that was read"
+
+
 def test_data_is_missing_only_beside_its_head(tmp_path: Path) -> None:
     segment = Segment(tmp_path, "a", NO_BOOT, Life.SEALED)
     assert not is_data_missing(segment)
@@ -301,13 +362,21 @@ def test_data_is_an_orphan_if_the_system_says_that_there_is_no_head_and_not_if_i
     assert why_orphan(tmp_path, "a") is None
 
 
-def test_a_head_without_its_preamble_goes_unless_its_writer_is_at_it(tmp_path: Path) -> None:
+def test_a_head_without_its_preamble_goes_unless_its_writer_is_at_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     door = DeletionDoor(0.0)
     head, data = tmp_path / f"a{HEAD}", tmp_path / f"a{DATA}"
     data.touch()
     head.write_bytes(bytes(PREAMBLE_BYTES))
     remove_stillborn(tmp_path, "a", door, 0.0)
     assert head.exists(), "its preamble is whole"
+    for name in ("pread", "lstat"):
+        told = {"pread": b"", "lstat": os.stat_result([0] * 10)}[name]
+        with monkeypatch.context() as patched:
+            patched.setattr(os, name, lambda *_, told=told: told)
+            remove_stillborn(tmp_path, "a", door, 0.0)
+        assert head.exists(), "one look of two says so"
     head.write_bytes(bytes(PREAMBLE_BYTES - 1))
     before = len(os.listdir("/proc/self/fd"))
     with head.open("rb") as writer:
@@ -317,4 +386,6 @@ def test_a_head_without_its_preamble_goes_unless_its_writer_is_at_it(tmp_path: P
     remove_stillborn(tmp_path, "a", door, 0.0)
     assert not head.exists()
     assert door.deleted.total() == 1
+    dear = TwoLooks(Look(Seen.READ, "digest"), Look(Seen.ANEW, "digest"), DELETIONS)
+    assert door.ask(dear, DELETIONS, 0.0), "a head without a first line has no object, and cost no budget"
     assert len(os.listdir("/proc/self/fd")) == before

@@ -105,7 +105,8 @@ def test_the_door_counts_by_reason_and_keeps_to_its_budget() -> None:
     assert door.deleted == {"digest": 32, "empty segment": 1, "evicted": 5}
     door.order(DeletionOrder.EVICTED, 2)
     door.order(DeletionOrder.EXPIRED)
-    assert door.deleted == {"digest": 32, "empty segment": 1, "evicted": 7}
+    assert door.ask(TwoLooks(Look(Seen.LISTING, "torn"), Look(Seen.ANEW, "torn"), 0), 0, 0)
+    assert dict(door.deleted) == {"digest": 32, "empty segment": 1, "evicted": 7}
     assert sum(door.ask(bad, 1, 1800) is not None for _ in range(40)) == 16, "half of it is back in half of an hour"
     assert not any(door.ask(bad, 1, 1800) for _ in range(3600)), "to ask often brings nothing back"
     assert sum(door.ask(bad, 1, 5400) is not None for _ in range(40)) == 32

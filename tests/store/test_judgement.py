@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from kvmover.errors import StoreError
 from kvmover.store.deletion import DELETIONS, DeletionDoor, Permit, TwoLooks
 from kvmover.store.fetch import BLANK, MISSING
-from kvmover.store.judgement import NOT_WHOLE, JudgedObjects, judge_object, verified
+from kvmover.store.judgement import NOT_WHOLE, JudgedObjects, judge_object, judged, verified
 from kvmover.store.objects import Failure, Fault, ObjectRead, Verdict
 from kvmover.store.store_results import Counters
 from kvmover.store.tenure import NoObjects
@@ -82,6 +83,19 @@ def test_an_object_whose_blocks_were_freed_is_deleted_and_counts_as_gone(reason:
     assert not engine.counters.poisoned
 
 
+def test_an_object_whose_blocks_were_freed_is_spared_beyond_the_budget():
+    engine = Engine(Verdict.BAD, BLANK)
+    found = [engine.judge(failure(str(number)))[0] for number in range(DELETIONS + 1)]
+    assert found == [*[Verdict.GONE] * DELETIONS, Verdict.SPARED]
+
+
+def test_suspects_alone_are_looked_at_again():
+    each = cast(Any, SimpleNamespace(nbytes=7))
+    engine = Engine(Verdict.BAD)
+    assert list(judged(engine, [(each, False), (each, True)])) == [(7, Verdict.WELL, ""), (7, Verdict.BAD, "digest")]
+    assert len(engine.condemned) == 1
+
+
 @pytest.mark.parametrize("error", [OSError(5, "no answer"), StoreError("no answer")])
 def test_a_failing_system_is_no_evidence(error: Exception):
     engine = Engine(Verdict.BAD)
@@ -101,3 +115,4 @@ def test_a_verification_sums_what_it_finds_and_tells_of_every_object():
     assert (report.objects, report.nbytes) == (4, 15)
     assert (report.bad, report.spared) == ({"digest": 1}, {"EIO": 1})
     assert heard == [8, 4, 2, 1]
+    assert verified(found, None) == report

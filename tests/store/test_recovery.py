@@ -23,23 +23,6 @@ WHOLE = PagePart.whole(GQA, PAGE)
 NEXT_BOOT = HostBoot(bytes(16))
 
 
-@pytest.fixture
-def crashed(tmp_path: Path) -> Path:
-    """A root as SIGKILL leaves it after ten pages, of which the first four were flushed."""
-    live = tmp_path / "live"
-    live.mkdir()
-    store = PageStore.open(live, SPACE)
-    rank, pages = Rank(store, WHOLE), pages_of(10)
-    rank.put(pages[:4])
-    store.flush()
-    rank.put(pages[4:7])
-    rank.put(pages[7:])
-    copy = tmp_path / "crashed"
-    shutil.copytree(live, copy)
-    store.close()
-    return copy
-
-
 def only(root: Path, suffix: str) -> Path:
     (path,) = root.glob(f"*/*{suffix}")
     return path
