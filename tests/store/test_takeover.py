@@ -73,11 +73,19 @@ class Survivor:
         return [(each.kind, each.offset) for each in records if each.kind is not Kind.OBJECT]
 
 
-@pytest.fixture(params=["same boot", "next boot"])
+@pytest.fixture
+def later(crashed: Path, tmp_path: Path) -> Iterator[Survivor]:
+    """A process of the machine's next boot."""
+    yield from at_work(crashed, tmp_path / "later", NEXT_BOOT)
+
+
+@pytest.fixture(params=[None, NEXT_BOOT], ids=["same boot", "next boot"])
 def survivor(request: pytest.FixtureRequest, crashed: Path, tmp_path: Path) -> Iterator[Survivor]:
-    root = tmp_path / "survivor"
+    yield from at_work(crashed, tmp_path / "survivor", request.param)
+
+
+def at_work(crashed: Path, root: Path, machine: HostBoot | None) -> Iterator[Survivor]:
     root.mkdir()
-    machine = NEXT_BOOT if request.param == "next boot" else None
     with PageStore.open(root, SPACE, machine=machine) as store:
         yield Survivor(store, crashed)
 
@@ -92,6 +100,11 @@ def there(survivor: Survivor) -> list[bool]:
     """Which of the ten pages another process finds and reads well."""
     with PageStore.open(survivor.objects.folder.parent, SPACE) as store:
         return [result.ok for result in Rank(store, WHOLE).get(PAGES)]
+
+
+def objects_of(survivor: Survivor, segment: Segment) -> list[StoredObject]:
+    index = survivor.catalog.index
+    return [each for record in index.records(segment.name).tolist() if (each := index.at(segment.name, record))]
 
 
 def test_a_segment_is_taken_over_once_and_marked_as_synced(survivor: Survivor) -> None:
@@ -160,42 +173,27 @@ def test_whole_objects_are_read_once_and_those_that_were_evicted_meanwhile_are_n
 
 
 @pytest.mark.parametrize(("page", "promised"), [(3, 1), (4, 0)], ids=["flushed", "not flushed"])
-def test_a_bad_object_costs_the_budget_if_a_flush_promised_it(crashed: Path, tmp_path: Path, page: int, promised: int):
-    root = tmp_path / "survivor"
-    root.mkdir()
-    with PageStore.open(root, SPACE, machine=NEXT_BOOT) as store:
-        survivor = Survivor(store, crashed)
-        survivor.damage(page)
-        segment = survivor.left()
-        if promised:  # judged as those that wait are
-            segment.waiting = [each for each in objects_of(survivor, segment) if each.offset == page * WHOLE.nbytes]
-        assert survivor.objects.takeover.recover() == 1
-        door, now = survivor.catalog.door, survivor.catalog.machine.now()
-        assert door.deleted["digest"] == 1
-        assert (door.ask(budget_of(DELETIONS), 1, now) is None) == bool(promised)
+def test_a_bad_object_costs_the_budget_if_a_flush_promised_it(later: Survivor, page: int, promised: int) -> None:
+    later.damage(page)
+    segment = later.left()
+    if promised:  # judged as those that wait are
+        segment.waiting = [each for each in objects_of(later, segment) if each.offset == page * WHOLE.nbytes]
+    assert later.objects.takeover.recover() == 1
+    door, now = later.catalog.door, later.catalog.machine.now()
+    assert door.deleted["digest"] == 1
+    assert (door.ask(budget_of(DELETIONS), 1, now) is None) == bool(promised)
 
 
-def objects_of(survivor: Survivor, segment: Segment) -> list[StoredObject]:
-    index = survivor.catalog.index
-    return [each for record in index.records(segment.name).tolist() if (each := index.at(segment.name, record))]
-
-
-def test_a_bad_object_that_may_not_be_deleted_waits_and_the_segment_is_left_to_others(
-    crashed: Path, tmp_path: Path
-) -> None:
-    root = tmp_path / "survivor"
-    root.mkdir()
-    with PageStore.open(root, SPACE, machine=NEXT_BOOT) as store:
-        survivor = Survivor(store, crashed)
-        survivor.damage(3)
-        segment = survivor.left()
-        segment.waiting = waits = [each for each in objects_of(survivor, segment) if each.offset == 3 * WHOLE.nbytes]
-        assert survivor.catalog.door.ask(budget_of(DELETIONS), 1, survivor.catalog.machine.now())
-        survivor.objects.takeover.recover()
-        assert (segment.life, segment.waiting) == (Life.FOLLOWED, waits)
-        assert survivor.marks() == [(Kind.SYNCED, 4 * WHOLE.nbytes)]
-        with PageStore.open(root, SPACE, machine=NEXT_BOOT):
-            assert survivor.marks()[-1] == (Kind.SEALED, 0), "another took it over"
+def test_a_bad_object_that_may_not_be_deleted_waits_and_the_segment_is_left_to_others(later: Survivor) -> None:
+    later.damage(3)
+    segment = later.left()
+    segment.waiting = waits = [each for each in objects_of(later, segment) if each.offset == 3 * WHOLE.nbytes]
+    assert later.catalog.door.ask(budget_of(DELETIONS), 1, later.catalog.machine.now())
+    later.objects.takeover.recover()
+    assert (segment.life, segment.waiting) == (Life.FOLLOWED, waits)
+    assert later.marks() == [(Kind.SYNCED, 4 * WHOLE.nbytes)]
+    with PageStore.open(later.objects.folder.parent, SPACE, machine=NEXT_BOOT):
+        assert later.marks()[-1] == (Kind.SEALED, 0), "another took it over"
 
 
 # Records that are learnt.
@@ -220,20 +218,16 @@ def test_a_tail_is_learnt_of_a_segment_that_is_known_and_not_sealed(
         assert not catalog._tail(segment)
 
 
-def test_an_object_waits_until_its_payload_is_synced(crashed: Path, tmp_path: Path) -> None:
-    root = tmp_path / "survivor"
-    root.mkdir()
-    with PageStore.open(root, SPACE, machine=NEXT_BOOT) as store:
-        survivor = Survivor(store, crashed)
-        segment, catalog = survivor.left(), survivor.catalog
-        assert [each.offset // WHOLE.nbytes for each in segment.waiting] == [4, 5, 6, 7, 8, 9]
-        for synced, waits in ((6 * WHOLE.nbytes, [6, 7, 8, 9]), (10 * WHOLE.nbytes, [])):
-            with segment.head.open("ab") as head:
-                head.write(encode_mark(head.tell(), Kind.SYNCED, synced))
-            with catalog.lock:
-                assert catalog._tail(segment)
-            assert [each.offset // WHOLE.nbytes for each in segment.waiting] == waits
-            assert len(catalog.index.records(segment.name)) == 10 - len(waits)
+def test_an_object_waits_until_its_payload_is_synced(later: Survivor) -> None:
+    segment, catalog = later.left(), later.catalog
+    assert [each.offset // WHOLE.nbytes for each in segment.waiting] == [4, 5, 6, 7, 8, 9]
+    for synced, waits in ((6 * WHOLE.nbytes, [6, 7, 8, 9]), (10 * WHOLE.nbytes, [])):
+        with segment.head.open("ab") as head:
+            head.write(encode_mark(head.tell(), Kind.SYNCED, synced))
+        with catalog.lock:
+            assert catalog._tail(segment)
+        assert [each.offset // WHOLE.nbytes for each in segment.waiting] == waits
+        assert len(catalog.index.records(segment.name)) == 10 - len(waits)
 
 
 # Blocks that are freed.
