@@ -89,6 +89,18 @@ def test_a_long_lived_lease_blocks_nobody_but_itself():
             arena.release(offset)
 
 
+def test_a_region_is_released_once():
+    arena = Arena(NBYTES)
+    offset = arena.reserve(100)
+    assert offset is not None
+    with pytest.raises(LayoutError, match=f"no region is reserved at {offset + ALIGN_BYTES}"):
+        arena.release(offset + ALIGN_BYTES)
+    arena.release(offset)
+    with pytest.raises(LayoutError, match=f"no region is reserved at {offset}"):
+        arena.release(offset)
+    assert arena.reserve(WORDS * ALIGN_BYTES) == 0, "all of it is free, once"
+
+
 def test_a_quarantined_region_is_not_lent_again_until_it_is_released():
     arena = Arena(4 * ALIGN_BYTES)
     bad = arena.reserve(2 * ALIGN_BYTES)

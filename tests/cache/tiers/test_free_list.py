@@ -31,3 +31,14 @@ def test_all_free_ids_may_be_taken_and_not_one_more() -> None:
         free.take(1)
     free.give((0,))
     assert free.take(1) == [0]
+
+
+def test_named_ids_are_taken_all_or_none() -> None:
+    free = FreeList("kv", 8)
+    free.claim((2, 5))
+    free.check([2, 5])
+    for ids in ((3, 5), (3, 8)):
+        with pytest.raises(TierError, match=rf"pages \[{ids[1]}\] of kv are claimed, and are not free"):
+            free.claim(ids)
+        free.check([2, 5])
+    assert free.take(4) == [0, 1, 3, 4]
