@@ -33,7 +33,7 @@ from tests.states.stages import (
 
 WORKERS = 2
 #: Single faults whose states are soon visited.
-FAULTS = ("abort", "stop", "crash", "kill", "late", "gather")
+QUICK_FAULTS = ("abort", "stop", "crash", "kill", "late", "gather")
 #: Faults of a migration between two engines of one rank.
 MIGRATIONS = ((), (("lose", 1),), (("abort", 1),))
 
@@ -59,7 +59,7 @@ def plays() -> list[Searched]:
     stages = [
         *one_to_one(),
         *one_to_one(*LOST_AND_REPEATED),
-        *(stage for fault in FAULTS for stage in one_to_one((fault, 1))),
+        *(stage for fault in QUICK_FAULTS for stage in one_to_one((fault, 1))),
         *one_to_one(("overtake", 1), ("abort", 1)),
         *growing(),
         *one_to_two(),
