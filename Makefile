@@ -46,7 +46,7 @@ prove: setup mooncake ## run what make test leaves out: every case, more example
 proof: setup ## prove the algebra of plans for all sizes, with z3 (five minutes); keeps proof.csv
 	@$(BIN)/python -m perf.proof
 
-mutants: setup ## break the lines that guard memory and accounts, the named ones and some that are drawn (five minutes)
+mutants: setup ## break the lines that guard memory and accounts, the named ones and some that are drawn (four minutes)
 	@$(BIN)/python -m perf.mutants
 
 night: setup mooncake ## run all of it at its full length, for hours: 20,000 schedules, storms of faults, all mutants; keeps night.csv, mutants.csv
