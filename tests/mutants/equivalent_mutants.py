@@ -9,6 +9,7 @@ ACCOUNT, LEDGER = "kvmover.cache.ledger.account", "kvmover.cache.ledger.ledger"
 ARENA, CLAIMS = "kvmover.transfer.memory.arena", "kvmover.transfer.destination.claims"
 AUTH, CONTENT = "kvmover.transfer.protocol.auth", "kvmover.transfer.protocol.content"
 STORE = "kvmover.store"
+ABSENCE, CATALOG, TAKEOVER = f"{STORE}.absence", f"{STORE}.segment_catalog", f"{STORE}.takeover"
 BUCKET_READER, FETCH = f"{STORE}.bucket.bucket_reader", f"{STORE}.fetch"
 CHECKS, CREDITS = "kvmover.transport.checks", "kvmover.transfer.destination.credits"
 GATED_LOADS, GUARD_LOCK = "kvmover.cache.tiers.gated_loads", f"{STORE}.guard_lock"
@@ -62,21 +63,21 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
     },
     "catalog": {
         (
-            f"{STORE}.segment_catalog",
+            CATALOG,
             "Catalog._tail: segment.waiting -> True",
         ): "If no object waits, none is added, and the list is made anew of nothing.",
         (
-            f"{STORE}.segment_catalog",
+            CATALOG,
             "Catalog.sweep: not names and not ranges -> False",
         ): "Loops over nothing have no turn, and files of ended segments are closed by the next sweep anyway.",
-        (f"{STORE}.segment_catalog", "Catalog.sweep: -1 -> (-2)"): "No folder was written at a time below 0.",
-        (f"{STORE}.absence", "remove_stillborn: -1 -> (-2)"): "`close_quietly` passes over any negative descriptor.",
+        (CATALOG, "Catalog.sweep: -1 -> (-2)"): "No folder was written at a time below 0.",
+        (ABSENCE, "remove_stillborn: -1 -> (-2)"): "`close_quietly` passes over any negative descriptor.",
         (
-            f"{STORE}.takeover",
+            TAKEOVER,
             "SegmentTakeover._take_over: not segment.is_sealed and self._settled(segment) -> self._settled(segment)",
         ): "`_finish` marks a segment as synced only if it is not sealed: the condition saves a sync.",
         (
-            f"{STORE}.takeover",
+            TAKEOVER,
             "SegmentTakeover._take_over: catalog.sweep() -> pass",
         ): "`recover`, which alone calls it, sweeps when all segments are taken over: a sweep in between saves space.",
     },

@@ -30,7 +30,7 @@ from tests.transfer.mover_fleets import Bench, truth_of
 #: Tokens that the request has at first, and that it computes while it moves, beside those that the last round awaits.
 TOKENS, COMPUTED = 2, 2
 #: The longest step of the request, in seconds: half of the patience of the round that awaits its token.
-STEP_S = 2.0
+STEP_S = CONFIG.deadline_s / 2
 MIGRATION = MigrationConfig(tail_tokens=1, ahead_tokens=1, most_rounds=3, patience_s=8.0)
 MODEL = (Component("mla", 1, 1, 1, 16, "uint8"),)
 RANK = Fleet(1, 1, 1, page_tokens=2)

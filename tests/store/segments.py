@@ -18,6 +18,13 @@ def segments_of(store: PageStore) -> SegmentObjects:
     return store.objects
 
 
+def objects_in(segments: SegmentObjects) -> list[StoredObject]:
+    """The stored objects of a store with one segment, in the order of its data file."""
+    (name,) = segments.catalog.segments
+    found = [segments.catalog.index.at(name, int(record)) for record in segments.catalog.index.records(name)]
+    return sorted((each for each in found if each), key=lambda each: each.offset)
+
+
 def later_format(head: bytes, magic: bytes, number: int) -> bytes:
     """A head as a later release may write it: another format by its magic or number, records as they are."""
     start = magic + struct.pack("<I", number) + head[12:72]

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from failing_calls import failing
 from store_rank import GQA, PAGE, SPACE, Rank, pages_of
 
 from kvmover.errors import StoreError
@@ -36,25 +37,6 @@ WHOLE = PagePart.whole(GQA, PAGE)
 SMALL = Policy(segment_bytes=4 * WHOLE.nbytes)
 HERE, THERE, JUDGE = HostBoot(b"this machine...."), HostBoot(b"another machine."), HostBoot(b"who sees after..")
 PAGES = pages_of(24)
-
-
-@contextmanager
-def failing(name: str, code: int, suffix: str = "", times: int = 1 << 30) -> Iterator[list[int]]:
-    """`os.<name>` fails so many times: of a path, where that ends with `suffix`. Yields how often it has."""
-    real, failed = getattr(os, name), [0]
-
-    def call(*arguments, **options):
-        path = "" if not arguments or isinstance(arguments[0], int) else os.fspath(arguments[0])
-        if path.endswith(suffix) and failed[0] < times:
-            failed[0] += 1
-            raise OSError(code, os.strerror(code))
-        return real(*arguments, **options)
-
-    setattr(os, name, call)
-    try:
-        yield failed
-    finally:
-        setattr(os, name, real)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from failing_calls import failing
 from store_rank import GQA, PAGE, SPACE, Rank, pages_of
 
 from kvmover.layout import CpOrder, Fleet, Span
@@ -19,7 +20,7 @@ from kvmover.store.files import SHORT
 from kvmover.store.objects import DIGEST, Verdict
 from kvmover.store.segment_objects import SegmentObjects
 from kvmover.store.stored import StoredObject
-from tests.store.segments import LOOKS, segments_of
+from tests.store.segments import LOOKS, objects_in, segments_of
 
 WHOLE = PagePart.whole(GQA, PAGE)
 PAGES = pages_of(5)
@@ -33,13 +34,6 @@ def segments(tmp_path: Path) -> Iterator[SegmentObjects]:
         assert all(r.ok for r in Rank(store, WHOLE).put(PAGES))
         store.flush()
         yield segments_of(store)
-
-
-def objects_in(segments: SegmentObjects) -> list[StoredObject]:
-    """The stored objects, in the order of the file."""
-    (name,) = segments.catalog.segments
-    found = [segments.catalog.index.at(name, int(record)) for record in segments.catalog.index.records(name)]
-    return sorted((each for each in found if each), key=lambda each: each.offset)
 
 
 def write(segments: SegmentObjects, suffix: str, at: int, raw: bytes) -> None:
@@ -84,26 +78,17 @@ def test_a_second_look_says_why(segments: SegmentObjects) -> None:
 
 
 def test_an_object_whose_data_file_is_gone_is_missing_if_it_lives_and_a_listing_agrees(
-    segments: SegmentObjects, monkeypatch: pytest.MonkeyPatch
+    segments: SegmentObjects,
 ) -> None:
     well, killed, *_ = objects_in(segments)
     kill(segments, killed)
     (data,) = segments.folder.glob("*.data")
-    real = os.open
-
-    def refusing(path, flags, *rest, **options):
-        if os.fspath(path).endswith(".data"):
-            raise OSError(code, os.strerror(code))
-        return real(path, flags, *rest, **options)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "open", refusing)
-        for code in (errno.ENOENT, errno.ESTALE, errno.EIO):
-            with pytest.raises(OSError, match=os.strerror(code)):
-                looked_at(segments, well)
-        data.unlink()
-        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+    for code in (errno.ENOENT, errno.ESTALE, errno.EIO):
+        with failing("open", code, ".data"), pytest.raises(OSError, match=os.strerror(code)):
             looked_at(segments, well)
+    data.unlink()
+    with failing("open", errno.EIO, ".data"), pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        looked_at(segments, well)
     assert looked_at(segments, well) == (Verdict.BAD, MISSING)
     assert looked_at(segments, killed) == GONE
     (head,) = segments.folder.glob("*.head")

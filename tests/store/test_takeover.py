@@ -23,7 +23,7 @@ from kvmover.store.segment import DATA, HEAD, Life, Segment
 from kvmover.store.segment_catalog import Catalog
 from kvmover.store.segment_objects import SegmentObjects
 from kvmover.store.stored import StoredObject
-from tests.store.segments import segments_of
+from tests.store.segments import objects_in, segments_of
 
 WHOLE = PagePart.whole(GQA, PAGE)
 PAGES = pages_of(10)
@@ -102,11 +102,6 @@ def there(survivor: Survivor) -> list[bool]:
         return [result.ok for result in Rank(store, WHOLE).get(PAGES)]
 
 
-def objects_of(survivor: Survivor, segment: Segment) -> list[StoredObject]:
-    index = survivor.catalog.index
-    return [each for record in index.records(segment.name).tolist() if (each := index.at(segment.name, record))]
-
-
 def test_a_segment_is_taken_over_once_and_marked_as_synced(survivor: Survivor) -> None:
     segment = survivor.left()
     size = segment.data.stat().st_size
@@ -177,7 +172,7 @@ def test_a_bad_object_costs_the_budget_if_a_flush_promised_it(later: Survivor, p
     later.damage(page)
     segment = later.left()
     if promised:  # judged as those that wait are
-        segment.waiting = [each for each in objects_of(later, segment) if each.offset == page * WHOLE.nbytes]
+        segment.waiting = [each for each in objects_in(later.objects) if each.offset == page * WHOLE.nbytes]
     assert later.objects.takeover.recover() == 1
     door, now = later.catalog.door, later.catalog.machine.now()
     assert door.deleted["digest"] == 1
@@ -187,7 +182,7 @@ def test_a_bad_object_costs_the_budget_if_a_flush_promised_it(later: Survivor, p
 def test_a_bad_object_that_may_not_be_deleted_waits_and_the_segment_is_left_to_others(later: Survivor) -> None:
     later.damage(3)
     segment = later.left()
-    segment.waiting = waits = [each for each in objects_of(later, segment) if each.offset == 3 * WHOLE.nbytes]
+    segment.waiting = waits = [each for each in objects_in(later.objects) if each.offset == 3 * WHOLE.nbytes]
     assert later.catalog.door.ask(budget_of(DELETIONS), 1, later.catalog.machine.now())
     later.objects.takeover.recover()
     assert (segment.life, segment.waiting) == (Life.FOLLOWED, waits)
